@@ -26,8 +26,10 @@ HERE = Path(__file__).parent
 LONG = {
     "stragglers",
     "averaging_accuracy",
+    "group_ablation",
     "deaths",
     "kfac_accuracy",
+    "kfac_grafting",
     "kfac_schedules",
     "lsh_labels",
     "parity",
@@ -38,7 +40,9 @@ LONG = {
 }
 READ_DATA = {
     "averaging_accuracy": ("mnist", "text"),
+    "group_ablation": ("images",),
     "kfac_accuracy": ("mnist", "text"),
+    "kfac_grafting": ("text",),
     "parity": ("images", "text"),
     "sparse_accuracy": ("images",),
 }
@@ -142,7 +146,9 @@ def main() -> None:
         help="short runs where a benchmark has them; their figures mean nothing",
     )
     parser.add_argument("--mnist", help="npz file for averaging_accuracy and kfac_accuracy")
-    parser.add_argument("--text", help="text for averaging_accuracy and kfac_accuracy")
+    parser.add_argument(
+        "--text", help="text for averaging_accuracy, kfac_accuracy and kfac_grafting"
+    )
     parser.add_argument("--images", help="npz file for sparse_accuracy")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(scripts):

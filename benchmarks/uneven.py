@@ -3,7 +3,9 @@ rule for batch sizes.
 
 Task `xmc` on the bundled data, batches of 32 on average, merged after each pass over 6,815 samples
 and not before (`warmup=0`): 53 batches a worker. Steps are padded to 100 ms, so that four workers
-fit on two cores; with `--quotas` they are not, and workers have shares of the CPU. A figure is the
+fit on two cores; with `--quotas` they are not, and workers have shares of the CPU. A batch of this
+task is computed in about 3 ms of a whole core, which is less than claiming one takes a rank with a
+fifth of a core; `--long-steps` takes `charlm` in its place, with 29 ms a batch. A figure is the
 samples a second of all workers together from the third mega-batch on, over those of the same
 workers exchanging nothing, measured in the same round. Beside it stands the ceiling: the same if
 claims and merges took no time, so that only the wait for the last batch is left
@@ -18,12 +20,14 @@ claims and merges took no time, so that only the wait for the last batch is left
 A goal is AdaptiveSGD's with `rule=proportional`; the other rules are shown beside it. Everything is
 printed to standard error, mega-batch by mega-batch.
 
-A race shows what speed is worth: strategies with equal options, each for equally many samples. The
-target is 95% of what AllReduce reaches in the end, mean over seeds.
+A race shows what speed is worth: strategies with equal options, each for equally many samples,
+beside one worker with batches as large as all of theirs together. The target is 95% of what
+AllReduce reaches in the end, mean over seeds. `--train` and `--test` give other data, such as
+Delicious of the Extreme Classification Repository.
 
-    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--races NAME,...]
-        [--situations NAME,...] [--rules NAME,...] [--seeds N] [--mega-batches N] [--keep DIRECTORY]
-        [--results DIR]
+    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
+        [--racers NAME;...] [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...]
+        [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
@@ -48,6 +52,7 @@ from offbeat.lab.analysis import analyse as analyse_records
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat.lab.comparison import Comparison
 from offbeat.lab.records import MegaBatch, Record
 from offbeat.lab.statistics import Estimate, estimate
 from offbeat.lab.tasks import build_task
@@ -85,11 +90,33 @@ RACERS: Final[Mapping[str, str]] = {
     "Crossbow": "crossbow",
     "AllReduce": "allreduce",
 }
-"""By label. The last one says what the target is."""
+"""By label."""
+BASELINE = "AllReduce"
+"""Says what the target is."""
 RACES = ("half", "quarter")
 RACE_STEP_S, RACE_EPOCHS, TARGET = 0.05, 4, 0.95
 QUOTA = 0.4
 """Of a core, that a worker of speed 1 gets with `--quotas`: four of them fit on two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What workers of unequal speeds compute.
+
+    Attributes:
+        task: by name.
+        settings: of it, beside the batch size.
+        mega_batch: samples between merges, about; None: a pass over the data.
+    """
+
+    task: str
+    settings: tuple[str, ...] = ()
+    mega_batch: int | None = None
+
+
+SHORT_STEPS = Work(task="xmc")
+LONG_STEPS = Work(task="charlm", settings=("window=128",), mega_batch=4913)
+"""A third of a pass: 38 batches a worker."""
 _SETTLED = "warmup=0:optimizer_state=local"
 """What runs of a few mega-batches measure is how long ones go on."""
 _ONE_TURN_S = 1e6
@@ -183,22 +210,24 @@ def measure(
     specs: Mapping[str, str],
     where: Cluster,
     *,
-    epochs: int,
     settings: Sequence[str],
     keep: Path,
-    eval_every: int | None = None,
+    task: str = "xmc",
+    epochs: int | None = None,
+    steps: int | None = None,
 ) -> tuple[Mapping[str, Record], Record]:
     """Run all `specs`, by label, one after the other; returns their records and that of the workers
-    alone. A merge before an evaluation, every `eval_every` steps, is waited for.
+    alone. Nothing is evaluated before the end, since a merge before an evaluation is waited for.
     """
     request = CompareRequest(
-        task="xmc",
+        task=task,
         strategies=list(specs.values()),
         settings=settings,
         cluster=where,
         seeds=(where.seed,),
         epochs=epochs,
-        eval_every=eval_every,
+        steps=steps,
+        eval_every=_NEVER,
         turn_s=_ONE_TURN_S,
     )
     plan = plan_comparison(request, out=keep / f"{situation}-{where.seed}")
@@ -301,13 +330,14 @@ def cases(
     mega_batches: int,
     step_s: float | None,
     keep: Path,
+    work: Work,
 ) -> Iterator[Row]:
     if situation == BUNDLED:
         yield from bundled(seeds, mega_batches, keep)
         return
-    settings = [f"batch_size={BATCH}"]
-    num_samples = build_task("xmc", {}).num_samples
-    epochs = mega_batches + (AFTER_A_FLIP if situation == "flip" else 0)
+    settings = [f"batch_size={BATCH}", *work.settings]
+    num_samples = work.mega_batch or build_task(work.task, {}).num_samples
+    num_merges = mega_batches + (AFTER_A_FLIP if situation == "flip" else 0)
     period = num_samples // (WORKERS * BATCH)
     specs = {rule: f"adaptive:rule={rule}:mega_batch={num_samples}:{_SETTLED}" for rule in rules}
     specs |= {"localsgd": f"localsgd:period={period}"} if situation == "equal" else {}
@@ -316,7 +346,14 @@ def cases(
     for seed in seeds:
         where = cluster(situation, num_samples, mega_batches, step_s=step_s, seed=seed)
         records, alone = measure(
-            situation, specs, where, epochs=epochs, settings=settings, keep=keep
+            situation,
+            specs,
+            where,
+            task=work.task,
+            settings=settings,
+            keep=keep,
+            epochs=None if work.mega_batch else num_merges,
+            steps=num_merges * num_samples // (WORKERS * BATCH) if work.mega_batch else None,
         )
         for rule in rules:
             sizes = {"num_samples": num_samples, "mega_batches": mega_batches}
@@ -327,7 +364,8 @@ def cases(
                 local / (found[rules[0]][-1].fraction * read_steps(alone).settled().samples_per_s())
             )
     for rule, those in found.items():
-        title = f"{situation}{'' if step_s else ' with shares of the CPU'}, {rule}"
+        shares = "" if step_s else " with shares of the CPU"
+        title = f"{situation}{shares}{', long steps' if work is LONG_STEPS else ''}, {rule}"
         bound = float(np.mean([one.foretold for one in those]))
         yield goal(
             f"{title}: of the summed speed", [one.fraction for one in those], bound, at_least=0.95
@@ -359,7 +397,7 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
     shares: dict[str, list[float]] = {}
     specs = {
         "adaptive": f"adaptive:{_SETTLED}",
-        "adaptive, overlap": f"adaptive:{_SETTLED}:overlap=true",
+        "adaptive, overlap=false": f"adaptive:{_SETTLED}:overlap=false",
     }
     for seed in seeds:
         where = cluster(BUNDLED, 0, mega_batches, step_s=None, seed=seed)
@@ -370,7 +408,6 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
             epochs=mega_batches,
             settings=(),
             keep=keep,
-            eval_every=_NEVER,
         )
         for label in specs:
             done = records[label].mega_batches()[SETTLED - 1 :]
@@ -387,30 +424,36 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
 
 
 def race(
-    situation: str, seeds: Sequence[int], epochs: int, step_s: float, keep: Path
+    title: str,
+    situation: str,
+    racers: Mapping[str, str],
+    paths: Mapping[str, str],
+    seeds: Sequence[int],
+    epochs: int,
+    step_s: float,
+    keep: Path,
 ) -> Iterator[Figure]:
     """Steps, seconds and precision of strategies that train side by side."""
-    task = build_task("xmc", {})
+    task = build_task("xmc", paths)
     steps = task.num_samples * epochs // (WORKERS * BATCH)
+    settings = [f"{key}={value}" for key, value in paths.items()]
     request = CompareRequest(
         task="xmc",
-        strategies=list(RACERS.values()),
-        settings=[f"batch_size={BATCH}"],
+        strategies=list(racers.values()),
+        settings=[*settings, f"batch_size={BATCH}"],
         cluster=cluster(situation, 0, 0, step_s=step_s, seed=0),
         seeds=tuple(seeds),
         steps=steps,
         eval_every=max(1, steps // 20),
     )
-    plan = plan_comparison(request, out=keep / f"race-{situation}")
-    directory, comparison = run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
-    *_, baseline = comparison.contestants
-    final = baseline.measures.get("final_metric", estimate([])).median
+    directory, comparison = _compared(request, keep / title.replace(", ", "-"))
+    places = dict(zip(racers, comparison.contestants, strict=True))
+    final = places[BASELINE].measures.get("final_metric", estimate([])).median
     alone = {seed: directory / f"runs/alone-seed-{seed}" for seed in seeds}
     if final is not None:
         with_target = comparison.model_copy(update={"target": TARGET * final})
         comparison = analyse_records(directory, with_target, alone)
-    title = f"race, {situation}"
-    for label, contestant in zip(RACERS, comparison.contestants, strict=True):
+    for label, contestant in zip(racers, comparison.contestants, strict=True):
         if contestant.failure is not None:
             print(f"{title}: {label} failed: {contestant.failure}", file=sys.stderr)
             continue
@@ -424,6 +467,29 @@ def race(
         yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
         yield cell(column="seconds to the target", value=_known(time_to), decimals=1)
         yield cell(column="precision in the end", value=_known(metrics), decimals=4)
+    one = replace(
+        request,
+        strategies=["allreduce"],
+        settings=[*settings, f"batch_size={WORKERS * BATCH}"],
+        cluster=Cluster(workers=1),
+        target=None if final is None else TARGET * final,
+    )
+    _, comparison = _compared(one, keep / f"{title.replace(', ', '-')}-one")
+    (contestant,) = comparison.contestants
+    if contestant.failure is not None:
+        print(f"{title}: one worker failed: {contestant.failure}", file=sys.stderr)
+        return
+    cell = partial(Figure, table=title, case="one worker, batches of all")
+    measures = contestant.measures
+    if "steps_to_target" in measures:
+        steps_to = _known(measures["steps_to_target"])
+        yield cell(column="steps to the target", value=steps_to, decimals=0)
+    yield cell(column="precision in the end", value=_known(measures["final_metric"]), decimals=4)
+
+
+def _compared(request: CompareRequest, directory: Path) -> tuple[Path, Comparison]:
+    plan = plan_comparison(request, out=directory)
+    return run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
 
 
 def _mean(found: Estimate, scale: float = 1.0) -> float | None:
@@ -435,10 +501,11 @@ def _known(found: Estimate) -> tuple[float | None, ...]:
     return tuple(found.values)
 
 
-def _cell(situation: str, rules: Sequence[str], *, quotas: bool) -> str:
+def _cell(situation: str, rules: Sequence[str], *, quotas: bool, long_steps: bool) -> str:
     if situation == BUNDLED:
         return situation
-    return f"{situation}: with quotas" if quotas else f"{situation}: {','.join(rules)}"
+    long = ", long steps" if long_steps else ""
+    return f"{situation}: {'with quotas' if quotas else ','.join(rules)}{long}"
 
 
 if __name__ == "__main__":
@@ -453,7 +520,20 @@ if __name__ == "__main__":
         "--quotas", action="store_true", help="shares of the CPU in place of padded steps"
     )
     parser.add_argument(
+        "--long-steps", action="store_true", help="batches that take ten times as long to compute"
+    )
+    parser.add_argument(
         "--races", default=",".join(RACES), help="situations, may be empty; default: %(default)s"
+    )
+    parser.add_argument(
+        "--racers",
+        default=";".join(RACERS),
+        help=f"separated by ';', {BASELINE} among them; default: %(default)s",
+    )
+    parser.add_argument("--train", help="data of races; default: the bundled ones")
+    parser.add_argument("--test", help="data held out; needed with --train")
+    parser.add_argument(
+        "--data", default="Delicious", help="what to call the data of --train; default: %(default)s"
     )
     parser.add_argument(
         "--situations", default=",".join((*SPEEDS, BUNDLED)), help="default: %(default)s"
@@ -480,14 +560,23 @@ if __name__ == "__main__":
         step_s = 0.01 if asked.quick else None if asked.quotas else STEP_S
         directory = asked.keep or Path(temporary)
         of_a_race = (1, 0.02) if asked.quick else (RACE_EPOCHS, RACE_STEP_S)
+        paths = {} if asked.train is None else {"path": asked.train, "test_path": asked.test}
+        on = f"{asked.data}, " if paths else ""
+        racers = {label: RACERS[label] for label in asked.racers.split(";")}
         cells = {
-            f"race: {situation}": partial(race, situation, range(seeds), *of_a_race, directory)
+            f"race: {on}{situation}": partial(
+                *(race, f"race, {on}{situation}", situation, racers, paths),
+                *(range(seeds), *of_a_race, directory),
+            )
             for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
         }
-        shared = (rules, range(seeds), asked.mega_batches, step_s, directory)
+        work = LONG_STEPS if asked.long_steps else SHORT_STEPS
+        shared = (rules, range(seeds), asked.mega_batches, step_s, directory, work)
         situations = ("half",) if asked.quick else filter(None, asked.situations.split(","))
         cells |= {
-            _cell(situation, rules, quotas=asked.quotas): partial(cases, situation, *shared)
+            _cell(situation, rules, quotas=asked.quotas, long_steps=asked.long_steps): partial(
+                cases, situation, *shared
+            )
             for situation in situations
         }
         present(cells, asked, seeds=seeds)

@@ -177,6 +177,18 @@ def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(
     assert all(bool(p.isfinite().all()) for p in net.parameters())
 
 
+def test_gradients_of_zero_move_nothing(strategy: AnyStrategy, attached: Callable) -> None:
+    """As those of a loss that is always 0."""
+    net, optimizer, session = attached(strategy)
+    before = copy.deepcopy(net.state_dict())
+    for step in range(4):
+        (0 * loss_of(net, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert session.stats.skipped_steps == 0
+    assert all(torch.equal(each, before[name]) for name, each in net.named_parameters())
+
+
 @NEVER_STEPPED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_keep_dtype_shape_and_device(

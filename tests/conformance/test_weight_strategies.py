@@ -115,6 +115,20 @@ def test_alone_it_is_the_plain_loop(
     assert session.stats.steps == 5
 
 
+def test_gradients_of_zero_move_nothing(
+    plain_strategy: AveragingStrategy, attached: Callable
+) -> None:
+    """As those of a loss that is always 0."""
+    net, optimizer, session = attached(plain_strategy)
+    before = copy.deepcopy(net.state_dict())
+    for step in range(4):
+        (0 * loss_of(net, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert session.stats.skipped_steps == 0
+    assert all(torch.equal(each, before[name]) for name, each in net.named_parameters())
+
+
 def test_tensors_stay_where_they_are(strategy: AveragingStrategy, attached: Callable) -> None:
     net, optimizer, _ = attached(strategy)
     tensors = [*net.parameters(), *net.buffers()]

@@ -15,7 +15,7 @@ from offbeat.kfac.blocks import Block, FactorShape
 from offbeat.kfac.capture import Capture
 from offbeat.kfac.eigen import Decomposer, Eigendecomposition
 from offbeat.kfac.inverses import InversionTask, Inverter
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.options import FactorOptions, Grafting
 from offbeat.kfac.precondition import (
     Curvature,
     EigenPair,
@@ -168,6 +168,53 @@ def test_in_bfloat16_preconditioned_gradients_are_as_long_and_lie_the_same_way(p
     for matrix, wanted in zip(gradients_of(blocks), expected, strict=True):
         assert matrix.dtype == wanted.dtype == torch.float64
         assert 0 < (matrix - wanted).norm() < 2**-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("grafting", ["floor", "layer"])
+def test_grafted_gradients_lie_as_without_and_are_as_long_as_plain_ones_at_least(
+    grafting: Grafting,
+) -> None:
+    _, blocks, capture = trained()
+    damped = torch.tensor(40 * DAMPING).double()  # every other layer's are short by that
+    pairs = [
+        (a, replace(g, damping=damped) if number % 2 else g)
+        for number, (a, g) in enumerate(tasks_of(capture, blocks))
+    ]
+    before, wanted = gradients_of(blocks), expected_gradients(blocks, pairs, "triangle")
+    longer = [float(p.norm() / g.norm()) > 1 for p, g in zip(wanted, before, strict=True)]
+    assert set(longer) == {True, False}
+    shares: dict[str, torch.Tensor] = {}
+    precondition_(
+        blocks,
+        curvatures(pairs, "triangle"),
+        lrs=[0.1] * len(blocks),
+        kl_clip=None,
+        grafting=grafting,
+        shares=shares,
+    )
+    each = zip(blocks, gradients_of(blocks), before, wanted, strict=True)
+    for block, found, plain, preconditioned in each:
+        length = plain.norm()
+        if grafting == "floor":
+            length = max(length, preconditioned.norm())
+        torch.testing.assert_close(found, preconditioned * (length / preconditioned.norm()))
+        torch.testing.assert_close(shares[block.name], preconditioned.norm() / plain.norm())
+
+
+@pytest.mark.parametrize("grafting", ["floor", "layer"])
+def test_a_gradient_of_zeros_stays_so_when_it_is_grafted(grafting: Grafting) -> None:
+    _, blocks, capture = trained()
+    pairs = tasks_of(capture, blocks)
+    for block in blocks:
+        block.gradient().scale_(torch.tensor(0.0))
+    precondition_(
+        blocks,
+        curvatures(pairs, "triangle"),
+        lrs=[0.1] * len(blocks),
+        kl_clip=1e-3 if grafting == "floor" else None,
+        grafting=grafting,
+    )
+    assert not any(matrix.any() for matrix in gradients_of(blocks))
 
 
 @pytest.mark.parametrize("lrs", ["equal", "different"])

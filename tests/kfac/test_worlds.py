@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import offbeat
 from kfac_support import reference
 from kfac_support.reference import batch_of, loss_of, make_net
+from offbeat.kfac.options import Grafting
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -66,14 +68,14 @@ def stepping(steps: Sequence[int]) -> Job:
     return job
 
 
-def expected_of(world_sizes: Sequence[int]) -> dict[str, torch.Tensor]:
+def expected_of(world_sizes: Sequence[int], **more: Any) -> dict[str, torch.Tensor]:
     """Of one process, with the examples of so many ranks in each step."""
     net = make_net()
     batches = [
         reference.together([batch_of(rank, step) for rank in range(world_size)])
         for step, world_size in enumerate(world_sizes)
     ]
-    reference.train(net, batches, lr=LR, **HYPER)
+    reference.train(net, batches, lr=LR, **HYPER | more)
     return net.state_dict()
 
 
@@ -88,6 +90,28 @@ def assert_all_are(found: Sequence[dict[str, torch.Tensor]], expected: Any) -> N
 def test_five_ranks_do_what_one_does_with_all_examples(name: str) -> None:
     found = in_world(5, STRATEGIES[name], make_net(), stepping(range(5)))
     assert_all_are(found, expected_of([5] * 5))
+
+
+@pytest.mark.parametrize("name", ["spdkfac", "dpkfac"])
+@pytest.mark.parametrize("grafting", ["floor", "layer"])
+def test_all_ranks_graft_alike_and_go_on_from_a_checkpoint(name: str, grafting: Grafting) -> None:
+    """There is nothing of it to be kept."""
+    more = {"damping": 0.1, "grafting": grafting}
+    strategy = replace(STRATEGIES[name], **more)
+    nets = make_net(), make_net()
+
+    def first(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        weights = stepping(range(2))(session, model, optimizer, rank)
+        return weights, copy.deepcopy(session.state_dict())
+
+    saved = in_world(2, strategy, nets[0], first)
+    nets[1].load_state_dict(saved[0][0])
+
+    def second(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        session.load_state_dict(saved[rank][1])
+        return stepping(range(2, 5))(session, model, optimizer, rank)
+
+    assert_all_are(in_world(2, strategy, nets[1], second), expected_of([2] * 5, **more))
 
 
 @pytest.mark.parametrize("name", ["dkfac", "mpdkfac", "spdkfac", "dpkfac"])

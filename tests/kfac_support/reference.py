@@ -59,8 +59,12 @@ def train(
     inverse_interval: int = 1,
     ramp: bool = True,
     momentum: float = 0.0,
-) -> None:
-    """One step for each batch."""
+    grafting: str = "none",
+) -> list[list[float]]:
+    """One step for each batch. Returns for each how long each layer's preconditioned gradient was,
+    before anything scaled it, over the plain one.
+    """
+    shares = []
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     places = [place for place, layer in enumerate(net) if isinstance(layer, nn.Linear | nn.Conv2d)]
     history: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {place: [] for place in places}
@@ -86,12 +90,17 @@ def train(
         change = sum(lr**2 * (preconditioned[place] * gradients[place]).sum() for place in places)
         nu = (
             1.0
-            if kl_clip is None
+            if kl_clip is None or grafting == "layer"
             else min(1.0, float((kl_clip / torch.as_tensor(change).abs()).sqrt()))
         )
-        for place in places:
-            _set_gradient(net[place], nu * preconditioned[place])
+        shares.append(
+            [float(preconditioned[place].norm() / gradients[place].norm()) for place in places]
+        )
+        for place, share in zip(places, shares[-1], strict=True):
+            wanted = {"none": share, "floor": max(share, 1.0), "layer": 1.0}[grafting]
+            _set_gradient(net[place], nu * preconditioned[place] * (wanted / share))
         optimizer.step()
+    return shares
 
 
 def _factors(net: nn.Sequential, place: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -319,3 +319,28 @@ def test_an_optimizer_of_two_models_is_refused(stack: ExitStack) -> None:
     with pytest.raises(OffbeatError, match="are not the model's"):
         models[0](X)
     assert kept
+
+
+@pytest.mark.parametrize(
+    ("asked", "trains_with"),
+    [
+        (offbeat.SPDKFAC(), offbeat.SPDKFAC(grafting="floor")),
+        (offbeat.DPKFAC(grafting="none"), offbeat.DPKFAC(grafting="none")),
+        (
+            offbeat.LocalSGD(start_step=2, start="spdkfac"),
+            offbeat.LocalSGD(start_step=2, start=offbeat.SPDKFAC(grafting="floor")),
+        ),
+        (offbeat.LocalSGD(start_step=2), offbeat.LocalSGD(start_step=2)),
+    ],
+)
+def test_a_script_that_knows_nothing_of_kfac_keeps_its_learning_rate(
+    stack: ExitStack, asked: Strategy, trains_with: Strategy
+) -> None:
+    """What a script attaches itself it gets as the command line says."""
+    script = Script(asked, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    assert script.session.strategy == trains_with
+    own = nn.Linear(3, 1)
+    with offbeat.attach(own, torch.optim.SGD(own.parameters(), lr=0.1), asked) as session:
+        assert session.strategy == asked

@@ -11,6 +11,8 @@ from typing import Literal, SupportsFloat, TypeAlias
 from offbeat.errors import ConfigError
 
 Sharing = Literal["expand", "reduce"]
+Grafting: TypeAlias = Literal["none", "floor", "layer"]
+"""Whose length a layer's preconditioned gradient has (`kfac.precondition`); "none": its own."""
 
 AUTO_STRIDE, MANY_POSITIONS, FEWEST_EXAMPLES = 4, 16, 8
 """What `sample_stride="auto"` means: a layer that sees many positions of each example knows enough
@@ -162,6 +164,8 @@ class KFACSettings:
             (`kfac.eigen.form_of`).
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
         kl_clip: limit of a step's predicted change, > 0, or a function of the step; None: no limit.
+        grafting: whose length a layer's preconditioned gradient has; with "layer" nothing limits
+            it.
         factor_steps: the steps with factors.
         inverse_steps: the steps with inversions.
         ramp: whether the first steps, as many as an interval has, are denser.
@@ -174,6 +178,7 @@ class KFACSettings:
     bfloat16: bool | None
     decay: float
     kl_clip: float | OfStep | None
+    grafting: Grafting
     factor_steps: StepsApart
     inverse_steps: StepsApart
     ramp: bool
@@ -185,7 +190,9 @@ class KFACSettings:
 
     def kl_clip_at(self, step: int) -> float | None:
         """Raises `ConfigError` where a schedule's value is not allowed."""
-        return None if self.kl_clip is None else positive_at("kl_clip", self.kl_clip, step)
+        if self.kl_clip is None or self.grafting == "layer":
+            return None
+        return positive_at("kl_clip", self.kl_clip, step)
 
     def has_factors(self, step: int) -> bool:
         """Whether factors are averaged in `step`."""

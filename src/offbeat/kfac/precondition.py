@@ -8,10 +8,17 @@ shortened where that exceeds a limit:
 
     nu = min(1, sqrt(kl_clip / |sum of lr^2 <P, grad>|))
 
+Grafting gives a layer's P the length of its gradient (Agarwal et al., arXiv 2002.11803), because a
+learning rate that was chosen without K-FAC is one for such lengths:
+
+    "layer": P |grad| / |P|, and no limit
+    "floor": P max(1, |grad| / |P|), times nu; nu is that of P as it was
+
 A layer's P takes the place of its gradient as soon as it is made, and is multiplied by nu when all
 are. Layers without an inverse keep their plain gradient, unclipped, and do not count.
 
-Cost for a layer of d_out x d_in: 2 d_out d_in (d_out + d_in) operations. Memory while it lasts: two
+Cost for a layer of d_out x d_in: 2 d_out d_in (d_out + d_in) operations, 2 d_out d_in more for <P,
+grad>, and 4 d_out d_in more for grafting. Memory while it lasts: two
 or three times the largest gradient, and the largest inverse, unpacked.
 """
 
@@ -27,6 +34,7 @@ import torch
 from offbeat.kfac.blocks import Block, BlockGradient, FactorShape
 from offbeat.kfac.eigen import Eigendecomposition
 from offbeat.kfac.inverses import InverseForm, form_for, has_inverse, is_asynchronous
+from offbeat.kfac.options import Grafting
 from offbeat.kfac.pieces import multiply_columns, multiply_rows, padded
 from offbeat.kfac.symmetric import unpack, unpack_triangles
 
@@ -154,6 +162,22 @@ def kl_scale(change: torch.Tensor, kl_clip: float, grad_scale: float = 1.0) -> t
     return (kl_clip * grad_scale**2 / change.abs()).sqrt().clamp(max=1)
 
 
+def share_of(preconditioned: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """How long `preconditioned` is over `plain`, a scalar tensor; 1 where both are zeros."""
+    share: torch.Tensor = preconditioned.norm() / plain.norm()
+    return share.nan_to_num(nan=1.0, posinf=1.0)
+
+
+def graft_(preconditioned: torch.Tensor, share: torch.Tensor, grafting: Grafting) -> None:
+    """Give a layer's `preconditioned` gradient, `share` times as long as the plain one, the length
+    that `grafting` says. One that is all zeros stays so.
+    """
+    if grafting == "floor":
+        preconditioned.div_(torch.where(share > 0, share, 1.0).clamp(max=1))
+    elif grafting == "layer":
+        preconditioned.div_(torch.where(share > 0, share, 1.0))
+
+
 @torch.no_grad()
 def precondition_(
     blocks: Sequence[Block],
@@ -161,7 +185,9 @@ def precondition_(
     *,
     lrs: Sequence[float],
     kl_clip: float | None,
+    grafting: Grafting = "none",
     grad_scale: float = 1.0,
+    shares: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
     """Replace the gradients of `blocks` by preconditioned gradients. Blocks without gradient, or of
     another shape by now, are passed over.
@@ -171,7 +197,10 @@ def precondition_(
         curvatures: one for each block.
         lrs: learning rates, one for each block.
         kl_clip: the limit, > 0; None: no limit.
+        grafting: whose length a layer's preconditioned gradient has. With "layer" give no limit.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
+        shares: takes for each block's name how long its preconditioned gradient is over the plain
+            one, before anything scales it; None: nobody asks.
 
     Returns:
         nu, a scalar tensor in (0, 1]; None without a limit, or without a preconditioned gradient.
@@ -190,10 +219,15 @@ def precondition_(
         may_ask = not is_asynchronous(exists.device)
         if not may_ask:
             preconditioned = torch.where(exists, preconditioned, matrix)
-        if kl_clip is None:
+        product = None if kl_clip is None else _product(preconditioned, matrix)
+        if shares is not None or grafting != "none":
+            share = share_of(preconditioned, matrix)
+            graft_(preconditioned, share, grafting)
+            if shares is not None:
+                shares[each.block.name] = share
+        if product is None:
             gradient.write_(preconditioned)
             continue
-        product = _product(preconditioned, matrix)
         own = float(product) if may_ask else torch.where(exists, product, 0.0)
         change = change + own * each.lr**2
         done.append(_Preconditioned(gradient, preconditioned, None if may_ask else exists))

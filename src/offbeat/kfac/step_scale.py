@@ -1,16 +1,21 @@
-"""How much `kl_clip` shortens steps, said where next to nothing is left of them."""
+"""How long steps are, said where next to nothing is left of them: by `kl_clip`, or because
+preconditioned gradients are short by themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from statistics import median_high
 from typing import Final
 
 import torch
 
+from offbeat.kfac.options import Grafting
+
 _WINDOW: Final = 50
 _SHORT: Final = 0.2
+_SHORTER: Final = 0.5
 
 
 class StepScale:
@@ -57,6 +62,57 @@ class StepScale:
             " much makes such steps 3.2 times as long), or more momentum in the optimizer;"
             " kl_clip=None sets no limit, and then the learning rate or the damping may have to"
             " change"
+        )
+
+
+class ShortLayers:
+    """Compares preconditioned gradients with plain ones during the first steps. All ranks have the
+    same ones, so all say the same.
+
+    Args:
+        optimizer: takes the steps. As in `StepScale` nothing is said of any but SGD.
+        grafting: only with "none" may steps be shorter.
+        notify: is told, once, of layers whose preconditioned gradients were less than half as long
+            as the plain ones in more than half of 50 steps.
+
+    Attributes:
+        is_watching: whether `add` wants to know of the next step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grafting: Grafting,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.is_watching = grafting == "none" and isinstance(optimizer, torch.optim.SGD)
+        self._notify = notify
+        self._shares: dict[str, list[torch.Tensor]] = {}
+        self._num_steps = 0
+
+    def add(self, shares: Mapping[str, torch.Tensor]) -> None:
+        """Of a step: how long layers' preconditioned gradients are over plain ones."""
+        for name, share in shares.items():
+            self._shares.setdefault(name, []).append(share)
+        self._num_steps += 1
+        if self._num_steps == _WINDOW:
+            self.is_watching = False
+            middles = {
+                name: median_high(torch.stack(each).tolist()) for name, each in self._shares.items()
+            }
+            self._shares.clear()
+            short = sorted((middle, name) for name, middle in middles.items() if middle < _SHORTER)
+            if short:
+                self._say(short, len(middles))
+
+    def _say(self, short: list[tuple[float, str]], num_layers: int) -> None:
+        share, name = short[0]
+        self._notify(
+            f"the preconditioned gradients of {len(short)} of K-FAC's {num_layers} layers are"
+            f" shorter than plain ones, that of {name!r} {share:.2g} times as long in half of"
+            f" {_WINDOW} steps: at a learning rate that was chosen for plain gradients these layers"
+            ' are trained slowly. Set grafting="floor", which makes them as long as plain ones, or'
+            " a larger learning rate"
         )
 
 

@@ -56,7 +56,6 @@ class DispatchPolicy(Part, ABC):
         smallest_claim: no claim has fewer samples, where there are as many; the same on all ranks.
         shares_equally: whether each rank gets an equal share of each mega-batch, in place of what
             it claims.
-        overlaps_merges: whether `begin_merge` may be called.
         joined_by: the merge by which this rank has joined a run that was under way, until the
             loader has taken note of it.
     """
@@ -67,7 +66,6 @@ class DispatchPolicy(Part, ABC):
     batch_sizes: tuple[int, ...]
     smallest_claim: int
     shares_equally: bool
-    overlaps_merges: bool = False
     joined_by: MergedRound | None
 
     @property
@@ -140,6 +138,14 @@ class DispatchPolicy(Part, ABC):
             The round that was merged: another one than `claim_round` where the peers had gone on
             without this rank.
         """
+
+    def overlaps_merge(self, *, is_whole: bool) -> bool:
+        """Whether ranks may go on while a round is merged, by `begin_merge`; the same on all ranks.
+
+        Args:
+            is_whole: whether the round is a whole mega-batch.
+        """
+        return False
 
     # Only of a policy that overlaps merges
 
@@ -684,9 +690,11 @@ class DispatchLoader(Part):
         """Whether this rank may go on while the open round is merged. What was lost once is not to
         be lost again before it is noticed.
         """
-        assert self._open_round is not None
-        is_first = self._open_round.retry == 0
-        return is_first and self._policy.overlaps_merges and not self._policy.is_left_out
+        over = self._open_round
+        assert over is not None
+        is_whole = over.spans == self._whole(over.epoch, over.mega_batch)
+        may = self._policy.overlaps_merge(is_whole=is_whole) and not self._policy.is_left_out
+        return over.retry == 0 and may
 
     def _begin_merge(self, share: MegaBatchShare) -> None:
         """Go on with the round that follows where no claim is lost in the merge."""

@@ -60,7 +60,8 @@ class MegaBatchPlan:
         rate_scaling: how learning rates follow batch sizes.
         warmup: so many steps of all ranks together let the updates that a rank makes between merges
             grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
-        overlap: whether ranks go on training while a merge is under way.
+        overlap: the merges while which ranks go on training: all of them, those of whole
+            mega-batches, or none.
     """
 
     mega_batch: int
@@ -74,7 +75,7 @@ class MegaBatchPlan:
     merges_optimizer_state: bool = False
     rate_scaling: RateScaling = "auto"
     warmup: int = 0
-    overlap: bool = False
+    overlap: Literal["all", "whole", "none"] = "none"
 
     def samples_of_round(self, samples_before: int, num_ranks: int) -> int | None:
         """How many samples are merged together after `samples_before` have been; None: a whole
@@ -185,7 +186,6 @@ class MegaBatchPart(DispatchPolicy):
         self.mega_batch, self.base_batch_size = plan.mega_batch, plan.base
         self.smallest_claim = plan.smallest_claim
         self.shares_equally = plan.rule is None
-        self.overlaps_merges = plan.overlap
         self.ranks: tuple[int, ...] = tuple(range(world_size))
         self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
         self.joined_by: MergedRound | None = None
@@ -225,7 +225,7 @@ class MegaBatchPart(DispatchPolicy):
             ),
         )
         self._generations: Generations | None = None
-        if plan.overlap:
+        if plan.overlap != "none":
             warm(parameter.dtype for parameter in weights.parameters.values())
         try:
             self._generations = enter()
@@ -340,6 +340,10 @@ class MegaBatchPart(DispatchPolicy):
     @override
     def samples_of_round(self, samples_before: int) -> int | None:
         return self._plan.samples_of_round(samples_before, len(self.ranks))
+
+    @override
+    def overlaps_merge(self, *, is_whole: bool) -> bool:
+        return self._plan.overlap == "all" or (self._plan.overlap == "whole" and is_whole)
 
     @override
     def synchronize(self) -> None:
@@ -497,8 +501,9 @@ class MegaBatchPart(DispatchPolicy):
         merged = under_way.merged()
         if under_way.is_dropped:
             return
-        self._protocol.take(merged)
-        taken = self._adopt(merged.outcome, at_step=merged.snapshot.report.num_steps)
+        then = merged.snapshot.report.num_steps
+        self._protocol.take(merged, num_steps=self._num_steps - then)
+        taken = self._adopt(merged.outcome, at_step=then)
         # One that is new finds the round in `joined_by`.
         self._taken = None if merged.outcome.mine.is_new else taken
 

@@ -106,7 +106,7 @@ class StrategyRecipe(ScriptRecipe):
             self.wrap,
             ddp.module,
             optimizer,
-            self._strategy,
+            self._strategy.for_plain_script(),
             group=ddp.process_group,
             scaler=scaler,
             finish="keep",

@@ -15,8 +15,8 @@ Ranks are the members of a generation (`membership.generations`). A merge is one
 (`megabatch.merge`): propose, agree, average, commit. It is final for all members or for none: when
 a worker dies, its peers go on, and what it had not merged is given out again.
 
-With `overlap` a rank does not wait for a merge: a thread merges a snapshot s_i of its model while
-it trains on, and then w_i = w + (w_i - s_i).
+A rank does not wait for the merge of a whole mega-batch, or with `overlap=True` for any: a thread
+merges a snapshot s_i of its model while it trains on, and then w_i = w + (w_i - s_i).
 
 Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for
 each batch a short message to the store and its answer.
@@ -146,8 +146,9 @@ class AdaptiveSGD(MegaBatchStrategy):
             parameter is below it.
         merge_momentum: gamma of merges, in [0, 1); the paper's is 0.9.
         overlap: whether ranks go on training while a merge is under way, and add to the merged
-            model what they have done since it began; not with merge_momentum. Merges that end a
-            pass over the data are waited for.
+            model what they have done since it began; not with merge_momentum. None: where a whole
+            mega-batch is merged, and without merge_momentum. Merges that end a pass over the data
+            are waited for.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -163,7 +164,7 @@ class AdaptiveSGD(MegaBatchStrategy):
     perturbation: float = 0.0
     perturbation_threshold: float = 0.1
     merge_momentum: float = 0.0
-    overlap: bool = False
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,8 +211,14 @@ class AdaptiveSGD(MegaBatchStrategy):
             merges_optimizer_state=self.optimizer_state == "averaged",
             rate_scaling=self.rate_scaling,
             warmup=self.warmup,
-            overlap=self.overlap,
+            overlap=self._overlap,
         )
+
+    @property
+    def _overlap(self) -> Literal["all", "whole", "none"]:
+        if self.overlap is None:
+            return "none" if self.merge_momentum else "whole"
+        return "all" if self.overlap else "none"
 
     def _batch_rule(self) -> BatchRule:
         match self.rule:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -67,6 +67,12 @@ class Strategy(ABC):
         `shares_samples`.
         """
         return None
+
+    def for_plain_script(self) -> Self:
+        """What `offbeat run` trains with in the place of this strategy where the script knows
+        nothing of offbeat, so that its learning rate was chosen for plain gradients.
+        """
+        return self
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if the strategy cannot work with these. Runs before any

@@ -19,6 +19,13 @@ inverse gets plain gradients until it has; the first steps are denser (`ramp`). 
 the whole damping to each factor (`pi=False`). Ranks on devices of different kinds round
 differently: there each layer has one owner, which sends preconditioned gradients, whatever
 the strategy.
+
+With `grafting`, which none of these papers has, a layer's P takes the length of its dL/dW (Agarwal
+et al., "Disentangling Adaptive Gradient Methods from Learning Rates", arXiv 2002.11803): "layer" as
+published there, with the lengths of plain gradients as the method to take them from; "floor" only
+where P is shorter, and `kl_clip` goes on limiting steps by the estimate for P as it was. It keeps
+nothing, sends nothing but a number for each layer where owners send gradients, and costs two norms
+and a product for each layer.
 """
 
 from __future__ import annotations
@@ -27,9 +34,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
+from typing_extensions import override
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
 from offbeat.gradients.launch_order import LaunchOrder
@@ -77,6 +85,11 @@ class KFACStrategy(Strategy):
             inversions in steps 0, 1, 2, 4, 8, ... of the first `inverse_interval`.
         decay: how much of the running averages each step with factors keeps, in [0, 1).
         kl_clip: limit of the change that a step may make by its own estimate, > 0; None: no limit.
+        grafting: whose length a layer's preconditioned gradient has: "none" its own; "floor" its
+            own, but no less than the plain gradient's, before `kl_clip` shortens it by the estimate
+            for what it was; "layer" the plain gradient's, whatever `kl_clip` says. "auto": "floor"
+            in a script under `offbeat run` that knows nothing of K-FAC, where the learning rate was
+            chosen for plain gradients, else "none".
         pi: whether the square root of the damping is divided between A and G by the ratio of their
             mean eigenvalues, which comes near to damping their product; False: all of the damping
             is added to each of them.
@@ -115,6 +128,7 @@ class KFACStrategy(Strategy):
     ramp: bool = True
     decay: float = 0.95
     kl_clip: float | Callable[[int], float] | None = 0.001
+    grafting: Literal["auto", "none", "floor", "layer"] = "auto"
     pi: bool = True
     inverse: Literal["cholesky", "eigen"] = "cholesky"
     inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -146,6 +160,7 @@ class KFACStrategy(Strategy):
         else:
             require_at_least("sample_stride", self.sample_stride, 1)
         require_fraction_below_one("decay", self.decay)
+        require_one_of("grafting", self.grafting, ("auto", "none", "floor", "layer"))
         require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
         require_one_of("inverse_dtype", self.inverse_dtype, ("auto", "float32", "bfloat16"))
         if self.inverse == "eigen" and self.inverse_dtype == "bfloat16":
@@ -193,6 +208,7 @@ class KFACStrategy(Strategy):
             bfloat16=None if self.inverse_dtype == "auto" else self.inverse_dtype == "bfloat16",
             decay=self.decay,
             kl_clip=self.kl_clip,
+            grafting="none" if self.grafting == "auto" else self.grafting,
             factor_steps=StepsApart("factor_interval", self.factor_interval),
             inverse_steps=StepsApart("inverse_interval", self.inverse_interval),
             ramp=self.ramp,
@@ -220,6 +236,10 @@ class KFACStrategy(Strategy):
             if isinstance(self.exchange, GradientStrategy)
             else EXCHANGES[self.exchange]()
         )
+
+    @override
+    def for_plain_script(self) -> Self:
+        return replace(self, grafting="floor") if self.grafting == "auto" else self
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         survey(model, self.options())

@@ -26,9 +26,10 @@ its own step; SlowMo's outer momentum is not rescaled when the learning rate cha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
+from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import PeriodicAverage
@@ -139,6 +140,12 @@ class LocalSGD(AveragingStrategy):
                 " a callable that makes an optimizer, such as functools.partial(torch.optim.SGD,"
                 f" lr=0.7), got {self.outer!r}"
             )
+
+    @override
+    def for_plain_script(self) -> Self:
+        start = STARTS[self.start]() if isinstance(self.start, str) else self.start
+        plain = start.for_plain_script()
+        return self if plain == start else replace(self, start=plain)
 
     def _check_start(self) -> None:
         start = self.start

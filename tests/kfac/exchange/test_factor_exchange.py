@@ -16,6 +16,7 @@ from kfac_support import reference
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.kfac.exchange.costs import gather_plan_inputs
 from offbeat.kfac.inverses import InversionTask, Inverter, has_inverse
+from offbeat.kfac.options import Grafting
 from offbeat.kfac.part import KFACPart
 from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
 from offbeat.kfac.planning.inversion import PolynomialInversion
@@ -48,6 +49,8 @@ HYPER: list[dict[str, Any]] = [
     },
 ]
 HYPER += [hyper | {"pi": False} for hyper in HYPER]
+GRAFTED = HYPER[1] | {"damping": 0.1}
+"""So that some layers' preconditioned gradients are shorter than plain ones, and others longer."""
 
 Attach = Callable[..., tuple[nn.Sequential, torch.optim.Optimizer, Session]]
 
@@ -99,6 +102,39 @@ def test_steps_are_those_of_the_slow_reference(
     slow = reference.make_net()
     reference.train(slow, batches(range(6)), lr=0.05, momentum=0.9, **hyper)
     assert_close(net, slow)
+
+
+@pytest.mark.parametrize("kind", [offbeat.SPDKFAC, offbeat.DPKFAC])
+@pytest.mark.parametrize("grafting", ["floor", "layer"])
+def test_grafted_steps_are_those_of_the_slow_reference(
+    attached: Attach, kind: type[KFACStrategy], grafting: Grafting
+) -> None:
+    net, optimizer, _ = attached(kind(**GRAFTED, grafting=grafting))
+    train(net, optimizer, range(6))
+    slow = reference.make_net()
+    shares = reference.train(
+        slow, batches(range(6)), lr=0.05, momentum=0.9, grafting=grafting, **GRAFTED
+    )
+    assert min(map(min, shares)) < 0.8 < 1.25 < max(map(max, shares))
+    assert_close(net, slow)
+
+
+@pytest.mark.parametrize("kind", [offbeat.SPDKFAC, offbeat.DPKFAC])
+def test_a_loss_in_another_unit_makes_grafted_steps_longer_alike(kind: type[KFACStrategy]) -> None:
+    """Factors of gradients, and the damping of the product, scale by the unit's square."""
+    gradients = []
+    for unit in (1.0, 16.0):
+        strategy = kind(grafting="layer", damping=0.01 * unit**2, inverse_interval=1)
+        net = reference.make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        with offbeat.attach(net, optimizer, strategy):
+            for batch in batches(range(3)):
+                optimizer.zero_grad()
+                (unit * reference.loss_of(net, batch)).backward()
+                optimizer.step()
+        gradients.append([p.grad / unit for p in net.parameters() if p.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -362,6 +398,7 @@ def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
         ({"sample_stride": 0}, "sample_stride must be an integer of at least 1"),
         ({"sample_stride": "aut"}, "or \"auto\", got 'aut'"),
         ({"inverse_dtype": "float16"}, "inverse_dtype must be one of"),
+        ({"grafting": "global"}, "grafting must be one of"),
         ({"inverse": "newton"}, "inverse must be one of"),
     ],
 )

@@ -22,7 +22,7 @@ from offbeat.kfac.eigen import Eigendecomposition, StoredForm, make_inverter
 from offbeat.kfac.exchange.inverses import InverseExchange
 from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.inverses import dtype_of
-from offbeat.kfac.options import KFACSettings
+from offbeat.kfac.options import Grafting, KFACSettings
 from offbeat.kfac.pieces import is_whole
 from offbeat.kfac.planning.factor_plan import FactorPlan
 from offbeat.kfac.planning.inverse_order import InverseBatch
@@ -30,10 +30,12 @@ from offbeat.kfac.precondition import (
     Curvature,
     EigenPair,
     InversePair,
+    graft_,
     kl_scale,
     precondition_,
+    share_of,
 )
-from offbeat.kfac.step_scale import StepScale
+from offbeat.kfac.step_scale import ShortLayers, StepScale
 from offbeat.transport.driver import Driver, Stream
 
 
@@ -84,6 +86,7 @@ class Preconditioner:
         self._has_tiny = any(slot.shape.is_tiny for slot in slots)
         self._inverter, self._notify = make_inverter(form, notify), notify
         self.step_scale = StepScale(optimizer, notify)
+        self._short_layers = ShortLayers(optimizer, settings.grafting, notify)
         self._plan = plan
         self.inverses = self._room_for(plan, order)
         self._curvatures: dict[int, Curvature | None] = {}
@@ -135,12 +138,15 @@ class Preconditioner:
         blocks = [self._blocks[index] for index in live]
         lrs = [lr_of.get(id(block.weight), 0.0) for block in blocks]
         curvatures = [self._curvature_of(index, damping) for index in live]
+        shares: dict[str, torch.Tensor] | None = {} if self._short_layers.is_watching else None
         if not self._plan.by_owner:
             nu = precondition_(
                 blocks,
                 [curvature for curvature in curvatures if curvature is not None],
                 lrs=lrs,
                 kl_clip=kl_clip,
+                grafting=self._settings.grafting,
+                shares=shares,
             )
         else:
             owners = [
@@ -154,9 +160,13 @@ class Preconditioner:
                 stream=self._stream,
                 lrs=lrs,
                 kl_clip=kl_clip,
+                grafting=self._settings.grafting,
+                shares=shares,
                 spans=self._spans,
             )
         self.step_scale.add(nu, kl_clip)
+        if shares is not None:
+            self._short_layers.add(shares)
 
     def _curvature_of(self, block_index: int, damping: float) -> Curvature | None:
         """What this rank has of a block's inverses; None where only its owner has them. It is the
@@ -268,13 +278,15 @@ def precondition_by_owners_(
     lrs: Sequence[float],
     kl_clip: float | None,
     spans: SpanRecorder,
+    grafting: Grafting = "none",
+    shares: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
     """Replace the gradients of `blocks`, the same on all ranks, by preconditioned gradients.
     Collective.
 
     Each owner's message holds the preconditioned gradients of its blocks, for each block whether
-    there is one, and what they would change together. The last number is why the limit of a step,
-    which is one for all layers, needs no message of its own.
+    there is one and how long it is, and what they would change together. The last number is why the
+    limit of a step, which is one for all layers, needs no message of its own.
 
     Args:
         blocks: the same on all ranks. Those without gradient are passed over.
@@ -282,7 +294,7 @@ def precondition_by_owners_(
         owners: a rank for each block.
         driver, stream: carry the broadcasts out.
         lrs: learning rates, one for each block.
-        kl_clip: as of `kfac.precondition.precondition_`.
+        kl_clip, grafting, shares: as of `kfac.precondition.precondition_`.
         spans: notes what is done when.
 
     Returns:
@@ -301,7 +313,12 @@ def precondition_by_owners_(
         if message.owner == driver.rank:
             own = [number for number in live if owners[number] == driver.rank]
             found = [inverse for number in own if (inverse := inverses[number]) is not None]
-            message.fill(found, [lrs[number] for number in own])
+            message.fill(
+                found,
+                [lrs[number] for number in own],
+                grafting=grafting,
+                is_measured=shares is not None,
+            )
         launched_s = time.monotonic()
         pending.append(driver.launch(dense_broadcast(message.flat, message.owner), stream.next()))
         spans.launched(
@@ -321,6 +338,8 @@ def precondition_by_owners_(
         nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
     for message in messages:
         message.show(1.0 if nu is None else float(nu))
+        if shares is not None:
+            shares |= message.shares()
     return nu
 
 
@@ -333,20 +352,37 @@ class _GradientMessage:
         dtype = reduce(torch.promote_types, (weight.dtype for weight in weights), torch.float32)
         sizes = [torch.Size(block.matrix_shape).numel() for block in blocks]
         device = weights[0].device if weights else None
-        self.flat = torch.zeros(sum(sizes) + len(blocks) + 1, dtype=dtype, device=device)
-        *parts, self._exists, change = self.flat.split([*sizes, len(blocks), 1])
+        self.flat = torch.zeros(sum(sizes) + 2 * len(blocks) + 1, dtype=dtype, device=device)
+        *parts, self._exists, self._shares, change = self.flat.split(
+            [*sizes, len(blocks), len(blocks), 1]
+        )
         self._preconditioned = [
             part.view(block.matrix_shape) for part, block in zip(parts, blocks, strict=True)
         ]
         self.change = change[0]
 
-    def fill(self, inverses: Sequence[Curvature], lrs: Sequence[float]) -> None:
+    def fill(
+        self,
+        inverses: Sequence[Curvature],
+        lrs: Sequence[float],
+        *,
+        grafting: Grafting,
+        is_measured: bool,
+    ) -> None:
         for number, (block, inverse, lr) in enumerate(zip(self.blocks, inverses, lrs, strict=True)):
             preconditioned, gradient = self._preconditioned[number], block.gradient_matrix()
             found = inverse.apply(gradient, block.inputs, block.outputs)
             self._exists[number] = inverse.exists
             preconditioned.copy_(torch.where(inverse.exists, found, 0.0))
             self.change.add_(torch.dot(preconditioned.flatten(), gradient.flatten()) * lr**2)
+            if is_measured or grafting != "none":
+                self._shares[number] = share = share_of(preconditioned, gradient)
+                graft_(preconditioned, share, grafting)
+
+    def shares(self) -> dict[str, torch.Tensor]:
+        """How long each block's preconditioned gradient is over the plain one; 1 for none."""
+        known = torch.where(self._exists > 0, self._shares, 1.0)
+        return {block.name: known[number] for number, block in enumerate(self.blocks)}
 
     def show(self, scale: float) -> None:
         for number, (block, preconditioned) in enumerate(
