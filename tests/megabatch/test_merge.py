@@ -474,15 +474,23 @@ def freeze(ranks: Sequence[Rank], updates: Sequence[int]) -> list[ModelSnapshot]
     ]
 
 
-def merge_beside(ranks: Sequence[Rank], snapshots: Sequence[ModelSnapshot]) -> int:
-    """Merge the snapshots, and take the outcome over; how many bytes were sent."""
+def merge_beside(
+    ranks: Sequence[Rank], snapshots: Sequence[ModelSnapshot], num_steps: Sequence[int] = ()
+) -> int:
+    """Merge the snapshots, and take the outcome over; how many bytes were sent.
+
+    Args:
+        ranks: that merge.
+        snapshots: of them.
+        num_steps: that each has taken since; none unless given.
+    """
 
     pairs = zip(ranks, snapshots, strict=True)
     merged, sent = together(
         ranks, [partial(rank.protocol.merge_snapshot, each) for rank, each in pairs]
     )
-    for rank, each in zip(ranks, merged, strict=True):
-        rank.protocol.take(each)
+    for rank, each, count in zip(ranks, merged, num_steps or [0] * len(ranks), strict=True):
+        rank.protocol.take(each, num_steps=count)
     return sent
 
 
@@ -576,6 +584,35 @@ def test_a_wait_for_the_next_merge_leaves_all_with_one_model() -> None:
     assert few[2] < whole[2]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+        partial(torch.optim.Adam, betas=(0.5, 0.75)),
+        partial(torch.optim.AdamW, betas=(0.9, 0.9)),
+    ],
+)
+def test_running_averages_are_as_if_a_rank_had_gone_on_with_the_merged_ones(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """One rank takes three steps while the merge is under way, or after it."""
+    found = []
+    for is_beside in (True, False):
+        ranks = make_ranks(3, make=make)
+        for rank in ranks:
+            rank.step(torch.full((20, 3), 1.0 + rank.number))
+        snapshots = freeze(ranks, [1, 1, 2])
+        if not is_beside:
+            merge_beside(ranks, snapshots)
+        for size in (-3.0, 0.0, 8.0):
+            ranks[1].step(torch.full((20, 3), size))
+        if is_beside:
+            merge_beside(ranks, snapshots, [0, 3, 0])
+        found.append([rank.optimizer.state[rank.rows] for rank in ranks])
+    for beside, after in zip(*found, strict=True):
+        torch.testing.assert_close(beside, after)
+
+
 def test_a_variance_that_fell_meanwhile_stays_positive() -> None:
     ranks = make_ranks(2, make=partial(torch.optim.Adam, betas=(0.5, 0.5)))
     for rank in ranks:
@@ -583,7 +620,7 @@ def test_a_variance_that_fell_meanwhile_stays_positive() -> None:
     snapshots = freeze(ranks, [1, 1])
     for _ in range(20):
         ranks[0].step(torch.zeros(20, 3))
-    merge_beside(ranks, snapshots)
+    merge_beside(ranks, snapshots, [20, 0])
     second_moments = [rank.optimizer.state[rank.rows]["exp_avg_sq"] for rank in ranks]
     assert all(bool((moment > 0).all()) for moment in second_moments)
     assert second_moments[1].unique().item() == pytest.approx((50 + 0.5) / 2)

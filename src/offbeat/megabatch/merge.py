@@ -57,7 +57,7 @@ from offbeat.weights.optimizer_state import (
     shares_of_states,
 )
 from offbeat.weights.staging import Staging
-from offbeat.weights.statistics import merge_statistics, merge_sums_
+from offbeat.weights.statistics import merge_running_average_, merge_statistics, merge_sums_
 
 _NEARLY_ALL: Final = 0.95
 
@@ -324,13 +324,19 @@ class MergeProtocol:
         _synchronize(merged)
         return MergedSnapshot(snapshot=snapshot, outcome=outcome, merged=merged, copies=copies)
 
-    def take(self, over: MergedSnapshot) -> None:
+    def take(self, over: MergedSnapshot, *, num_steps: int) -> None:
         """The model of a merge that is final, and what this rank has done since the snapshot, are
         its model now. A rank that is new has the merged model alone.
 
-        Parameters, momenta and sums of squares take over the rank's progress as a difference. A
-        running average of what is never negative, such as a variance, is averaged instead
-        (`weights.statistics`).
+        Parameters and sums of squares take over the rank's progress as a difference. Of momenta and
+        second moments, of which a part is left after each step, the same part is taken over of the
+        merged ones: they are what they would be if the rank had had these when it went on. Where
+        that part is unknown, and of buffers such as a running variance, what both sides have
+        changed is averaged (`weights.statistics`).
+
+        Args:
+            over: the merge.
+            num_steps: that this rank has taken since the snapshot.
         """
         begin_s = time.perf_counter()
         outcome, mean = over.outcome, over.outcome.mean
@@ -338,8 +344,11 @@ class MergeProtocol:
         live = self._weights.tensors()
         statistics = set(self._weights.positions_of_statistics())
         states: dict[str, list[torch.Tensor]] = {}
+        kept: dict[int, float] = {}
         for name in mean.states:
             assert self._states is not None, "all ranks merge states, or none does"
+            parts = self._states.kept(name, num_steps) if num_steps else ()
+            kept |= {n: part for n, part in enumerate(parts, start=len(live)) if part is not None}
             if not is_sum(name):
                 statistics |= {len(live) + number for number in range(len(self._parameters))}
             # One that nobody with a weight had is left as it is.
@@ -355,6 +364,10 @@ class MergeProtocol:
             mine = target if rows is None else target.index_select(0, rows)
             if outcome.mine.is_new:
                 mine.copy_(theirs)
+            elif number in kept:
+                merge_running_average_(
+                    mine, theirs, before, kept=kept[number], only_grows=number in statistics
+                )
             elif number in statistics:
                 wide = mine.to(theirs.dtype), theirs, before.to(theirs.dtype)
                 mine.copy_(merge_statistics(*wide))

@@ -501,8 +501,9 @@ class MegaBatchPart(DispatchPolicy):
         merged = under_way.merged()
         if under_way.is_dropped:
             return
-        self._protocol.take(merged)
-        taken = self._adopt(merged.outcome, at_step=merged.snapshot.report.num_steps)
+        then = merged.snapshot.report.num_steps
+        self._protocol.take(merged, num_steps=self._num_steps - then)
+        taken = self._adopt(merged.outcome, at_step=then)
         # One that is new finds the round in `joined_by`.
         self._taken = None if merged.outcome.mine.is_new else taken
 

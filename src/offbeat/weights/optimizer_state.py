@@ -132,6 +132,18 @@ class OptimizerStates:
             return _numbers([0.0] * len(self._parameters), self._parameters)
         return [torch.zeros_like(parameter.detach()) for parameter in self._parameters]
 
+    def kept(self, name: str, num_steps: int) -> list[float | None]:
+        """Which part of a running average is left after so many steps of the optimizer, for each
+        parameter; None: the state is none, or the optimizer does not say.
+        """
+        options: dict[torch.Tensor, Mapping[str, Any]] = {
+            parameter: group
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
+        factors = [_decay(name, options.get(parameter, {})) for parameter in self._parameters]
+        return [None if factor is None else factor**num_steps for factor in factors]
+
     def take(
         self, merged: Mapping[str, Sequence[torch.Tensor]], shares: Mapping[str, Sequence[float]]
     ) -> None:
@@ -302,6 +314,17 @@ def is_sum(name: str) -> bool:
     squares, a difference could make a negative number.
     """
     return name.partition(":")[0] in _SUMS
+
+
+def _decay(name: str, options: Mapping[str, Any]) -> float | None:
+    """What a step multiplies a state of this name by, before it adds to it; None: unknown."""
+    betas = options.get("betas") or (None, None)
+    found = {
+        "momentum_buffer": options.get("momentum"),
+        "exp_avg": betas[0],
+        "exp_avg_sq": betas[-1],
+    }.get(name)
+    return None if found is None else float(found)
 
 
 _DIVIDING = ("adam", "adagrad", "rmsprop")

@@ -65,6 +65,34 @@ def merge_sums_(mine: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) 
     mine.detach().copy_(torch.where(one == past, theirs, merged))
 
 
+def merge_running_average_(
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    before: torch.Tensor,
+    *,
+    kept: float,
+    only_grows: bool = False,
+) -> None:
+    """Write into `mine` what it would be if it had begun with `theirs` in the place of `before`.
+
+    Args:
+        mine: what this rank holds: a part of `before`, and what it has added since.
+        theirs: an average that contains `before`, of the same shape, in float32 or wider.
+        before: what this rank held when it contributed to the average.
+        kept: the part of `before` that is left, in [0, 1].
+        only_grows: whether nothing negative is ever added, such as to an average of squares.
+
+    >>> mine = torch.tensor([1.0, 5.0])
+    >>> merge_running_average_(mine, torch.tensor([4.0, 4.0]), torch.tensor([2.0, 2.0]), kept=0.5)
+    >>> mine
+    tensor([2., 6.])
+    """
+    added = mine.detach().to(theirs.dtype) - kept * before.to(theirs.dtype)
+    if only_grows:
+        added.clamp_(min=0)  # Rounding may have made it less.
+    mine.detach().copy_(added.add_(theirs, alpha=kept))
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
