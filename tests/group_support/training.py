@@ -15,8 +15,9 @@ import numpy as np
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.rounding import Rounding
 from offbeat.planning.groups import VersionGroup
@@ -77,10 +78,11 @@ class Trainer:
         plan, driver = world.plan, world.cluster.drivers[self.rank]
         trainer.begin(np.array([0.0, 0, 0, 0, 0, 1, 1]), np.array([0]), step=0)
         for step in range(plan.num_steps):
-            held, counters = trainer.take()
+            held, counters, _ = trainer.take()
             self.taken.append((held, counters))
             yield Sleep(plan.compute_s(self.rank, step))
-            trainer.advance(*self._stepped(held.copy(), counters, plan.loudness(self.rank, step)))
+            stepped = self._stepped(held.copy(), counters, plan.loudness(self.rank, step))
+            assert trainer.advance([stepped[0]], stepped[1])
             self.step_ends_s.append(world.cluster.now_s)
             self._report_step()
             while trainer.held_by:
@@ -89,7 +91,8 @@ class Trainer:
             version = trainer.arrive(lambda version: False)
             if version is not None:
                 driver.start(Post(arrive(version, generation=0)), SERVE)
-        self.taken.append(trainer.take())
+        held, counters, _ = trainer.take()
+        self.taken.append((held, counters))
         driver.start(Post(finish(generation=0)), SERVE)
 
     def _report_step(self) -> None:

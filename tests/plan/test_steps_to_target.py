@@ -79,6 +79,19 @@ def test_a_time_is_there_for_what_was_measured_alike_and_reached_the_target(
     assert "<th>target</th>" in page.read_text()
 
 
+def test_who_comes_to_the_target_first_is_said_where_it_is_not_who_takes_the_shortest_steps(
+    tmp_path: Path,
+) -> None:
+    arguments = ["plan", "--profile", "resnet20", "--link", "100mbit", "--workers", "4"]
+    arguments += ["--strategies", "ddp,localsgd", "--steps-from", str(tmp_path)]
+    said = "ddp comes to the target first"
+    for steps, is_first in ((10.0, True), (10_000.0, False)):
+        record(tmp_path, {"ddp": [steps, steps], "localsgd": [5_000.0, 5_000.0]})
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert (said in result.output) is is_first
+
+
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [

@@ -12,6 +12,7 @@ import offbeat
 from offbeat.errors import ConfigError, RecordError
 from offbeat.lab.records import Record
 from offbeat.report.page import write_report
+from offbeat.script.recording import higher_is_better
 
 
 def train(session: offbeat.Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -65,3 +66,19 @@ def test_without_a_record_logging_does_nothing_but_check() -> None:
                 log(loss=torch.ones(2))
             with pytest.raises(ConfigError, match="numbers"):
                 log(loss="low")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "higher"),
+    [
+        ("val/acc", True),
+        ("mAP50", True),
+        ("top1", True),
+        ("top1_error", False),
+        ("dice_loss", False),
+        ("mape", False),
+        ("perplexity", False),
+    ],
+)
+def test_a_name_says_whether_more_is_better(name: str, higher: bool) -> None:
+    assert higher_is_better(name) is higher

@@ -3,8 +3,7 @@
 Who averages rounded vectors moves its own by `average - rounded`, so what rounding took from it
 stays where it was: it is in what the next average is made of.
 
-The kernels below add such vectors up and move models by them; `move_by` does it with vectors that
-were not rounded.
+The kernels below add such vectors up and move models by them.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ def warm() -> None:
         for vector in (received, average):
             vector.flags.writeable = False
         make_up_for_rounding(average, own, average[0], values.copy())
-        move_by(values, values, values, values.copy())
         for codes in (own, received):
             add_rounded(values, codes, values[0])
             move_by_rounded(values, codes, own, values.copy())
@@ -104,13 +102,6 @@ def make_up_for_rounding(
     for i in range(average.size):
         rounded = _number(codes[i])
         out[i] = rounded + share * (average[i] - rounded)
-
-
-@kernel
-def move_by(mine: Values, new: Values, old: Values, out: Values) -> None:
-    """out = mine + (new - old), all shape (n,), in one pass over memory."""
-    for i in range(mine.size):
-        out[i] = mine[i] + (new[i] - old[i])
 
 
 @kernel

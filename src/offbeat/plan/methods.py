@@ -22,8 +22,9 @@ from offbeat.averaging.background.interface import (
     VersionResult,
 )
 from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.averaging.periodic import last_average
 from offbeat.codec.index_codecs import INDEX_CODECS, GapIndices, IndexCodec
 from offbeat.codec.model_wire import scaled_bytes
@@ -995,13 +996,13 @@ class _BackgroundTrainer:
         trainer.begin(self._zeros, np.zeros(0, np.int64), step=0)
         for step in range(self._num_steps):
             row = step % setting.num_steps
-            held, counters = trainer.take()
+            held, counters, _ = trainer.take()
             factor = float(setting.factors[row, self.rank])
             yield Sleep(float(setting.late_s[row, self.rank]))
             duration_s = (profile.compute_s + copied_s) * factor
             work_s = (setting.work_s + copied_s) * factor * setting.cluster.speeds[self.rank]
             yield from self._cores.compute(self.rank, duration_s, work_s)
-            trainer.advance(held.copy(), counters)
+            trainer.advance([held], counters)
             self._report_step()
             while trainer.held_by:
                 yield Sleep(_LOOK_S)

@@ -487,7 +487,24 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
         if request.to_target is None
         else request.to_target.describe()
     )
-    return remarks
+    return [*remarks, *_earlier_at_target(predictions)]
+
+
+def _earlier_at_target(predictions: Sequence[StepPrediction]) -> Iterator[str]:
+    """Where another strategy than the recommended one comes to the target first."""
+    for workers, rate in sorted({(one.workers, one.rate_bit_per_s) for one in predictions}):
+        ones = _at(predictions, workers, rate)
+        best = _best(ones)
+        times = [(one.time_to_target_s, one.strategy) for one in ones if one.time_to_target_s]
+        if best.time_to_target_s is None or not times:
+            continue
+        first_s, first = min(times)
+        if first_s < (1 - CLOSE) * best.time_to_target_s:
+            yield (
+                f"{workers} worker{'s' * (workers > 1)}, {display_rate(rate)}: {first} comes to the"
+                f" target first, {best.time_to_target_s / first_s:.2g} times faster than"
+                f" {best.strategy}, which is fastest in samples a second."
+            )
 
 
 def _is_special(cluster: Cluster) -> bool:

@@ -20,7 +20,8 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.model_state import ModelState
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.plan.clock import usual_s
 from offbeat.plan.coding import time_codecs
 from offbeat.plan.low_rank import time_low_rank
@@ -361,7 +362,7 @@ def _mean_s(num_elements: int) -> float:
 
 
 def _publish_s(num_elements: int, device: torch.device) -> float:
-    """As WAGMA's trainer does: read the model, look whether it is finite, publish it, write it."""
+    """As WAGMA's trainer does: publish the model if it is finite, and write it."""
     model = torch.zeros(num_elements, device=device)
     counters = np.zeros(0, np.int64)
     published = PublishedModel(ModelState(partial(DeltaMerge, statistics=[])))
@@ -369,9 +370,8 @@ def _publish_s(num_elements: int, device: torch.device) -> float:
     trainer.begin(model.cpu().numpy().copy(), counters, step=0)
 
     def publish() -> None:
-        values = model.cpu().clone()
-        bool(values.isfinite().all())
-        trainer.advance(values.numpy(), counters)
+        values = model.cpu()
+        trainer.advance([values.numpy()], counters)
         model.copy_(torch.from_numpy(trainer.take()[0]))
 
     return usual_s(publish, device)

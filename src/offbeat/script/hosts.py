@@ -85,7 +85,8 @@ def meet(where: Meeting, workers: int) -> OwnHost:
         workers: of this host.
 
     Raises:
-        ConfigError: no address of this host leads there, or the port is taken.
+        ConfigError: no address of this host leads there, the port is taken, or the first host has a
+            secret that this one lacks.
     """
     os.environ["MASTER_ADDR"] = where.host
     address = listen_address()
@@ -97,11 +98,17 @@ def meet(where: Meeting, workers: int) -> OwnHost:
     raw = store.store
     secret = os.environ.get(SECRET_VARIABLE, "")
     if where.node_rank == 0:
-        secret = secret or secrets.token_hex(32)
-        raw.set(f"{_PREFIX}/secret", secret)
+        # Anybody on this network can read the store, so a secret that the user chose stays out.
+        drawn = "" if secret else secrets.token_hex(32)
+        raw.set(f"{_PREFIX}/secret", drawn)
+        secret = secret or drawn
     raw.set(f"{_PREFIX}/{where.node_rank}", str(workers))
     counts = [int(raw.get(f"{_PREFIX}/{node}")) for node in range(where.num_nodes)]
     secret = secret or raw.get(f"{_PREFIX}/secret").decode()
+    if not secret:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} is set on the first host, and not on this one; set the same on all"
+        )
     interface = interface_of(address)
     return OwnHost(
         share=HostShare(

@@ -57,9 +57,6 @@ _LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape")
 def higher_is_better(name: str) -> bool:
     """Whether a metric of this name is the better the higher it is: accuracies, scores and rewards
     are; whatever else, such as losses, errors and perplexities, is not.
-
-    >>> [higher_is_better(name) for name in ("val/acc@1", "top5_error", "dice_loss", "mAP50")]
-    [True, False, False, True]
     """
     words = name.lower().replace("-", "_").replace("/", "_").replace(" ", "_").split("_")
     if any(word in _LOWER_IS_BETTER for word in words):

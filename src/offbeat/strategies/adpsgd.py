@@ -31,7 +31,8 @@ from offbeat.averaging.background.averager import (
     delta_merge,
     start_background_averager,
 )
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.model_state import ModelState
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import VersionGroup

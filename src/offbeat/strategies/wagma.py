@@ -56,7 +56,8 @@ from offbeat.averaging.background.averager import (
     start_background_averager,
 )
 from offbeat.averaging.background.merge_rules import PaperMerge
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.model_state import ModelState
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part

@@ -20,6 +20,11 @@ memory before it knows who sends it; the last frame is shorter."""
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
 
+# As integers, because operations on pyzmq's flags take long, and each message needs some.
+_READABLE = int(zmq.POLLIN)
+_AT_ONCE = int(zmq.NOBLOCK)
+_MORE_FOLLOWS = int(zmq.NOBLOCK | zmq.SNDMORE)
+
 # what a peer sends back: handshakes and heartbeats
 _MAX_ANSWER_BYTES = 1 << 16
 
@@ -83,7 +88,7 @@ def has_message(of: zmq.Socket[bytes]) -> bool:
     """
     events = of.get(zmq.EVENTS)
     assert isinstance(events, int)
-    return bool(events & zmq.POLLIN)
+    return bool(events & _READABLE)
 
 
 class Link:
@@ -170,18 +175,18 @@ class Link:
             header, sealed = self._sealer.seal(self._next_sequence, header, frames)
         self._next_sequence += 1
         try:
-            self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(header, _MORE_FOLLOWS)
         except zmq.Again:
             # the queue has no limit: a full one means that ZeroMQ gave the connection up, as it
             # does after a refusal
             self._refused = True
             return
         for frame in sealed[:-1]:
-            self._send_frame(frame, zmq.SNDMORE)
-        self._send_frame(sealed[-1], 0)
+            self._send_frame(frame, _MORE_FOLLOWS)
+        self._send_frame(sealed[-1], _AT_ONCE)
 
-    def _send_frame(self, frame: Payload, more: int) -> None:
-        self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _ZERO_COPY_BYTES)
+    def _send_frame(self, frame: Payload, flags: int) -> None:
+        self._socket.send(frame, flags, copy=len(frame) < _ZERO_COPY_BYTES)
 
     def watch(self, now_s: float) -> None:
         """Read what ZeroMQ reports of the connection. Never blocks."""

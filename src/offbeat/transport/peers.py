@@ -300,6 +300,10 @@ class Peers(Driver):
         """
         mesh = self._mesh
         with self._changed:
+            self._check_open()
+            # What is here already is taken first: looking for more costs as much for each message.
+            if (peer := mesh.inbox.first_of(peers, channel)) is not None:
+                return peer, mesh.inbox.take(peer, channel)
             while True:
                 self._update()
                 if (peer := mesh.inbox.first_of(peers, channel)) is not None:

@@ -200,12 +200,12 @@ class Pack:
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        self._shapes = [_real(tensor).shape for tensor in like]
+        self._shapes = [real(tensor).shape for tensor in like]
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for position, tensor in enumerate(like):
-            dtype = torch.promote_types(_real(tensor).dtype, torch.float32)
+            dtype = torch.promote_types(real(tensor).dtype, torch.float32)
             kinds.setdefault((dtype, tensor.device), []).append(position)
-        self.exact = all(_real(tensor).dtype in (torch.float32, torch.float64) for tensor in like)
+        self.exact = all(real(tensor).dtype in (torch.float32, torch.float64) for tensor in like)
         self.pieces = [
             _Piece(positions=tuple(of), dtype=dtype, device=device)
             for (dtype, device), of in kinds.items()
@@ -249,19 +249,19 @@ class Pack:
     def write_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Inverse of `vectors`: copy them into `tensors`."""
         for view, tensor in zip(self.views(vectors), tensors, strict=True):
-            _real(tensor).copy_(view)
+            real(tensor).copy_(view)
 
     def add_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Add `vectors` to `tensors`, rounding once."""
         for view, tensor in zip(self.views(vectors), tensors, strict=True):
-            _real(tensor).add_(view)
+            real(tensor).add_(view)
 
     def _flat(self, tensor: torch.Tensor | None, position: int, piece: _Piece) -> torch.Tensor:
         if tensor is None:
             return torch.zeros(
                 self._shapes[position].numel(), dtype=piece.dtype, device=piece.device
             )
-        return _real(tensor).reshape(-1).to(piece.dtype)
+        return real(tensor).reshape(-1).to(piece.dtype)
 
 
 def average_(
@@ -311,7 +311,7 @@ def average_(
             piece.positions, total[-len(piece.positions) :].tolist(), strict=True
         ):
             if divisor:
-                _real(tensors[position]).copy_(views[position].div_(divisor))
+                real(tensors[position]).copy_(views[position].div_(divisor))
     return encode_s + time.perf_counter() - begin_s
 
 
@@ -324,14 +324,19 @@ def _maximum(mine: Counters) -> Collective[Counters]:
 def require_finite(vectors: Sequence[torch.Tensor], *, rank: int) -> None:
     """Raise `NonFiniteError` before what is not finite reaches another rank."""
     if not all(is_finite(vector) for vector in vectors):
-        raise NonFiniteError(
-            f"the weights of rank {rank} are no longer finite, and averaging would spread that to"
-            " its peers. Lower the learning rate or look at this rank's data; resume from the"
-            " last checkpoint"
-        )
+        raise non_finite_weights(rank)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def non_finite_weights(rank: int) -> NonFiniteError:
+    """That the weights of `rank` hold an infinity or a NaN."""
+    return NonFiniteError(
+        f"the weights of rank {rank} are no longer finite, and averaging would spread that to its"
+        " peers. Lower the learning rate or look at this rank's data; resume from the last"
+        " checkpoint"
+    )
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory, out of autograd's sight; complex numbers as pairs."""
     detached = tensor.detach()
     return torch.view_as_real(detached) if detached.is_complex() else detached

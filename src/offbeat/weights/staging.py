@@ -9,7 +9,7 @@ import torch
 
 from offbeat.codec.memory import keep_freed_memory
 from offbeat.codec.model_wire import Values
-from offbeat.weights.model_weights import Pack
+from offbeat.weights.model_weights import Pack, real
 
 
 class Staging:
@@ -50,6 +50,7 @@ class Staging:
         )
         self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
         self.in_order = len(pieces) <= 1
+        self._shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
 
     def spans(self, positions: Collection[int]) -> list[slice]:
         """The elements of the vector that belong to the tensors at `positions`, in order."""
@@ -64,6 +65,14 @@ class Staging:
                         spans.append(slice(begin, begin + size))
                 begin += size
         return spans
+
+    def parts(self, tensors: Sequence[torch.Tensor]) -> list[Values]:
+        """What `tensors` hold, in vectors that are side by side what `read` gives. They are the
+        tensors' own memory where that can be.
+        """
+        if self._shares_memory:
+            return [real(tensor).reshape(-1).numpy() for tensor in tensors]
+        return [self.read(tensors)]
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:
         """A vector of its own, shape (num_elements,), with what `tensors` hold."""

@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from offbeat.averaging.background.direct_round import DirectRound
 from offbeat.averaging.background.interface import Contribution, Piece, ProtocolSettings
 from offbeat.averaging.background.merge_rules import merge_delta
-from offbeat.averaging.background.rounds import DirectRound, GroupRound, Outgoing, ScatteredRound
+from offbeat.averaging.background.rounds import GroupRound, Outgoing
+from offbeat.averaging.background.scattered_round import ScatteredRound
 from offbeat.codec.model_wire import ModelMessage
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import WireError

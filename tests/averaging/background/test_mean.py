@@ -15,8 +15,9 @@ from offbeat.averaging.background.interface import (
     ProtocolSettings,
 )
 from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.progress_thread import ProgressThread
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage, no_counters
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, Member

@@ -41,7 +41,7 @@ def test_delta_keeps_what_the_trainer_does_between_taking_and_advancing() -> Non
     rule = DeltaMerge(vector(0, 0))
     model = rule.take()
     rule.merge([average_of(rule.snapshot, vector(4, 8))])
-    rule.advance(model + vector(1, 1))
+    rule.advance([model + vector(1, 1)])
     assert_array_equal(rule.take(), vector(3, 5))
 
 
@@ -72,7 +72,7 @@ def test_delta_keeps_the_mean_over_two_ranks_in_any_order_of_events(
     for kind, number in events:
         if kind == "step":
             mover = number % 2
-            ranks[mover].advance(models[mover] + number)
+            ranks[mover].advance([models[mover] + number])
             models[mover] = ranks[mover].take()
             total += number
         else:
@@ -86,7 +86,7 @@ def test_an_average_of_ones_own_contribution_alone_changes_no_bit() -> None:
     rule = DeltaMerge(vector(0.1))
     model = rule.take()
     rule.merge([average_of(rule.snapshot)])
-    rule.advance(model + vector(0.2))
+    rule.advance([model + vector(0.2)])
     assert rule.take()[0] == 0.1 + 0.2
 
 
@@ -95,7 +95,7 @@ def test_a_step_counts_from_what_the_model_really_held() -> None:
     rule = DeltaMerge(vector(1.001))
     rule.take()
     rule.rebase(vector(1.0))
-    rule.advance(vector(1.5))
+    rule.advance([vector(1.5)])
     assert_allclose(rule.take(), vector(1.501))
 
 
@@ -103,17 +103,17 @@ def test_the_papers_rule_takes_the_average_when_on_time_and_counts_itself_once_m
     None
 ):
     rule = PaperMerge(vector(0))
-    rule.advance(vector(2))
+    rule.advance([vector(2)])
     rule.merge([average_of(vector(2), vector(6))])
     assert_array_equal(rule.take(), vector(4))
     rule.merge([average_of(vector(2), vector(6), fresh=False)])
-    rule.advance(vector(10))
+    rule.advance([vector(10)])
     assert_array_equal(rule.take(), vector((2 + 6 + 10) / 3))
 
 
 def test_the_papers_rule_shows_the_model_before_its_average() -> None:
     rule = PaperMerge(vector(0))
-    rule.advance(vector(2))
+    rule.advance([vector(2)])
     rule.merge([average_of(vector(2), vector(6))])
     rule.take()
     assert_array_equal(rule.snapshot, vector(2))
@@ -124,11 +124,11 @@ def test_what_was_handed_out_never_changes(kind: Callable[[Values], MergeRule]) 
     rule = kind(vector(1, 2))
     seen = [rule.snapshot, rule.take()]
     rule.merge([average_of(vector(1), vector(9), begin=1)])
-    rule.advance(vector(5, 6))
+    rule.advance([vector(5, 6)])
     seen.append(rule.snapshot)
     before = [values.copy() for values in seen]
     rule.merge([average_of(vector(5, 6), vector(7, 8))])
-    rule.advance(vector(3, 3))
+    rule.advance([vector(3, 3)])
     rule.take()
     for values, copy in zip(seen, before, strict=True):
         assert_array_equal(values, copy)

@@ -11,7 +11,8 @@ from numpy.testing import assert_array_equal
 
 from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.model_state import ModelState
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Note, Values
 from offbeat.errors import PeerError
 
@@ -115,7 +116,7 @@ def test_a_trainer_that_need_not_wait_does_without_a_version_while_another_is_un
 ) -> None:
     assert published.trainer.arrive(never) == 0
     mine = published.protocol.contribute(0)
-    published.trainer.advance(model(1), NONE)
+    published.trainer.advance([model(1)], NONE)
     assert published.trainer.arrive(never) is None
     published.protocol.close(outcome(0, mine, 0.0))
     assert published.trainer.arrive(never) == 1
@@ -142,10 +143,10 @@ def test_one_that_can_do_without_the_average_waits_for_arrivals_alone(
     published.protocol.quorum_arrived(0)
     published.trainer.wait(for_average=False)
     assert for_average.is_alive()
-    published.trainer.advance(model(1), NONE)
+    published.trainer.advance([model(1)], NONE)
     assert_array_equal(published.trainer.take()[0], model(1))
     published.protocol.close(outcome(0, mine, 6.0))
-    published.trainer.advance(model(3), NONE)
+    published.trainer.advance([model(3)], NONE)
     assert_array_equal(
         published.trainer.take()[0], model(3 + 3)
     )  # the average, and what the trainer did since it contributed
@@ -200,7 +201,7 @@ def test_counters_stay_the_ranks_own(published: PublishedModel) -> None:
     mine = published.protocol.contribute(0)
     published.protocol.close(outcome(0, mine, 0.0, counters=(4, 9)))
     assert_array_equal(published.trainer.take()[1], [3, 5])
-    published.trainer.advance(model(0), np.array([4, 6]))
+    published.trainer.advance([model(0)], np.array([4, 6]))
     assert_array_equal(published.trainer.take()[1], [4, 6])
 
 
@@ -242,11 +243,11 @@ def test_an_expelled_rank_continues_alone_and_then_adopts_a_members_model(
 ) -> None:
     published.membership.expel()
     assert published.protocol.contribute(5) is None
-    published.trainer.advance(model(7), NONE)
+    published.trainer.advance([model(7)], NONE)
     assert published.trainer.arrive(always) is None
     assert_array_equal(published.trainer.take()[0], model(7))
     published.membership.adopt(Contribution(values=model(100), step=50, fresh=False))
-    published.trainer.advance(model(8), NONE)  # of a step that began before
+    published.trainer.advance([model(8)], NONE)  # of a step that began before
     assert_array_equal(published.trainer.take()[0], model(100))
     assert published.trainer.step == 2
     assert published.protocol.snapshot() is not None
@@ -257,8 +258,8 @@ def test_a_newcomer_counts_on_from_the_step_of_the_model_it_took() -> None:
     published.membership.adopt(Contribution(values=model(100), step=50, fresh=False))
     assert published.trainer.has_begun
     assert published.trainer.step == 50
-    model_taken, _ = published.trainer.take()
-    published.trainer.advance(model_taken + 1, NONE)
+    model_taken, *_ = published.trainer.take()
+    published.trainer.advance([model_taken + 1], NONE)
     assert_array_equal(published.trainer.take()[0], model(101))
 
 

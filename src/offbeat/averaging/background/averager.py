@@ -17,17 +17,21 @@ from typing_extensions import override
 
 from offbeat.averaging.background.interface import ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
-from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
-from offbeat.averaging.background.published_model import PublishedModel, TrainerPort
+from offbeat.averaging.background.progress_thread import ProgressThread
+from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.served_generation import AveragingProtocol
+from offbeat.averaging.background.trainer_port import TrainerPort
+from offbeat.codec import moves
+from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values
-from offbeat.codec.rounding import Rounding, warm
+from offbeat.codec.rounding import Rounding
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import VersionGroup
-from offbeat.weights.model_weights import ModelWeights, require_finite
+from offbeat.weights.model_weights import ModelWeights, non_finite_weights, require_finite
 from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
 
@@ -135,7 +139,8 @@ def start_background_averager(
             " 'local'"
         )
     # Compiling takes longer than peers wait for an answer, so it comes before the first.
-    warm()
+    moves.warm()
+    rounding_kernels.warm()
     num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
     buffers = weights.buffers()
     num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
@@ -191,7 +196,6 @@ class BackgroundPart(Part):
         self._trainer = averager.trainer
         self._num_steps = self.start_step = self._trainer.step
         self._encode_s = 0.0
-        self._last_read: Values | None = None
         if self._trainer.has_begun:  # this rank is a newcomer and has the model of a member
             self._load()
 
@@ -282,8 +286,9 @@ class BackgroundPart(Part):
         """Publish the model as it is at the end of a step."""
         begin_s = time.perf_counter()
         self._num_steps += 1
-        self._last_read = self._read()
-        self._trainer.advance(self._last_read, self._averager.weights.read_counters())
+        parts = self._averager.staging.parts(self._averager.tensors())
+        if not self._trainer.advance(parts, self._averager.weights.read_counters()):
+            raise non_finite_weights(self._averager.rank)
         self._encode_s += time.perf_counter() - begin_s
 
     def _arrive(self, must_wait: Callable[[int], bool], *, for_average: bool = True) -> int | None:
@@ -324,9 +329,8 @@ class BackgroundPart(Part):
         """Continue with what averages have made of the model."""
         begin_s = time.perf_counter()
         averager, tensors = self._averager, self._averager.tensors()
-        values, counters = self._trainer.take()
-        # Where no average has come since, they are what was read from the tensors.
-        if values is not self._last_read:
+        values, counters, is_held = self._trainer.take()
+        if not is_held:
             averager.staging.write_(values, tensors)
             # The tensors do not hold exactly `values` where their type is shorter, or where a
             # momentum does not exist yet. The next step must count from what they hold.
@@ -334,7 +338,6 @@ class BackgroundPart(Part):
                 averager.momenta is None or averager.momenta.complete
             ):
                 self._trainer.rebase(self._read())
-        self._last_read = None
         averager.weights.write_counters(counters)
         self._encode_s += time.perf_counter() - begin_s
 

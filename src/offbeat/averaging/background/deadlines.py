@@ -82,6 +82,6 @@ def deadline_s(waits_s: Collection[float], rule: DeadlineRule) -> float:
     if len(latest_s) < rule.min_samples:
         return min(max(rule.initial_s, rule.floor_s), rule.cap_s)
     median_s = median(latest_s)
-    mad_s = median(abs(wait_s - median_s) for wait_s in latest_s)
+    mad_s = median([abs(wait_s - median_s) for wait_s in latest_s])
     mad_s = max(mad_s, rule.min_spread * median_s)
     return min(max(median_s + rule.num_mads * mad_s, rule.floor_s), rule.cap_s)

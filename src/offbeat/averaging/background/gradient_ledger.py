@@ -11,7 +11,7 @@ A gradient passes through three accounts of its rank, and no account loses anyth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.model_state import ModelState, Taken
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Counters, Values
 
 UsedParameters = NDArray[np.bool_]
@@ -154,13 +155,14 @@ class GradientLedger(ModelState):
         super().begin(model, self._with_used(counters, self._none_used()), step=step)
 
     @override
-    def advance(self, model: Values, counters: Counters) -> None:
-        super().advance(model, self._with_used(counters, self._none_used()))
+    def advance(self, model: Sequence[Values], counters: Counters) -> bool:
+        return super().advance(model, self._with_used(counters, self._none_used()))
 
     @override
-    def take(self) -> tuple[Values, Counters]:
-        values, counters = super().take()
-        return values, counters[: counters.size - self._num_parameters]
+    def take(self) -> Taken:
+        taken = super().take()
+        own_counters = taken.counters[: taken.counters.size - self._num_parameters]
+        return taken._replace(counters=own_counters)
 
     @override
     def adopt(self, model: Contribution) -> None:

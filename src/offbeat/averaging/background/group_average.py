@@ -47,6 +47,7 @@ from collections.abc import Set
 from typing import Literal, TypeAlias
 
 from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
+from offbeat.averaging.background.direct_round import DirectRound
 from offbeat.averaging.background.interface import (
     ProtocolCounts,
     ProtocolPort,
@@ -54,7 +55,8 @@ from offbeat.averaging.background.interface import (
     VersionResult,
 )
 from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
-from offbeat.averaging.background.rounds import DirectRound, GroupRound, ScatteredRound
+from offbeat.averaging.background.rounds import GroupRound
+from offbeat.averaging.background.scattered_round import ScatteredRound
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import WireError
 from offbeat.planning.groups import VersionGroup

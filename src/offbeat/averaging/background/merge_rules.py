@@ -23,7 +23,8 @@ import numpy as np
 
 from offbeat.averaging.background.interface import Piece
 from offbeat.codec.model_wire import Values
-from offbeat.codec.rounding import move_by, move_by_rounded
+from offbeat.codec.moves import copy_to, move_by
+from offbeat.codec.rounding import move_by_rounded
 from offbeat.weights.statistics import merge_statistics
 
 
@@ -70,13 +71,24 @@ class MergeRule(ABC):
 
     Attributes:
         snapshot: the values that peers receive.
+        held: the values that the trainer's model is known to hold since `advance`; None where the
+            trainer has to be told.
     """
 
     snapshot: Values
+    held: Values | None = None
 
     @abstractmethod
-    def advance(self, model: Values) -> None:
-        """The trainer has ended a step with `model`, which belongs to this object from now on."""
+    def advance(self, model: Sequence[Values]) -> bool:
+        """The trainer has ended a step.
+
+        Args:
+            model: what it holds, in vectors that have all elements side by side. They are read now
+                and not kept, so they may be the memory of its tensors.
+
+        Returns:
+            Whether all of that is finite; if not, nothing has changed.
+        """
 
     @abstractmethod
     def merge(self, pieces: Sequence[Piece]) -> None:
@@ -108,19 +120,29 @@ class DeltaMerge(MergeRule):
         self.snapshot = self._taken = self._base = model
         self._statistics = statistics
 
-    def advance(self, model: Values) -> None:
+    def advance(self, model: Sequence[Values]) -> bool:
         # Without a merge since `take`, the sum below would be `model` except for rounding.
         if self.snapshot is self._base:
-            self.snapshot = model
-            return
-        advanced = np.empty_like(model)
-        move_by(self.snapshot, model, self._base, advanced)
+            copy, finite = _copied(model)
+            if finite:
+                self.snapshot = self.held = copy
+            return finite
+        advanced = np.empty_like(self.snapshot)
+        finite, begin = True, 0
+        for new in model:
+            part = slice(begin, begin + new.size)
+            finite &= move_by(self.snapshot[part], new, self._base[part], advanced[part])
+            begin = part.stop
+        if not finite:
+            return False
         for span in self._statistics:
             taken = self._taken[span]
             # What the trainer did not change is what it took, before that was rounded.
-            mine = np.where(model[span] == self._base[span], taken, model[span])
+            held = _elements(model, span)
+            mine = np.where(held == self._base[span], taken, held)
             advanced[span] = merge_statistics(mine, self.snapshot[span], taken)
         self.snapshot = advanced
+        return True
 
     def merge(self, pieces: Sequence[Piece]) -> None:
         # An average of this rank's contribution alone would change only the rounding of the next
@@ -179,11 +201,15 @@ class PaperMerge(MergeRule):
         self._computing = True
         self._late: dict[int, Piece] = {}
 
-    def advance(self, model: Values) -> None:
-        self.snapshot = self._model = model
+    def advance(self, model: Sequence[Values]) -> bool:
+        copy, finite = _copied(model)
+        if not finite:
+            return False
+        self.snapshot = self._model = self.held = copy
         self._computing = False
         late, self._late = self._late, {}
         self.merge([*late.values()])
+        return True
 
     def merge(self, pieces: Sequence[Piece]) -> None:
         if self._computing:
@@ -199,3 +225,22 @@ class PaperMerge(MergeRule):
     def take(self) -> Values:
         self._computing = True
         return self._model
+
+
+def _copied(parts: Sequence[Values]) -> tuple[Values, bool]:
+    """All elements of `parts` in one vector, and whether they are finite."""
+    copy = np.empty(sum(part.size for part in parts), parts[0].dtype)
+    finite, begin = True, 0
+    for part in parts:
+        finite &= copy_to(part, copy[begin : begin + part.size])
+        begin += part.size
+    return copy, finite
+
+
+def _elements(parts: Sequence[Values], span: slice) -> Values:
+    """The elements `span` of the vector that `parts` are side by side."""
+    found, begin = [], 0
+    for part in parts:
+        found.append(part[max(span.start - begin, 0) : max(span.stop - begin, 0)])
+        begin += part.size
+    return np.concatenate(found)

@@ -10,34 +10,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from typing_extensions import override
 
-from offbeat.averaging.background.interface import (
-    Contribution,
-    ProtocolCounts,
-    ProtocolPort,
-    ProtocolSettings,
-)
-from offbeat.averaging.background.protocol_member import (
-    arrive,
-    fetch_model,
-    finish,
-    stop_stepping,
-)
+from offbeat.averaging.background.interface import Contribution, ProtocolSettings
+from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
 from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.served_generation import AveragingProtocol, ServedGeneration
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
-from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import Collective, Operation, Post
-from offbeat.transport.wrappers.base import Wrapper
-
-CHANNEL = 1 << 32
-"""The channel of the protocol. A generation's mesh carries nothing else."""
+from offbeat.transport.driver import Driver
 
 QUIESCE_S = 0.5
 """How long open averages of one generation may delay the next one, in seconds."""
@@ -66,18 +50,6 @@ class MeanModel(NamedTuple):
     missing: frozenset[int]
 
 
-class AveragingProtocol(Protocol):
-    """A protocol that averages on behalf of a rank: `group_average.serve`, `pair_average.serve`."""
-
-    def __call__(
-        self,
-        rank: int,
-        settings: ProtocolSettings,
-        port: ProtocolPort,
-        counts: ProtocolCounts | None = None,
-    ) -> Collective[ProtocolCounts]: ...
-
-
 class ProgressThread:
     """Runs the protocol of one rank. It is the host of `membership.generations`.
 
@@ -104,7 +76,7 @@ class ProgressThread:
         self._settings = settings
         self._count = count
         self._notify = notify
-        self._current: _ServedGeneration | None = None
+        self._current: ServedGeneration | None = None
         # Held while one generation takes the place of another, and while the trainer posts: a
         # version number means nothing in the next generation.
         self._switching = threading.Lock()
@@ -185,7 +157,7 @@ class ProgressThread:
             self._membership.wait_for_news(_ASK_AGAIN_S)
 
     def _mean_of(
-        self, served: _ServedGeneration, models: dict[int, Contribution], missing: frozenset[int]
+        self, served: ServedGeneration, models: dict[int, Contribution], missing: frozenset[int]
     ) -> MeanModel:
         # Also of members that are dead: at the end of a run no next generation tells of them.
         if missing:
@@ -203,7 +175,7 @@ class ProgressThread:
         counters = np.maximum.reduce([model.counters for model in included])
         return MeanModel(total, counters, served.ranks(missing))
 
-    def _no_mean(self, served: _ServedGeneration, models: Collection[int]) -> str:
+    def _no_mean(self, served: ServedGeneration, models: Collection[int]) -> str:
         if not self._membership.is_available:
             return (
                 "this worker is no member of the run at present, so there is no mean of all models"
@@ -285,7 +257,7 @@ class ProgressThread:
             # After the old protocol has stopped, so that it cannot change the new state, and before
             # the new one starts.
             self._membership.begin_generation()
-            served = self._current = _ServedGeneration(
+            served = self._current = ServedGeneration(
                 generation, position, counted, settings, self._serve, self._published
             )
             if self._stopped_stepping:
@@ -331,106 +303,6 @@ class ProgressThread:
         self._membership.fail(PeerError(reason))
 
     @property
-    def _served(self) -> _ServedGeneration:
+    def _served(self) -> ServedGeneration:
         assert self._current is not None, "begin must be called first"
         return self._current
-
-
-@dataclass(eq=False)
-class _ServedGeneration:
-    """The protocol of one generation, and the thread that runs it."""
-
-    generation: Generation
-    position: int
-    driver: Driver
-    settings: ProtocolSettings
-    serve: AveragingProtocol
-    published: PublishedModel
-
-    def __post_init__(self) -> None:
-        self.counts = ProtocolCounts()
-        self.ended_well = False
-        self._stoppable = _Stoppable(self.driver)
-        self._membership = self.published.membership
-        self._have_no_model: set[int] = set()
-        self._model_source: int | None = None
-        self._membership.on_missing_model(self._on_missing_model)
-        self._thread = threading.Thread(
-            target=self._run, name=f"offbeat-progress-{self.position}", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def peers(self) -> frozenset[int]:
-        """The positions of the other members."""
-        return frozenset(self.settings.members) - {self.position}
-
-    @property
-    def collect_timeout_s(self) -> float:
-        """How long to wait for the models of all members: their time at 10 Mbit/s and a second."""
-        settings = self.settings
-        model_bytes = settings.num_elements * settings.dtype.itemsize
-        return 1.0 + len(settings.members) * model_bytes / 1.25e6
-
-    def ranks(self, positions: Collection[int]) -> frozenset[int]:
-        return frozenset(self.generation.members[position].rank for position in positions)
-
-    def names(self, positions: Collection[int]) -> str:
-        """The ranks at `positions`, for the user."""
-        return ", ".join(map(str, sorted(self.ranks(positions))))
-
-    def request_model(self, *, without: int) -> None:
-        """Request the model of a member, but not of `without` or of members that had none."""
-        self._have_no_model.add(without)
-        candidates = (
-            self.peers - self.generation.newcomers - self._have_no_model - self._membership.dead()
-        )
-        self._model_source = min(candidates, default=None)
-        if self._model_source is not None:
-            self.post(fetch_model(self._model_source, generation=self.generation.number))
-        else:
-            self._membership.continue_without_model(
-                PeerError("no member of the run has a model to give to this worker")
-            )
-
-    def _on_missing_model(self, member: int) -> None:
-        if member == self._model_source and not self._membership.is_available:
-            self.request_model(without=member)
-
-    def post(self, message: bytes) -> None:
-        """Hand `message` to the protocol, as one of this rank's own."""
-        self.driver.start(Post(message), CHANNEL).wait()
-
-    def join(self) -> None:
-        """Wait until the protocol has ended."""
-        self._thread.join()
-
-    def stop(self) -> None:
-        """End the protocol wherever it is. The driver stays open."""
-        self._stoppable.stopped = True
-        self.post(stop_stepping(generation=self.generation.number))  # any message wakes the thread
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._stoppable.run(
-                self.serve(self.position, self.settings, self.published.protocol, self.counts),
-                CHANNEL,
-            )
-            self.ended_well = True
-        except Exception as error:  # noqa: BLE001 - the trainer must hear of any failure of this thread
-            if not self._stoppable.stopped:
-                self.driver.abort(f"{type(error).__name__}: {error}")
-                self._membership.fail(error)
-
-
-class _Stoppable(Wrapper):
-    """Refuses to start operations once it is `stopped`."""
-
-    stopped = False
-
-    @override
-    def start(self, operation: Operation, channel: int) -> Ticket:
-        if self.stopped:
-            raise PeerError("this generation is over for this rank")
-        return super().start(operation, channel)

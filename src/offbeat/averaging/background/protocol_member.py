@@ -12,7 +12,8 @@ The trainer of a rank speaks to its own member by posting the messages of `arriv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Callable, Set
+from functools import partial
 
 from offbeat.averaging.background.interface import (
     Contribution,
@@ -71,6 +72,9 @@ class ProtocolMember(ABC):
 
     Attributes:
         counts: what it has counted, and what it knows of its peers.
+        live_peers: the other members that are not dead.
+        sources: the ranks from which messages may arrive: the living peers, and this rank's
+            trainer.
     """
 
     def __init__(
@@ -85,16 +89,7 @@ class ProtocolMember(ABC):
         self._requesters: list[int] = []
         self._fetches_final_models = False
         self._finished: set[int] = set()
-
-    @property
-    def live_peers(self) -> frozenset[int]:
-        """The other members that are not dead."""
-        return frozenset(self._settings.members) - self.counts.dead - {self._rank}
-
-    @property
-    def sources(self) -> frozenset[int]:
-        """The ranks from which messages may arrive: the living peers, and this rank's trainer."""
-        return self.live_peers | {self._rank}
+        self._find_live_peers()
 
     @property
     def done(self) -> bool:
@@ -172,6 +167,7 @@ class ProtocolMember(ABC):
     def mark_dead(self, rank: int, now_s: float) -> None:
         """The driver says that `rank` is dead."""
         self.counts.dead.add(rank)
+        self._find_live_peers()
         self.counts.suspected.discard(rank)
         self._port.mark_dead(rank)
         self._forget_rank(rank)
@@ -204,6 +200,10 @@ class ProtocolMember(ABC):
     @abstractmethod
     def _advance(self, now_s: float) -> None:
         """After each event: let every version proceed as far as it can without waiting."""
+
+    def _find_live_peers(self) -> None:
+        self.sources = frozenset(self._settings.members) - self.counts.dead
+        self.live_peers = self.sources - {self._rank}
 
     def _absent(self) -> set[int]:
         return self.counts.dead | self.counts.suspected
@@ -284,19 +284,22 @@ class ProtocolMember(ABC):
 
 def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:
     """Carry messages to and from `member` until it is done."""
+    now_s = yield Now()
     while True:
         for peer, message in member.take_outgoing():
             yield Send(peer, message)
         if member.done:
             return member.counts
-        now_s = yield Now()
+        event: Callable[[float], None]
         try:
-            sender, payload = yield RecvAny(member.sources, member.time_left_s(now_s))
+            message = yield RecvAny(member.sources, member.time_left_s(now_s))
+            event = partial(member.receive, *message)
         except PeerTimeoutError:
-            member.on_deadline((yield Now()))
+            event = member.on_deadline
         except PeerError as error:
             if error.rank is None:
                 raise
-            member.mark_dead(error.rank, (yield Now()))
-        else:
-            member.receive(sender, payload, (yield Now()))
+            event = partial(member.mark_dead, error.rank)
+        # One look at the clock for each event is enough: what follows it takes next to no time.
+        now_s = yield Now()
+        event(now_s)

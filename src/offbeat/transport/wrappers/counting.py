@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple, TypeAlias
 
+from typing_extensions import override
+
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.operations import (
     DenseOperation,
@@ -69,7 +71,7 @@ class Counting(Wrapper):
                 self._add(Traffic(bytes_sent=memoryview(payload).nbytes, messages_sent=1))
                 return ticket
             case Recv() | RecvAny() | DenseOperation():
-                return _Timed(self, operation, channel)
+                return (_Counted if self._in_background else _Timed)(self, operation, channel)
             case _:
                 return self.inner.start(operation, channel)
 
@@ -103,7 +105,7 @@ class Counting(Wrapper):
     def _add(self, traffic: Traffic) -> None:
         self.traffic = self.traffic.plus(traffic)
 
-    def _complete(self, result: Any, operation: _Awaited, arrival: Arrival) -> None:
+    def _add_result(self, result: Any, operation: _Awaited) -> None:
         match operation:
             case DenseOperation():
                 self._add(operation.traffic(result, rank=self.rank, world_size=self.world_size))
@@ -114,35 +116,44 @@ class Counting(Wrapper):
                 if sender != self.rank:  # what a rank posts to itself is no traffic
                     num_bytes = memoryview(payload).nbytes
                     self._add(Traffic(bytes_received=num_bytes, messages_received=1))
-        if not self._in_background:
-            self._arrivals.append(arrival)
 
 
-class _Timed:
-    """A ticket that reports how long its operation took."""
+class _Counted:
+    """A ticket that reports what its operation has moved."""
 
     def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
         self._counting = counting
         self._operation = operation
-        self._channel = channel
-        self._step = counting.step
-        self._arrived_at_s = counting.now_s(channel)
         self._ticket = counting.inner.start(operation, channel)
 
     def done(self) -> bool:
         return self._ticket.done()
 
     def wait(self) -> Any:
+        result = self._ticket.wait()
+        self._counting._add_result(result, self._operation)
+        return result
+
+
+class _Timed(_Counted):
+    """A ticket that also reports how long its operation took."""
+
+    def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
+        self._channel = channel
+        self._step = counting.step
+        self._arrived_at_s = counting.now_s(channel)
+        super().__init__(counting, operation, channel)
+
+    @override
+    def wait(self) -> Any:
         counting, channel = self._counting, self._channel
         entered_s = counting.now_s(channel)
         try:
-            result = self._ticket.wait()
+            result = super().wait()
         finally:
             left_s = counting.now_s(channel)
-            if not counting._in_background:
-                counting.record_wait(entered_s, left_s)
+            counting.record_wait(entered_s, left_s)
         waited_s = left_s - self._arrived_at_s
         kind = kind_of(self._operation)
-        arrival = Arrival(self._step, channel, kind, self._arrived_at_s, waited_s)
-        counting._complete(result, self._operation, arrival)
+        counting._arrivals.append(Arrival(self._step, channel, kind, self._arrived_at_s, waited_s))
         return result
