@@ -189,6 +189,20 @@ def test_samples_a_second_are_each_ranks_own_and_none_for_steps_that_it_did_not_
     assert min(of.block_samples_per_s()) == pytest.approx(24.0)
 
 
+def test_ranks_that_are_fast_by_turns_do_no_more_than_they_do_over_time(tmp_path: Path) -> None:
+    """Two ranks share a core: in each block of steps one of them has it, and then the other."""
+    by_rank = [
+        [
+            replace(EVENT, step=step, duration_s=0.1 if (step // 4 + rank) % 2 else 1.9)
+            for step in range(1, 81)
+        ]
+        for rank in range(2)
+    ]
+    of = read_steps(Record(write(tmp_path / "run", by_rank)))
+    assert of.samples_per_s() == pytest.approx(16.0, rel=0.05)
+    assert of.block_samples_per_s() == pytest.approx([16.0] * len(of.block_step_s()), rel=0.05)
+
+
 def write_claimed(
     path: Path, *, updates: Sequence[Sequence[int]], steps_each: int, merge_s: float
 ) -> Path:

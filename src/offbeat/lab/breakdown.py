@@ -92,8 +92,25 @@ class Steps:
         return float((rates * there).sum())
 
     def block_samples_per_s(self) -> list[float]:
-        """`samples_per_s` in blocks of consecutive steps, without the first ones."""
-        return [self.window(block.start, block.stop).samples_per_s() for block in self._blocks()]
+        """`samples_per_s` in blocks of consecutive steps, without the first ones.
+
+        A rank that is there has its rate of the whole run, and a block that took longer than its
+        ranks take on average lowers all rates alike. Ranks that share cores are fast by turns, and
+        rates of each block and rank alone would be higher in sum than what was ever done.
+        """
+        if self.merged.size:  # a merge, for which all wait, ends each block
+            return [self.window(each.start, each.stop).samples_per_s() for each in self._blocks()]
+        counts = np.maximum(1, self.done.sum(axis=1))
+        typical_s = np.nansum(self.duration_s, axis=1) / counts
+        per_step = np.nansum(self.batch_size, axis=1) / counts
+        rates = np.divide(per_step, typical_s, out=np.zeros_like(typical_s), where=typical_s > 0)
+        found = []
+        for each in self._blocks():
+            done, took_s = self.done[:, each], np.nansum(self.duration_s[:, each])
+            expected_s = float((done.sum(axis=1) * typical_s).sum())
+            slowdown = took_s / expected_s if expected_s else 1.0
+            found.append(float((done.mean(axis=1) * rates).sum() / slowdown))
+        return found
 
     def _blocks(self) -> list[slice]:
         """A mega-batch is a block, whole or not at all, since what it waits is in its last step."""
