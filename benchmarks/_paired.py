@@ -274,7 +274,8 @@ class Result:
             [
                 None if mine is None or its is None else self.case.worse(mine, its)
                 for mine, its in zip(self.metrics, self.baseline, strict=False)
-            ]
+            ],
+            signed=True,
         )
 
     def figures(self, label: str, baseline: str) -> Iterator[Row]:

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from scipy.stats import sem, t
 
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
@@ -77,7 +76,6 @@ SEQUENCES = (
 )
 MEASUREMENTS = 20
 LAST = 3
-LEAST_SEEDS = 3
 TARGET_AT = 0.6
 _ONE_TURN_S = 1e6
 Curve: TypeAlias = Sequence[tuple[int, float]]
@@ -250,20 +248,9 @@ class Runs:
 def gaps(case: Case, one: Found, baseline: Found, seeds: Sequence[int]) -> Estimate:
     """By seed, how much worse than the baseline."""
     pairs = [(one.metric(seed), baseline.metric(seed)) for seed in seeds]
-    return _of_differences([None if None in pair else case.gap(*pair) for pair in pairs])  # type: ignore[arg-type]
-
-
-def _of_differences(values: Sequence[float | None]) -> Estimate:
-    """With Student's interval of the mean. `estimate` takes positive values for durations, whose
-    interval never has 0 inside.
-    """
-    known = np.array([value for value in values if value is not None])
-    if known.size < LEAST_SEEDS:
-        median = float(np.median(known)) if known.size else None
-        return Estimate(values=list(values), median=median, low=None, high=None)
-    low, high = t.interval(0.95, known.size - 1, known.mean(), sem(known))
-    return Estimate(
-        values=list(values), median=float(np.median(known)), low=float(low), high=float(high)
+    return estimate(
+        [None if None in pair else case.gap(*pair) for pair in pairs],  # type: ignore[arg-type]
+        signed=True,
     )
 
 

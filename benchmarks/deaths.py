@@ -273,7 +273,7 @@ def cells(
         pairs = zip(references[left], found.metrics, strict=True)
         worse = [None if a is None or b is None else 100 * (a - b) for a, b in pairs]
         yield from figures(name, found, references[left])
-        yield from goals(name, found, estimate(worse), len(seeds))
+        yield from goals(name, found, estimate(worse, signed=True), len(seeds))
 
     return {name: partial(cases, name) for name in names}
 

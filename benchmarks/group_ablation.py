@@ -229,12 +229,11 @@ class VirtualTraining:
             yield Sleep(rank.duration_s(step))
             rank.backward()
             rank.update(step)
-            read = rank.read()
-            trainer.advance(read, rank.read_counters())
+            trainer.advance([rank.read()], rank.read_counters())
             if (step + 1) % self._strategy.steps_between == 0:
                 yield from self._arrive(rank)
-            values, counters = trainer.take()
-            if values is not read:
+            values, counters, is_held = trainer.take()
+            if not is_held:
                 rank.write(values, counters)
             rank.ends_s.append(self._cluster.now_s)
             rank.keep(step + 1)

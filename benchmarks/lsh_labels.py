@@ -245,7 +245,8 @@ def measure(case: Case) -> Iterator[Row]:
         drawn = found[f"drawn, {number:,}"]
         for kind in ("SimHash", "WTA"):
             ahead = estimate(
-                [100 * (a - b) for a, b in zip(found[f"{kind}, {number:,}"], drawn, strict=True)]
+                [100 * (a - b) for a, b in zip(found[f"{kind}, {number:,}"], drawn, strict=True)],
+                signed=True,
             )
             low, high = ahead.low or 0.0, ahead.high or 0.0
             yield Ratio(

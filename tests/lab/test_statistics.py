@@ -53,6 +53,15 @@ def test_three_seeds_promise_less_than_their_range() -> None:
     assert found.high > 3.0
 
 
+def test_differences_of_one_sign_may_be_none_all_the_same() -> None:
+    found = estimate([0.1, 1.5, 0.2], signed=True)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 0 < found.high
+    mirrored = estimate([-0.1, -1.5, -0.2], signed=True)
+    assert (mirrored.low, mirrored.high) == pytest.approx((-found.high, -found.low))
+
+
 def test_runs_that_have_no_value_are_left_out() -> None:
     found = estimate([1.0, None, 3.0])
     assert found == Estimate(values=[1.0, None, 3.0], median=2.0, low=1.0, high=3.0)

@@ -90,18 +90,25 @@ def blocks(
     )
 
 
-def estimate(values: Sequence[float | None], samples: Sequence[float] | None = None) -> Estimate:
+def estimate(
+    values: Sequence[float | None],
+    samples: Sequence[float] | None = None,
+    *,
+    signed: bool = False,
+) -> Estimate:
     """The median of `samples`, by default of `values`, and its interval.
 
     Args:
         values: one for each seed.
         samples: finer ones from within the runs, if there are.
+        signed: whether they are such as may be below zero, as differences are. Else an interval of
+            positive values is taken on a logarithmic scale, so that it never holds 0.
     """
     by_seed = _known(values)
     data = by_seed if samples is None else np.array(samples, dtype=np.float64)
     if not data.size:
         return Estimate(values=list(values), median=None, low=None, high=None)
-    low, high = _hull(_bootstrap((data,), np.median), _student(by_seed))
+    low, high = _hull(_bootstrap((data,), np.median), _student(by_seed, signed=signed))
     return Estimate(values=list(values), median=float(np.median(data)), low=low, high=high)
 
 
@@ -165,8 +172,9 @@ def _bootstrap(
     return float(interval.low), float(interval.high)
 
 
-def _student(by_seed: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Student's interval of the mean over seeds, on a logarithmic scale where that can be.
+def _student(by_seed: NDArray[np.float64], *, signed: bool = False) -> tuple[float, float] | None:
+    """Student's interval of the mean over seeds, on a logarithmic scale where that can be and the
+    values are not `signed`.
 
     A bootstrap of three numbers never leaves their range, and so promises more than they can:
         another three differ by more.
@@ -175,7 +183,7 @@ def _student(by_seed: NDArray[np.float64]) -> tuple[float, float] | None:
 
     if by_seed.size < _LEAST_SEEDS:
         return None
-    positive = bool((by_seed > 0).all())
+    positive = not signed and bool((by_seed > 0).all())
     data = np.log(by_seed) if positive else by_seed
     spread = float(
         stats.t.ppf((1 + CONFIDENCE) / 2, data.size - 1) * data.std(ddof=1) / np.sqrt(data.size)
