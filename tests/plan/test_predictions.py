@@ -86,7 +86,7 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
 
 def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
     """Mega-batches are of 25 steps of four ranks; a merge takes as long as an all-reduce."""
-    spec = "adaptive:optimizer_state=local:warmup="
+    spec = "adaptive:optimizer_state=local:overlap=false:warmup="
 
     def step_s(warmup: int, steps: range) -> float:
         return predict_step(f"{spec}{warmup}", replace(setting(), steps=steps)).step_s
@@ -97,6 +97,21 @@ def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
     assert step_s(6, range(1000, 1025)) == pytest.approx(0.3 + 6.0 / 25)
     assert step_s(0, range(12)) == pytest.approx(0.3)
     assert predict_step(f"{spec}6", setting()).step_s == pytest.approx(0.3 + 6.0 / 25)
+
+
+def test_merges_beside_training_take_what_training_leaves_of_them() -> None:
+    """By default those of whole mega-batches, of 25 steps, but not those of the first steps."""
+    spec = "adaptive:optimizer_state=local:warmup=6"
+    first, later = range(12), range(1000, 1025)
+
+    def step_s(option: str, steps: range) -> float:
+        return predict_step(spec + option, replace(setting(), steps=steps)).step_s
+
+    assert step_s("", first) == step_s(":overlap=false", first)
+    assert step_s("", later) == step_s(":overlap=true", later) == pytest.approx(0.3)
+    assert step_s(":merge_momentum=0.9", later) == step_s(":overlap=false", later) > 0.5
+    # 9 merges of 6 s in 12 steps of 0.3 s.
+    assert step_s(":overlap=true", first) == pytest.approx(0.3 + (9 * 6.0 - 12 * 0.3) / 12)
 
 
 @pytest.mark.parametrize("moments", [0, 1, 2])

@@ -1094,20 +1094,22 @@ class MegaBatches(Method):
         whole = max(self._plan.mega_batch, step)
         if setting.steps is None:
             rounds, merges_per_step = [range(whole)], step / whole
+            merged: Sequence[range] = rounds
         else:
             first, last = setting.steps.start * step, setting.steps.stop * step
             rounds = [one for one in self._rounds(last, whole, world_size) if one.stop > first]
-            merges = sum(one.stop <= last for one in rounds)
-            merges_per_step = merges / len(setting.steps)
+            merged = [one for one in rounds if one.stop <= last]
+            merges_per_step = len(merged) / len(setting.steps)
         computed_s = step * self._computed_s(setting, rounds) / sum(map(len, rounds))
         num_bytes = profile.averaged_bytes(with_state=self._plan.merges_optimizer_state)
         merge_s, merge_bytes = self._merge(setting, num_bytes)
         encode_s = 2 * profile.copy_s_per_byte * num_bytes
         messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
         exposed_s = merge_s
-        if self._plan.overlap and merges_per_step:
+        if merged:
             # One merge is under way at most.
-            exposed_s = max(0.0, merge_s - computed_s / merges_per_step)
+            hidden_s = min(merge_s, computed_s / merges_per_step)
+            exposed_s -= self._overlapped(merged, whole) * hidden_s
         return Simulated(
             step_s=computed_s + merges_per_step * (exposed_s + encode_s),
             bytes_per_step=merges_per_step * merge_bytes,
@@ -1115,6 +1117,16 @@ class MegaBatches(Method):
             alpha_share=min(1.0, messages_s / merge_s) if merge_s else 0.0,
             by_events=world_size <= EVENTS_UP_TO,
         )
+
+    def _overlapped(self, merged: Sequence[range], whole: int) -> float:
+        """The share of the merges that end `merged` while which ranks go on training."""
+        match self._plan.overlap:
+            case "all":
+                return 1.0
+            case "whole":
+                return sum(one.stop % whole == 0 for one in merged) / len(merged)
+            case "none":
+                return 0.0
 
     def _rounds(self, until: int, whole: int, world_size: int) -> Iterator[range]:
         """The samples between merges, as `megabatch.loader` cuts mega-batches of `whole` samples,
