@@ -25,9 +25,11 @@ beside one worker with batches as large as all of theirs together. The target is
 AllReduce reaches in the end, mean over seeds. `--train` and `--test` give other data, such as
 Delicious of the Extreme Classification Repository.
 
+An ablation is a race of AdaptiveSGD with one part changed at a time.
+
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
         [--racers NAME;...] [--more-targets SHARE,...] [--train FILE --test FILE]
-        [--situations NAME,...] [--rules NAME,...]
+        [--ablations NAME,...] [--situations NAME,...] [--rules NAME,...]
         [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
@@ -92,6 +94,21 @@ RACERS: Final[Mapping[str, str]] = {
     "AllReduce": "allreduce",
 }
 """By label."""
+_MERGED = "adaptive:mega_batch=1600"
+ABLATED: Final[Mapping[str, str]] = {
+    "as it comes": _MERGED,
+    "merge weights: equal": f"{_MERGED}:merge=equal",
+    "merge weights: samples": f"{_MERGED}:merge=samples",
+    "perturbation 0.1": f"{_MERGED}:perturbation=0.1",
+    "merge momentum 0.9": f"{_MERGED}:merge_momentum=0.9",
+    "batches of 32": f"{_MERGED}:min_batch_size={BATCH}:max_batch_size={BATCH}",
+    "batches by the paper's rule": f"{_MERGED}:rule=paper",
+    "rates linear in batches": f"{_MERGED}:rate_scaling=linear",
+    "state of the optimizer local": f"{_MERGED}:optimizer_state=local",
+    "no warm-up": f"{_MERGED}:warmup=0",
+    "AllReduce": "allreduce",
+}
+"""AdaptiveSGD with one part changed."""
 BASELINE = "AllReduce"
 """Says what the target is."""
 RACES = ("half", "quarter")
@@ -551,6 +568,9 @@ if __name__ == "__main__":
         "--races", default=",".join(RACES), help="situations, may be empty; default: %(default)s"
     )
     parser.add_argument(
+        "--ablations", default="", help="situations in which parts of AdaptiveSGD are changed"
+    )
+    parser.add_argument(
         "--racers",
         default=";".join(RACERS),
         help=f"separated by ';', {BASELINE} among them; default: %(default)s",
@@ -593,13 +613,19 @@ if __name__ == "__main__":
         paths = {} if asked.train is None else {"path": asked.train, "test_path": asked.test}
         on = f"{asked.data}, " if paths else ""
         racers = {label: RACERS[label] for label in asked.racers.split(";")}
+        races = RACES[:1] if asked.quick else tuple(filter(None, asked.races.split(",")))
+        ablations = tuple(filter(None, asked.ablations.split(",")))
         cells = {
-            f"race: {on}{situation}": partial(
-                *(race, f"race, {on}{situation}", situation, racers, paths),
+            f"{kind}: {on}{situation}": partial(
+                *(race, f"{kind}, {on}{situation}", situation, entered, paths),
                 *(range(seeds), *of_a_race, directory),
                 more_targets=[float(one) for one in asked.more_targets.split(",") if one],
             )
-            for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
+            for kind, where, entered in (
+                ("race", races, racers),
+                ("ablation", ablations, ABLATED),
+            )
+            for situation in where
         }
         work = LONG_STEPS if asked.long_steps else SHORT_STEPS
         shared = (rules, range(seeds), asked.mega_batches, step_s, directory, work)
