@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -38,6 +39,8 @@ class GradientStrategy(Strategy):
             skipped for non-finite gradients, >= 0.
         replica_check_interval: compare the ranks' parameters every this many steps; 0 never does.
     """
+
+    weighs_samples: ClassVar[bool] = True
 
     max_skipped_steps: int = 20
     replica_check_interval: int = 100
