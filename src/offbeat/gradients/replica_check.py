@@ -111,7 +111,7 @@ class ReplicaCheck(Part):
         if odd:
             found = f"after step {self._num_steps} the parameters of ranks {odd} are no longer"
             raise DivergedError(
-                f"{found} those of rank 0, and {self._difference() or _USUAL_REASONS}. Resume from"
+                f"{found} those of rank 0, and {self._difference() or _USUAL_REASONS} Resume from"
                 " the last checkpoint, or set replica_check_interval=0 to go on regardless"
             )
 
@@ -127,7 +127,7 @@ class ReplicaCheck(Part):
                             f"the optimizer's group {number} has {name}={value} on rank {rank} and"
                             f" {name}={on_rank_0} on rank 0. Set the same on every rank; to a"
                             " scheduler that follows a loss give its mean over all ranks, as"
-                            " session.gather(loss) lets you compute it"
+                            " session.gather(loss) lets you compute it."
                         )
         return None
 
