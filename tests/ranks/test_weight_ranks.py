@@ -48,6 +48,7 @@ def assert_bytes_are_those_of_the_docstrings(
 def strategies(world_size: int) -> dict[str, AveragingStrategy]:
     return {
         "localsgd": offbeat.LocalSGD(period=3, warmup=0, optimizer_state="local"),
+        "localsgd as it comes": offbeat.LocalSGD(),
         "localsgd in every step": offbeat.LocalSGD(period=1, optimizer_state="local"),
         "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
         "averaged momentum": offbeat.LocalSGD(period=2, warmup=0),
@@ -205,6 +206,7 @@ def test_every_step_is_the_papers(run_ranks: RunRanks, world_size: int) -> None:
     assert same["post-local sgd"] == [True, True, True, False, True, False, True]
     assert same["diloco"] == [False, True] * 3 + [False]
     assert all(same["localsgd in every step"])
+    assert all(same["localsgd as it comes"])
     assert_bytes_are_those_of_the_docstrings(results, world_size)
 
 
