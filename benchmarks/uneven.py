@@ -26,7 +26,8 @@ AllReduce reaches in the end, mean over seeds. `--train` and `--test` give other
 Delicious of the Extreme Classification Repository.
 
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
-        [--racers NAME;...] [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...]
+        [--racers NAME;...] [--more-targets SHARE,...] [--train FILE --test FILE]
+        [--situations NAME,...] [--rules NAME,...]
         [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
@@ -432,8 +433,21 @@ def race(
     epochs: int,
     step_s: float,
     keep: Path,
+    more_targets: Sequence[float] = (),
 ) -> Iterator[Figure]:
-    """Steps, seconds and precision of strategies that train side by side."""
+    """Steps, seconds and precision of strategies that train side by side.
+
+    Args:
+        title: of the table.
+        situation: one of `SPEEDS`.
+        racers: specs by label.
+        paths: settings of the task that name its data.
+        seeds: of the runs.
+        epochs: passes over the data.
+        step_s: what a step is padded to, in seconds.
+        keep: directory for the comparisons.
+        more_targets: shares of the baseline's precision, beside `TARGET`.
+    """
     task = build_task("xmc", paths)
     steps = task.num_samples * epochs // (WORKERS * BATCH)
     settings = [f"{key}={value}" for key, value in paths.items()]
@@ -467,6 +481,17 @@ def race(
         yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
         yield cell(column="seconds to the target", value=_known(time_to), decimals=1)
         yield cell(column="precision in the end", value=_known(metrics), decimals=4)
+    for share in more_targets if final is not None else ():
+        with_target = comparison.model_copy(update={"target": share * final})
+        for label, contestant in zip(
+            racers, analyse_records(directory, with_target, alone).contestants, strict=True
+        ):
+            if contestant.failure is None:
+                measures = contestant.measures
+                cell = partial(Figure, table=title, case=label)
+                steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
+                yield cell(column=f"steps to {share:.0%}", value=_known(steps_to), decimals=0)
+                yield cell(column=f"seconds to {share:.0%}", value=_known(time_to), decimals=1)
     one = replace(
         request,
         strategies=["allreduce"],
@@ -530,6 +555,11 @@ if __name__ == "__main__":
         default=";".join(RACERS),
         help=f"separated by ';', {BASELINE} among them; default: %(default)s",
     )
+    parser.add_argument(
+        "--more-targets",
+        default="",
+        help=f"of races, beside {TARGET}: shares of {BASELINE}'s precision, as in 0.98,0.99",
+    )
     parser.add_argument("--train", help="data of races; default: the bundled ones")
     parser.add_argument("--test", help="data held out; needed with --train")
     parser.add_argument(
@@ -567,6 +597,7 @@ if __name__ == "__main__":
             f"race: {on}{situation}": partial(
                 *(race, f"race, {on}{situation}", situation, racers, paths),
                 *(range(seeds), *of_a_race, directory),
+                more_targets=[float(one) for one in asked.more_targets.split(",") if one],
             )
             for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
         }

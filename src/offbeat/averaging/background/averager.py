@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.background.interface import ProtocolSettings
+from offbeat.averaging.background.interval_watch import IntervalWatch
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
 from offbeat.averaging.background.progress_thread import ProgressThread
 from offbeat.averaging.background.published_model import PublishedModel
@@ -119,6 +120,7 @@ def start_background_averager(
     averages_momenta: Callable[[int], bool] = lambda version: False,
     rounding: Rounding | None = None,
     ends_with: Callable[[int], int] | None = None,
+    yields: bool = False,
 ) -> BackgroundAverager:
     """Start the threads that average on behalf of this rank. Collective.
 
@@ -135,6 +137,7 @@ def start_background_averager(
         rounding: how values travel; None: as they are.
         ends_with: how many members, of so many, have to take no more steps for those of the others
             not to count; None: they always do.
+        yields: as of `ProgressThread`.
 
     Raises:
         UnsupportedError: momenta are to be averaged, and the model has tensors of several types or
@@ -170,7 +173,12 @@ def start_background_averager(
         )
 
     progress = ProgressThread(
-        published, serve=serve, settings=settings, count=workspace.count, notify=workspace.notify
+        published,
+        serve=serve,
+        settings=settings,
+        count=workspace.count,
+        notify=workspace.notify,
+        yields=yields,
     )
     generations = None
     try:
@@ -372,19 +380,21 @@ class BackgroundWeightAverage(BackgroundPart):
     """After every optimizer step, publishes this rank's weights and takes the averaged ones.
 
     Args:
-        averager: averages on behalf of this rank.
-        interval: the number of local steps between arrivals, >= 1.
+        averager: averages on behalf of this rank. Its trainer knows after which steps to arrive.
         overlap: whether the trainer continues as soon as enough ranks have arrived (at once where
             one suffices) and takes the average at the end of a later step; else it waits for the
             average.
+        watch: is told of each step, where the interval between arrivals depends on what they cost.
     """
 
     state_key: ClassVar[str] = "group_average"
 
-    def __init__(self, averager: BackgroundAverager, *, interval: int, overlap: bool) -> None:
+    def __init__(
+        self, averager: BackgroundAverager, *, overlap: bool, watch: IntervalWatch | None = None
+    ) -> None:
         super().__init__(averager)
-        self._interval = interval
         self._overlap = overlap
+        self._watch = watch
 
     @override
     def on_before_step(self) -> None:
@@ -393,8 +403,12 @@ class BackgroundWeightAverage(BackgroundPart):
     @override
     def on_after_step(self) -> None:
         self._advance()
-        if self._num_steps % self._interval == 0:
+        if self._watch is not None:
+            self._watch.end_step()
+        if self._trainer.is_due:
             self._arrive(self._must_wait, for_average=not self._overlap)
+        else:
+            self._averager.progress.end_step()
         self._load()
 
     def _must_wait(self, version: int) -> bool:
