@@ -27,6 +27,8 @@ def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
         # Where ranks do not keep step, the place in the run is that of half of them.
         place = min(step + _steps_behind(run), schedule.target - 1)
         _set_learning_rate(run, (place + 0.5) / schedule.target)
+        if run.record.config.batch_shares:
+            run.attached.weigh(num_samples_of(batch))
         loss = _step(run, recorder, batch, step + 1)
         schedule.advance()
         recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
