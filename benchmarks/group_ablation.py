@@ -69,7 +69,7 @@ CLAIMED_WORSE = ("wagma:groups=fixed", "wagma:groups=off", "wagma:group_size=2")
 STRATEGIES = (
     *(BASELINE, JUDGED, "wagma:groups=off", "wagma:groups=fixed", "wagma:group_size=2"),
     *("wagma:group_size=8", "wagma:period=5", "wagma:period=40", "wagma:quorum=1"),
-    "localsgd:period=10",
+    "localsgd:period=10:warmup=0:optimizer_state=local",
 )
 """WAGMA as it comes has groups of four."""
 LINK = VirtualLink(latency_s=1e-4, bytes_per_s=125e6)
