@@ -22,13 +22,18 @@ printed to standard error, mega-batch by mega-batch.
 
 A race shows what speed is worth: strategies with equal options, each for equally many samples,
 beside one worker with batches as large as all of theirs together. The target is 95% of what
-AllReduce reaches in the end, mean over seeds. `--train` and `--test` give other data, such as
-Delicious of the Extreme Classification Repository.
+AllReduce reaches in the end, mean over seeds. AllReduce takes part twice: with equal batches, and
+with batches in proportion to speeds, known before the race and never changed, and gradients
+averaged over samples. `--later` measures racers beside AllReduce alone, and adds their rows to the
+table of an earlier race. `--train` and `--test` give other data, such as Delicious of the Extreme
+Classification Repository.
+
+An ablation is a race of AdaptiveSGD with one part changed at a time.
 
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
-        [--racers NAME;...] [--more-targets SHARE,...] [--train FILE --test FILE]
-        [--situations NAME,...] [--rules NAME,...]
-        [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
+        [--ablations NAME,...] [--racers NAME;...] [--later NAME;...] [--more-targets SHARE,...]
+        [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...] [--seeds N]
+        [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
 from __future__ import annotations
@@ -90,8 +95,24 @@ RACERS: Final[Mapping[str, str]] = {
     "ElasticSGD": "elasticsgd:mega_batch=1600",
     "Crossbow": "crossbow",
     "AllReduce": "allreduce",
+    "AllReduce, batches by speed": "allreduce:batch_shares={speeds}",
 }
 """By label."""
+_MERGED = "adaptive:mega_batch=1600"
+ABLATED: Final[Mapping[str, str]] = {
+    "as it comes": _MERGED,
+    "merge weights: equal": f"{_MERGED}:merge=equal",
+    "merge weights: samples": f"{_MERGED}:merge=samples",
+    "perturbation 0.1": f"{_MERGED}:perturbation=0.1",
+    "merge momentum 0.9": f"{_MERGED}:merge_momentum=0.9",
+    "batches of 32": f"{_MERGED}:min_batch_size={BATCH}:max_batch_size={BATCH}",
+    "batches by the paper's rule": f"{_MERGED}:rule=paper",
+    "rates linear in batches": f"{_MERGED}:rate_scaling=linear",
+    "state of the optimizer local": f"{_MERGED}:optimizer_state=local",
+    "no warm-up": f"{_MERGED}:warmup=0",
+    "AllReduce": "allreduce",
+}
+"""AdaptiveSGD with one part changed."""
 BASELINE = "AllReduce"
 """Says what the target is."""
 RACES = ("half", "quarter")
@@ -341,7 +362,11 @@ def cases(
     num_merges = mega_batches + (AFTER_A_FLIP if situation == "flip" else 0)
     period = num_samples // (WORKERS * BATCH)
     specs = {rule: f"adaptive:rule={rule}:mega_batch={num_samples}:{_SETTLED}" for rule in rules}
-    specs |= {"localsgd": f"localsgd:period={period}"} if situation == "equal" else {}
+    specs |= (
+        {"localsgd": f"localsgd:period={period}:warmup=0:optimizer_state=local"}
+        if situation == "equal"
+        else {}
+    )
     found: dict[str, list[Found]] = {rule: [] for rule in rules}
     overheads = []
     for seed in seeds:
@@ -434,6 +459,7 @@ def race(
     step_s: float,
     keep: Path,
     more_targets: Sequence[float] = (),
+    later: Sequence[str] = (),
 ) -> Iterator[Figure]:
     """Steps, seconds and precision of strategies that train side by side.
 
@@ -447,13 +473,16 @@ def race(
         step_s: what a step is padded to, in seconds.
         keep: directory for the comparisons.
         more_targets: shares of the baseline's precision, beside `TARGET`.
+        later: labels; only their rows are yielded, where there are any.
     """
     task = build_task("xmc", paths)
     steps = task.num_samples * epochs // (WORKERS * BATCH)
     settings = [f"{key}={value}" for key, value in paths.items()]
     request = CompareRequest(
         task="xmc",
-        strategies=list(racers.values()),
+        strategies=[
+            spec.format(speeds="/".join(map(str, SPEEDS[situation]))) for spec in racers.values()
+        ],
         settings=[*settings, f"batch_size={BATCH}"],
         cluster=cluster(situation, 0, 0, step_s=step_s, seed=0),
         seeds=tuple(seeds),
@@ -471,6 +500,8 @@ def race(
         if contestant.failure is not None:
             print(f"{title}: {label} failed: {contestant.failure}", file=sys.stderr)
             continue
+        if later and label not in later:
+            continue
         measures = contestant.measures
         cell = partial(Figure, table=title, case=label)
         ideal = measures.get("efficiency", estimate([]))
@@ -486,12 +517,14 @@ def race(
         for label, contestant in zip(
             racers, analyse_records(directory, with_target, alone).contestants, strict=True
         ):
-            if contestant.failure is None:
+            if contestant.failure is None and (not later or label in later):
                 measures = contestant.measures
                 cell = partial(Figure, table=title, case=label)
                 steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
                 yield cell(column=f"steps to {share:.0%}", value=_known(steps_to), decimals=0)
                 yield cell(column=f"seconds to {share:.0%}", value=_known(time_to), decimals=1)
+    if later:
+        return
     one = replace(
         request,
         strategies=["allreduce"],
@@ -551,9 +584,18 @@ if __name__ == "__main__":
         "--races", default=",".join(RACES), help="situations, may be empty; default: %(default)s"
     )
     parser.add_argument(
+        "--ablations", default="", help="situations in which parts of AdaptiveSGD are changed"
+    )
+    parser.add_argument(
         "--racers",
         default=";".join(RACERS),
         help=f"separated by ';', {BASELINE} among them; default: %(default)s",
+    )
+    parser.add_argument(
+        "--later",
+        default="",
+        help=f"racers, separated by ';', whose rows are added to those of an earlier race; beside"
+        f" {BASELINE} nobody else runs",
     )
     parser.add_argument(
         "--more-targets",
@@ -592,14 +634,28 @@ if __name__ == "__main__":
         of_a_race = (1, 0.02) if asked.quick else (RACE_EPOCHS, RACE_STEP_S)
         paths = {} if asked.train is None else {"path": asked.train, "test_path": asked.test}
         on = f"{asked.data}, " if paths else ""
-        racers = {label: RACERS[label] for label in asked.racers.split(";")}
+        later = [label for label in asked.later.split(";") if label]
+        racers = {
+            label: RACERS[label]
+            for label in ([*later, BASELINE] if later else asked.racers.split(";"))
+        }
+        added = "".join(f", {label}" for label in later)
+        races = RACES[:1] if asked.quick else tuple(filter(None, asked.races.split(",")))
+        ablations = tuple(filter(None, asked.ablations.split(",")))
+        of_races = {
+            f"race: {on}{situation}{added}": (f"race, {on}{situation}", situation, racers)
+            for situation in races
+        } | {
+            f"ablation: {on}{situation}": (f"ablation, {on}{situation}", situation, ABLATED)
+            for situation in ablations
+        }
         cells = {
-            f"race: {on}{situation}": partial(
-                *(race, f"race, {on}{situation}", situation, racers, paths),
-                *(range(seeds), *of_a_race, directory),
+            name: partial(
+                *(race, *which, paths, range(seeds), *of_a_race, directory),
                 more_targets=[float(one) for one in asked.more_targets.split(",") if one],
+                later=later,
             )
-            for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
+            for name, which in of_races.items()
         }
         work = LONG_STEPS if asked.long_steps else SHORT_STEPS
         shared = (rules, range(seeds), asked.mega_batches, step_s, directory, work)

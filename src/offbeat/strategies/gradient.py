@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -39,6 +40,8 @@ class GradientStrategy(Strategy):
         replica_check_interval: compare the ranks' parameters after the first, the tenth, and every
             this many steps; 0 never does.
     """
+
+    weighs_samples: ClassVar[bool] = True
 
     max_skipped_steps: int = 20
     replica_check_interval: int = 100

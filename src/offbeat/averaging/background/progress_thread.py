@@ -301,6 +301,9 @@ class ProgressThread:
             " again"
         )
 
+    def may_return(self) -> bool:
+        return True  # Nobody waits for a trainer that computes.
+
     def lost_store(self, reason: str) -> None:
         self._notify(
             f"the run's store cannot be reached ({reason}): training goes on, but nobody can join"
