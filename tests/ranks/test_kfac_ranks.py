@@ -410,7 +410,8 @@ def local_after_kfac(rank: int, world_size: int, *, strategies: Strategies) -> d
         optimizers = [
             torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5) for net in (apart, joined)
         ]
-        for steps, part in ((range(3), strategy), (range(3, 8), offbeat.LocalSGD(period=2))):
+        local = offbeat.LocalSGD(period=2, warmup=0, optimizer_state="local")
+        for steps, part in ((range(3), strategy), (range(3, 8), local)):
             with offbeat.attach(apart, optimizers[0], part):
                 for step in steps:
                     step_(apart, optimizers[0], rank, step)

@@ -20,14 +20,24 @@ from offbeat.transport.threads import (
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone knows of threads")
 
 
+def _receive_one(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    """A thread that has sent and received has its name, which it gives itself as it starts."""
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with context.socket(zmq.PUSH) as sender:
+        sender.connect(f"tcp://127.0.0.1:{port}")
+        sender.send(b"")
+        assert socket.poll(timeout=60_000)
+        socket.recv()
+
+
 def test_threads_that_send_and_receive_are_those_of_offbeats_contexts() -> None:
     before = transport_threads()
     with new_context() as context, context.socket(zmq.PULL) as socket:
-        socket.bind("tcp://127.0.0.1:0")
+        _receive_one(context, socket)
         mine = transport_threads() - before
         assert len(mine) == 1
         with zmq.Context() as other, other.socket(zmq.PULL) as foreign:
-            foreign.bind("tcp://127.0.0.1:0")
+            _receive_one(other, foreign)
             assert transport_threads() - before == mine
     assert not transport_threads() & mine
 

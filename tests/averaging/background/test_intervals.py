@@ -81,7 +81,7 @@ def test_the_mean_over_ranks_stays_however_they_change_their_minds(seed: int) ->
         lambda rank, step: wishes[rank, step], seed=seed, steps=30, slow=draw.choice([1.0, 2.5])
     )
     ends = [rank.published.trainer.take().values[PARAMETERS] for rank in world.ranks]
-    pushed = [rank.pushed for rank in world.ranks]
+    pushed = [np.sum(rank.pushes, axis=0) for rank in world.ranks]
     np.testing.assert_allclose(np.sum(ends, axis=0), np.sum(pushed, axis=0), rtol=1e-9, atol=1e-9)
 
 
