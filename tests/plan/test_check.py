@@ -63,6 +63,7 @@ HALF = STEPS // 2
         ([LOCAL_S] * STEPS, 2, 1.0, 0),
         ([2 * DDP_S] * STEPS, 2, 0.5, 1),
         ([LOCAL_S] * HALF + [1.5 * LOCAL_S] * HALF, 1, 1.0, 0),  # halves differ too much
+        ([LOCAL_S] * 15, 1, 1.0, 0),  # once averaged: no other period to hold it against
     ],
 )
 def test_misses_come_first_and_the_wrong_order_is_counted(
