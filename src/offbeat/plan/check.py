@@ -25,7 +25,8 @@ from offbeat.lab.compare_plan import ALONE
 from offbeat.lab.comparison import Comparison, read_comparison
 from offbeat.lab.records import Record
 from offbeat.plan.measure import measure_task
-from offbeat.plan.predictions import method_of, predict_recipe, setting_of
+from offbeat.plan.methods.of_strategies import method_of
+from offbeat.plan.predictions import predict_recipe, setting_of
 from offbeat.plan.profile import Checked, ModelProfile
 from offbeat.plan.script_timing import measure_script
 from offbeat.plan.simulation import PAYLOAD_SHARE, Setting
