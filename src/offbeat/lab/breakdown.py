@@ -155,14 +155,11 @@ class Steps:
         """
         if self.merged.size:
             return self
-        ended_s = self.began_s + self.duration_s
         between_s = np.diff(self.began_s, axis=1, prepend=np.nan)
         between_s[:, 1:] -= self.duration_s[:, :-1]
         paused_s = np.nan_to_num(between_s - _over_ranks(np.fmin, between_s))
-        # Where ranks do not keep step, steps of one number have nothing to do with each other.
-        began_s = self.began_s - paused_s
-        together = _over_ranks(np.fmax, began_s) <= _over_ranks(np.fmin, ended_s)
-        paused_s = np.where(together, paused_s, 0.0)
+        # Where no rank waits, steps of one number have nothing to do with each other.
+        paused_s = np.where(self.in_step(), paused_s, 0.0)
         moved = replace(self, began_s=self.began_s - paused_s, ready_s=self.ready_s - paused_s)
         waited_s = np.maximum(0.0, self.waiting_for_others_s() - moved.waiting_for_others_s())
         return replace(moved, wait_s=self.wait_s - waited_s, duration_s=self.duration_s - waited_s)
