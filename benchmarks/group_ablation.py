@@ -45,6 +45,7 @@ from _results import Figure, ResultFile
 from averaging_accuracy import Case, Found, gaps, steps_to_target, target_of
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
+from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
@@ -54,6 +55,7 @@ from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.statistics import Estimate
 from offbeat.lab.tasks import Batch, Task, build_task
 from offbeat.planning.groups import VersionGroup
+from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.operations import Collective, Post, Sleep
@@ -122,7 +124,9 @@ def cases_of(images: Path | None) -> Iterator[Ablation]:
 class Rank:
     """One worker: its model and optimizer, and what of the model others may have."""
 
-    def __init__(self, case: Ablation, task: Task, rank: int, seed: int) -> None:
+    def __init__(
+        self, case: Ablation, task: Task, rank: int, seed: int, intervals: IntervalChoice
+    ) -> None:
         self.rank = rank
         self.model = task.build_model(seed)
         self.kept: list[Values] = []
@@ -134,7 +138,9 @@ class Rank:
         self._tensors = [*parameters, *self._statistics]
         self.staging = Staging(self._tensors)
         spans = self.staging.spans(range(len(parameters), len(self._tensors)))
-        self.published = PublishedModel(ModelState(partial(DeltaMerge, statistics=spans)))
+        self.published = PublishedModel(
+            ModelState(partial(DeltaMerge, statistics=spans)), intervals=intervals
+        )
         self.num_counters = self.read_counters().size
         self._case, self._task = case, task
         self._optimizer = task.optimizer(self.model)
@@ -230,7 +236,7 @@ class VirtualTraining:
             rank.backward()
             rank.update(step)
             trainer.advance([rank.read()], rank.read_counters())
-            if (step + 1) % self._strategy.steps_between == 0:
+            if trainer.is_due:
                 yield from self._arrive(rank)
             values, counters, is_held = trainer.take()
             if not is_held:
@@ -251,9 +257,7 @@ class VirtualTraining:
         def must_wait(version: int) -> bool:
             return self._group_of(rank, version).min_arrivals > 1
 
-        while must_wait(max(published.newest + 1, published.invited or 0)) and (
-            published.arrival is not None or published.open
-        ):
+        while must_wait(trainer.upcoming) and (published.arrival is not None or published.open):
             yield Sleep(_LOOK_S)
         version = trainer.arrive(must_wait)
         if version is None:
@@ -306,8 +310,9 @@ def run(case: Ablation, spec: str, seed: int) -> Outcome:
         case.task,
         dict(each.split("=", 1) for each in (f"batch_size={case.batch_size}", *case.settings)),
     )
-    ranks = [Rank(case, task, rank, seed) for rank in range(WORKERS)]
     strategy = build_strategy(*parse_spec(spec))
+    numbers = strategy.numbers if isinstance(strategy, WAGMA) else VersionNumbers(1)
+    ranks = [Rank(case, task, rank, seed, IntervalChoice(numbers)) for rank in range(WORKERS)]
     if isinstance(strategy, WAGMA):
         VirtualTraining(case, strategy, ranks, seed).run()
     else:

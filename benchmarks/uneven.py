@@ -22,12 +22,16 @@ printed to standard error, mega-batch by mega-batch.
 
 A race shows what speed is worth: strategies with equal options, each for equally many samples,
 beside one worker with batches as large as all of theirs together. The target is 95% of what
-AllReduce reaches in the end, mean over seeds. `--train` and `--test` give other data, such as
-Delicious of the Extreme Classification Repository.
+AllReduce reaches in the end, mean over seeds. AllReduce takes part twice: with equal batches, and
+with batches in proportion to speeds, known before the race and never changed, and gradients
+averaged over samples. `--later` measures racers beside AllReduce alone, and adds their rows to the
+table of an earlier race. `--train` and `--test` give other data, such as Delicious of the Extreme
+Classification Repository.
 
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
-        [--racers NAME;...] [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...]
-        [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
+        [--racers NAME;...] [--later NAME;...] [--more-targets SHARE,...]
+        [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...] [--seeds N]
+        [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
 from __future__ import annotations
@@ -89,6 +93,7 @@ RACERS: Final[Mapping[str, str]] = {
     "ElasticSGD": "elasticsgd:mega_batch=1600",
     "Crossbow": "crossbow",
     "AllReduce": "allreduce",
+    "AllReduce, batches by speed": "allreduce:batch_shares={speeds}",
 }
 """By label."""
 BASELINE = "AllReduce"
@@ -432,14 +437,31 @@ def race(
     epochs: int,
     step_s: float,
     keep: Path,
+    more_targets: Sequence[float] = (),
+    later: Sequence[str] = (),
 ) -> Iterator[Figure]:
-    """Steps, seconds and precision of strategies that train side by side."""
+    """Steps, seconds and precision of strategies that train side by side.
+
+    Args:
+        title: of the table.
+        situation: one of `SPEEDS`.
+        racers: specs by label.
+        paths: settings of the task that name its data.
+        seeds: of the runs.
+        epochs: passes over the data.
+        step_s: what a step is padded to, in seconds.
+        keep: directory for the comparisons.
+        more_targets: shares of the baseline's precision, beside `TARGET`.
+        later: labels; only their rows are yielded, where there are any.
+    """
     task = build_task("xmc", paths)
     steps = task.num_samples * epochs // (WORKERS * BATCH)
     settings = [f"{key}={value}" for key, value in paths.items()]
     request = CompareRequest(
         task="xmc",
-        strategies=list(racers.values()),
+        strategies=[
+            spec.format(speeds="/".join(map(str, SPEEDS[situation]))) for spec in racers.values()
+        ],
         settings=[*settings, f"batch_size={BATCH}"],
         cluster=cluster(situation, 0, 0, step_s=step_s, seed=0),
         seeds=tuple(seeds),
@@ -457,6 +479,8 @@ def race(
         if contestant.failure is not None:
             print(f"{title}: {label} failed: {contestant.failure}", file=sys.stderr)
             continue
+        if later and label not in later:
+            continue
         measures = contestant.measures
         cell = partial(Figure, table=title, case=label)
         ideal = measures.get("efficiency", estimate([]))
@@ -467,6 +491,19 @@ def race(
         yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
         yield cell(column="seconds to the target", value=_known(time_to), decimals=1)
         yield cell(column="precision in the end", value=_known(metrics), decimals=4)
+    for share in more_targets if final is not None else ():
+        with_target = comparison.model_copy(update={"target": share * final})
+        for label, contestant in zip(
+            racers, analyse_records(directory, with_target, alone).contestants, strict=True
+        ):
+            if contestant.failure is None and (not later or label in later):
+                measures = contestant.measures
+                cell = partial(Figure, table=title, case=label)
+                steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
+                yield cell(column=f"steps to {share:.0%}", value=_known(steps_to), decimals=0)
+                yield cell(column=f"seconds to {share:.0%}", value=_known(time_to), decimals=1)
+    if later:
+        return
     one = replace(
         request,
         strategies=["allreduce"],
@@ -530,6 +567,17 @@ if __name__ == "__main__":
         default=";".join(RACERS),
         help=f"separated by ';', {BASELINE} among them; default: %(default)s",
     )
+    parser.add_argument(
+        "--later",
+        default="",
+        help=f"racers, separated by ';', whose rows are added to those of an earlier race; beside"
+        f" {BASELINE} nobody else runs",
+    )
+    parser.add_argument(
+        "--more-targets",
+        default="",
+        help=f"of races, beside {TARGET}: shares of {BASELINE}'s precision, as in 0.98,0.99",
+    )
     parser.add_argument("--train", help="data of races; default: the bundled ones")
     parser.add_argument("--test", help="data held out; needed with --train")
     parser.add_argument(
@@ -562,11 +610,17 @@ if __name__ == "__main__":
         of_a_race = (1, 0.02) if asked.quick else (RACE_EPOCHS, RACE_STEP_S)
         paths = {} if asked.train is None else {"path": asked.train, "test_path": asked.test}
         on = f"{asked.data}, " if paths else ""
-        racers = {label: RACERS[label] for label in asked.racers.split(";")}
+        later = [label for label in asked.later.split(";") if label]
+        racers = {
+            label: RACERS[label]
+            for label in ([*later, BASELINE] if later else asked.racers.split(";"))
+        }
         cells = {
-            f"race: {on}{situation}": partial(
+            f"race: {on}{situation}{''.join(f', {label}' for label in later)}": partial(
                 *(race, f"race, {on}{situation}", situation, racers, paths),
                 *(range(seeds), *of_a_race, directory),
+                more_targets=[float(one) for one in asked.more_targets.split(",") if one],
+                later=later,
             )
             for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
         }

@@ -260,6 +260,11 @@ def test_a_session_that_fails_gives_it_back() -> None:
             "since amsgrad=True",
         ),
         (
+            lambda net: torch.optim.Adam([p for p in net.parameters() if p.requires_grad][1:]),
+            offbeat.TopK(density=0.05),
+            "since the optimizer does not have all of the model's parameters",
+        ),
+        (
             lambda net: torch.optim.AdamW(net.parameters()),
             offbeat.TopK(density=0.5),
             "at a density of 0.5 that would be less accurate",

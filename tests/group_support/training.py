@@ -14,6 +14,7 @@ import numpy as np
 
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
+from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
@@ -21,6 +22,7 @@ from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.rounding import Rounding
 from offbeat.planning.groups import VersionGroup
+from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.transport.operations import Collective, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
@@ -43,6 +45,8 @@ class Training:
         forwards: passes in each step.
         pairs: whether ranks average in pairs.
         rounds: whether parameters travel in bfloat16.
+        numbers: of the versions, and the possible intervals between them.
+        wish: the interval that (a rank, a step) would have; 0: any.
     """
 
     seed: int
@@ -55,6 +59,8 @@ class Training:
     forwards: int = 1
     pairs: bool = False
     rounds: bool = False
+    numbers: VersionNumbers = field(default_factory=lambda: VersionNumbers(1))
+    wish: Callable[[int, int], int] = lambda rank, step: 0
     link: VirtualLink = field(default_factory=VirtualLink)
 
 
@@ -66,9 +72,12 @@ class Trainer:
         self.rank = rank
         self.step_ends_s: list[float] = []
         self.taken: list[tuple[Values, Counters]] = []
+        self.intervals: list[int] = []
         self.pushed = np.zeros(3)
         self.published = PublishedModel(
-            ModelState(partial(DeltaMerge, statistics=[STATISTICS])), one_at_a_time=not plan.pairs
+            ModelState(partial(DeltaMerge, statistics=[STATISTICS])),
+            one_at_a_time=not plan.pairs,
+            intervals=IntervalChoice(plan.numbers),
         )
         self._world = world
         self._draw = np.random.default_rng([plan.seed, rank])
@@ -84,11 +93,13 @@ class Trainer:
             stepped = self._stepped(held.copy(), counters, plan.loudness(self.rank, step))
             assert trainer.advance([stepped[0]], stepped[1])
             self.step_ends_s.append(world.cluster.now_s)
+            trainer.wish(plan.wish(self.rank, step))
+            self.intervals.append(trainer.interval)
             self._report_step()
             while trainer.held_by:
                 yield Sleep(_LOOK_S)
                 self._report_step()
-            version = trainer.arrive(lambda version: False)
+            version = trainer.arrive(lambda version: False) if trainer.is_due else None
             if version is not None:
                 driver.start(Post(arrive(version, generation=0)), SERVE)
         held, counters, _ = trainer.take()

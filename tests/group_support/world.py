@@ -34,6 +34,7 @@ from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.planning.groups import VersionGroup, group_of_version
+from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -55,6 +56,7 @@ class Schedule:
     num_elements: int = 6
     num_steps: int = 4
     period: int | None = None
+    intervals: tuple[int, ...] = (1,)
     quorum: float = 1.0
     direct_bytes: int = 0
     merge: str = "delta"
@@ -157,6 +159,9 @@ class Model:
         assert self.rank not in self.stopped
         self.invited_to = version
 
+    def hear_interval(self, member: int, interval: int) -> None:
+        raise AssertionError("nobody tells an interval in these schedules")
+
     def quorum_arrived(self, version: int) -> None:
         assert version in self.open
         assert version not in self.quorum_at_s
@@ -243,11 +248,10 @@ class Model:
                 waits_for = set(self.open) if schedule.waits_when_late else set()
                 self.answered.clear()
             else:
-                version = (
-                    self.newest + 1
-                    if self.invited_to is None
-                    else max(self.newest + 1, self.invited_to)
+                upcoming = self.world.numbers.next_after(
+                    self.newest, self.draw.choice(schedule.intervals)
                 )
+                version = max(upcoming, upcoming if self.invited_to is None else self.invited_to)
                 self.answered.clear()
                 self.arrived_at = version
                 channel_to_serve.start(Post(arrive(version, generation=GENERATION)), SERVE)
@@ -280,6 +284,7 @@ class World:
             watch_all=False,
             death_notice_s=schedule.death_notice_s,
         )
+        self.numbers = VersionNumbers(schedule.period or 1, schedule.intervals)
         self.weights = schedule.weights or [1.0] * schedule.world_size
         self._cut: set[frozenset[int]] = set()
         self.drivers = [Counting(Cut(driver, self._cut)) for driver in self.cluster.drivers]
@@ -300,12 +305,17 @@ class World:
             return VersionGroup(
                 ranks=(rank, random.Random(f"{schedule.seed} {rank} {version}").choice(others))
             )
+        period = None
+        if schedule.period is not None:
+            is_global = self.numbers.is_global(version)
+            period = self.numbers.in_a_period if is_global else None
+            version = version if is_global else self.numbers.rotation(version)
         return group_of_version(
             version,
             rank,
             range(schedule.world_size),
             group_size=schedule.group_size,
-            period=schedule.period,
+            period=period,
             quorum=schedule.quorum,
         )
 
@@ -551,6 +561,11 @@ def draw_schedule(seed: int) -> Schedule:
 def draw_rounded(seed: int) -> Schedule:
     """A random schedule of ranks whose values travel in bfloat16."""
     return replace(draw_schedule(seed), rounds=True, merge="delta")
+
+
+def draw_intervals(seed: int) -> Schedule:
+    """A random schedule of ranks that never agree after how many steps they average."""
+    return replace(draw_schedule(seed), period=6, intervals=(1, 2, 3))
 
 
 def draw_pairs(seed: int) -> Schedule:

@@ -122,6 +122,17 @@ def test_variants_of_one_strategy_have_labels_and_directories_of_their_own() -> 
     ]
 
 
+def test_one_strategy_may_be_compared_with_itself_in_batches_by_speed() -> None:
+    strategies = ["allreduce", "allreduce:batch_shares=1/0.25"]
+    request = replace(REQUEST, strategies=strategies, cluster=Cluster(workers=2))
+    plan = plan_comparison(request)
+    assert [c.label for c in plan.contestants] == ["allreduce", "allreduce batch_shares=1/0.25"]
+    assert [config.batch_shares for config in plan.configs] == [[], [1.0, 0.25]]
+    assert plan.contestants[1].options["batch_shares"] == "1/0.25"
+    with pytest.raises(ConfigError, match="no option of strategy 'localsgd'"):
+        plan_comparison(replace(request, strategies=["localsgd:batch_shares=1/0.25"]))
+
+
 def test_all_runs_are_as_long_and_measured_as_often() -> None:
     plan = plan_comparison(replace(REQUEST, settings=["batch_size=16"]))
     for config in plan.configs:

@@ -69,6 +69,23 @@ def test_a_sparse_strategy_clips_as_the_task_does() -> None:
         ({"settings": ["density=2"]}, "density"),
         ({"settings": ["momentum_correction=0.9"]}, "momentum"),
         ({"strategy": "adaptive", "settings": ["skew=0.3"]}, "skew= would change nothing"),
+        ({"settings": ["batch_shares=1/1/0"]}, "'1/1/0'; allowed are numbers above 0 for each"),
+        ({"settings": ["batch_shares=1,1,1,1"]}, "such as 1/1/0.5/0.5"),
+        ({"settings": ["batch_shares=1/1/2"]}, "batch_shares has 3 numbers for 4 workers"),
+        ({"settings": ["batch_shares=1/1/2/2"] * 2}, "batch_shares is given twice"),
+        (
+            {"settings": ["batch_shares=1/1/2/2", "skew=0.3"]},
+            "skew= deals all workers equally many samples",
+        ),
+        (
+            {"strategy": "adaptive", "settings": ["batch_shares=1/1/2/2"]},
+            "'adaptive' lets workers share samples out.*choose one that averages gradients",
+        ),
+        (
+            {"strategy": "wagma", "settings": ["batch_shares=1/1/2/2"]},
+            "'wagma' averages over workers, not over samples",
+        ),
+        ({"strategy": "ddp", "settings": ["batch_shares=1/1/2/2"]}, "averages over workers"),
     ],
 )
 def test_what_cannot_be_run_is_refused(changes: dict[str, object], message: str) -> None:
@@ -108,6 +125,10 @@ def test_a_resume_may_change_workers_and_length(
             "--set density=0.1 contradicts the record, which has 0.01",
         ),
         (Request(settings=["size=large"]), "--set size=large contradicts"),
+        (
+            Request(settings=["batch_shares=1/1/2/2"]),
+            "--set batch_shares contradicts the record, which has equal batches",
+        ),
         (Request(steps=10), "has done 10 steps and is to do 10; raise --steps"),
         (Request(epochs=1), "has done 1 epochs and is to do 1; raise --epochs"),
     ],

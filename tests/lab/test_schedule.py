@@ -72,6 +72,39 @@ def test_a_stop_changes_nothing(stop_after: int, length: dict[str, int]) -> None
     assert all(torch.equal(left, right) for left, right in zip(straight, together, strict=True))
 
 
+@given(shares=st.lists(st.floats(0.01, 10), min_size=1, max_size=4), stop_after=st.integers(0, 8))
+def test_with_batches_in_proportion_each_step_has_the_samples_that_it_has_with_equal_ones(
+    shares: list[float], stop_after: int
+) -> None:
+    """Also where a run was stopped."""
+    size = len(shares)
+    equal = config(steps=8).model_copy(update={"workers": size})
+    uneven = equal.model_copy(update={"batch_shares": shares})
+    sizes = uneven.batch_sizes(TASK)
+    assert sizes is not None
+    assert sum(sizes) == 4 * size
+    assert all(
+        least >= 1 and abs(least - 4 * size * share / sum(shares)) <= size
+        for least, share in zip(sizes, shares, strict=True)
+    )
+    steps: dict[bool, list[torch.Tensor]] = {}
+    for is_uneven, settings in ((False, equal), (True, uneven)):
+        by_rank = []
+        for rank in range(size):
+            first = BatchSchedule(settings, TASK, Position(), rank=rank, world_size=size)
+            taken = run(first, stop_after)
+            position = Position.from_json(first.position.to_json())
+            rest = BatchSchedule(settings, TASK, position, rank=rank, world_size=size)
+            by_rank.append(taken + run(rest))
+        if is_uneven:
+            assert [[len(batch) for batch in batches] for batches in by_rank] == [
+                [samples] * 8 for samples in sizes
+            ]
+        steps[is_uneven] = [torch.cat(batches) for batches in zip(*by_rank, strict=True)]
+    for before, after in zip(steps[False], steps[True], strict=True):
+        assert torch.equal(before, after)
+
+
 @given(stop_after=st.integers(0, 13), workers=st.integers(1, 9))
 def test_with_other_workers_no_sample_is_seen_twice_in_an_epoch(
     stop_after: int, workers: int

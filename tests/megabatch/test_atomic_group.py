@@ -125,6 +125,21 @@ def test_one_that_is_left_out_is_new_until_it_has_caught_up(group: AtomicGroup) 
     assert not group.is_new
 
 
+def test_one_that_is_left_out_returns_when_its_trainer_has_come(
+    group: AtomicGroup, in_thread: Callable[..., threading.Thread]
+) -> None:
+    group.expelled()
+    assert not group.may_return()
+    results: list[int] = []
+    trainer = in_thread(lambda: results.append(group.run(number_of)))
+    while not group.may_return():
+        assert trainer.is_alive()
+    group.begin(listed(1, newcomers=frozenset({0})), 0, SingleRank())
+    trainer.join(60)
+    assert results == [1]
+    assert not group.may_return()
+
+
 def of_ranks(
     number: int, ranks: Sequence[int], *, newcomers: frozenset[int] = frozenset()
 ) -> Generation:

@@ -252,6 +252,23 @@ def test_one_that_joins_goes_on_with_the_momentum_of_its_peers() -> None:
     assert states[0] == states[1] == states[2]
 
 
+def test_one_that_comes_back_goes_on_with_the_momentum_of_its_peers_and_not_with_its_own() -> None:
+    """Rank 2 is left out after the second merge, and has the model from the fifth."""
+    ranks = make_ranks(3, gamma=0.5)
+    momenta = [rank.momentum for rank in ranks if rank.momentum is not None]
+    for rank, momentum in zip(ranks, momenta, strict=True):
+        rank.begin_at_zero()
+        momentum.begin()
+    for here in (ranks, ranks, ranks[:2], ranks[:2], ranks):
+        ranks[2].group.is_new = len(here) < 3 or ranks[2].group.is_new
+        for rank in ranks:
+            rank.rows.detach().add_(1.0 + rank.number)
+        together(here, merging(here, [1] * len(here)))
+        assert all(rank.state == ranks[0].state for rank in here)
+    states = [{key: each.tolist() for key, each in m.state().items()} for m in momenta]
+    assert states[0] == states[1] == states[2]
+
+
 def test_a_rank_without_a_batch_goes_on_with_the_momentum_of_its_peers() -> None:
     """Rank 0 had none in the first mega-batch, so nobody told it that one began; rank 2 is new."""
     ranks = make_ranks(3, new=[2], gamma=0.5)
@@ -358,13 +375,21 @@ def test_a_momentum_that_only_ranks_without_a_weight_have_stays_theirs() -> None
         torch.optim.ASGD,
     ],
 )
-def test_one_that_joins_steps_as_its_peers_do(make: Callable[..., torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("num_steps", [0, 7], ids=["fresh", "back"])
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_one_that_joins_steps_as_its_peers_do(
+    make: Callable[..., torch.optim.Optimizer], *, num_steps: int, is_beside: bool
+) -> None:
+    """Whether it is a new process, or was left out after steps of its own."""
     ranks = make_ranks(3, new=[1], make=make)
     generator = torch.Generator().manual_seed(5)
     for rank in ranks:
-        for _ in range(30 * (rank.number != 1)):
+        for _ in range(num_steps if rank.number == 1 else 30):
             rank.step(torch.randn(20, 3, generator=generator))
-    together(ranks, merging(ranks, [1, 0, 1]))
+    if is_beside:
+        merge_beside(ranks, freeze(ranks, [1, 0, 1]))
+    else:
+        together(ranks, merging(ranks, [1, 0, 1]))
     for _ in range(5):
         gradient = torch.randn(20, 3, generator=generator)
         for rank in ranks:

@@ -61,6 +61,7 @@ class Worker:
         self.begun: list[tuple[Generation, int]] = []
         self.told: list[str] = []
         self.stopped_seeing: set[Member] = set()
+        self.is_busy, self.times_asked = False, 0
         self._driver: Peers | None = None
         self._news = threading.Condition()
 
@@ -85,6 +86,12 @@ class Worker:
 
     def expelled(self) -> None:
         self._hear("expelled")
+
+    def may_return(self) -> bool:
+        with self._news:
+            self.times_asked += 1
+            self._news.notify_all()
+            return not self.is_busy
 
     def lost_store(self, reason: str) -> None:
         self._hear(f"lost store: {reason}")
@@ -277,6 +284,36 @@ def test_one_that_was_left_out_while_it_lived_asks_again_and_comes_back_as_a_new
     assert workers[2].told == ["expelled"]
     assert workers[2].generation.newcomers == {2}
     everyone_can_talk(workers)
+
+
+def test_one_that_was_left_out_asks_again_when_it_has_time_and_its_peers_go_on_until_then(
+    run: Run,
+) -> None:
+    workers = run.founded(3)
+    workers[2].is_busy = True
+    for worker in workers[:2]:
+        worker.stopped_seeing = founders(2)
+    without = {worker.reaches(founders(0, 1)) for worker in workers[:2]}
+    workers[2].wait_until(lambda: workers[2].times_asked > 3)
+    assert Membership(run.client()).waiting(without.pop()) == ()
+    everyone_can_talk(workers[:2])
+    workers[2].is_busy = False
+    assert len({worker.reaches(founders(0, 1) | {Member(2, 1)}) for worker in workers}) == 1
+    everyone_can_talk(workers)
+
+
+def test_one_that_is_busy_when_the_run_ends_without_it_is_told(run: Run) -> None:
+    first, second, busy = run.founded(3)
+    busy.is_busy = True
+    for worker in (first, second):
+        worker.stopped_seeing = founders(2)
+    assert len({worker.reaches(founders(0, 1)) for worker in (first, second)}) == 1
+    busy.wait_until(lambda: busy.times_asked > 0)
+    first.leave()
+    second.leave(over=True)
+    busy.wait_until(lambda: len(busy.told) > 1)
+    assert busy.told[0] == "expelled"
+    assert "the run ended while this worker was on its way in" in busy.told[1]
 
 
 def test_the_last_survivor_goes_on_once_the_others_are_silent(run: Run) -> None:

@@ -48,6 +48,24 @@ def uneven_use(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, A
         return {"fingerprint": fingerprint(model), "exchanges": session.stats.exchanges}
 
 
+def uneven_closures(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
+    """In step 1 the last rank's closure runs no backward pass."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, strategy) as session:
+        for step in range(3):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                if step != 1 or rank != world_size - 1:
+                    loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return {"fingerprint": fingerprint(model), "exchanges": session.stats.exchanges}
+
+
 def nonfinite(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
     """Rank 1's gradient is NaN in step 2."""
     model = make_net()

@@ -43,6 +43,9 @@ class Quiet:
     def expelled(self) -> None:
         pass
 
+    def may_return(self) -> bool:
+        return True
+
     def lost_store(self, reason: str) -> None:
         pass
 

@@ -22,6 +22,7 @@ from rank_jobs.gradients import (
     killed,
     nonfinite,
     subgroup,
+    uneven_closures,
     uneven_use,
 )
 from rank_jobs.regression import fingerprint, flat, loss_of, make_net, train
@@ -151,6 +152,13 @@ def test_ranks_that_use_parts_of_the_model_or_nothing(run_ranks: RunRanks) -> No
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks, label)
         assert {result["exchanges"] for result in ranks} == {5}
+
+
+def test_a_rank_whose_closure_runs_no_backward_pass_joins(run_ranks: RunRanks) -> None:
+    results = run_ranks(for_each, 2, job=uneven_closures, strategies=PAIR)
+    for label, ranks in by_strategy(results).items():
+        assert_identical(ranks, label)
+        assert {result["exchanges"] for result in ranks} == {3}
 
 
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(run_ranks: RunRanks) -> None:

@@ -292,6 +292,29 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
     assert comparison.verdict
 
 
+def test_batches_in_proportion_make_the_same_steps_as_equal_ones(npz: Path, tmp_path: Path) -> None:
+    """The loss of all samples of each step, wherever they were computed."""
+    strategies = ["allreduce", "allreduce:batch_shares=3/1"]
+    directory, comparison = run_comparison(
+        plan_comparison(comparing(npz, strategies=strategies, steps=12), out=tmp_path / "out"),
+        ComparisonListener(),
+        command="offbeat compare",
+    )
+    losses = []
+    for label, sizes in (("allreduce", [4, 4]), ("allreduce batch_shares=3/1", [6, 2])):
+        by_rank = [list(run_of(directory, comparison, label).events(rank)) for rank in range(2)]
+        assert [[event.batch_size for event in events] for events in by_rank] == [
+            [size] * 12 for size in sizes
+        ]
+        losses.append(
+            [
+                sum(each.loss * each.batch_size for each in step)
+                for step in zip(*by_rank, strict=True)
+            ]
+        )
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
 def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(
     npz: Path, tmp_path: Path
 ) -> None:

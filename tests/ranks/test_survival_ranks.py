@@ -213,7 +213,9 @@ def until_it_is_back(
 
 
 def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
-    """Rank 2 is stopped while it computes, and goes on once the others have gone on without it."""
+    """Rank 2 is stopped while it computes, and goes on once the others have gone on without it. It
+    still computes with its batch while they merge, and comes back afterwards.
+    """
     notice_deaths_soon(heartbeat_timeout_s=SILENCE_S)
     net = make_net()
     optimizer = sgd(net)
@@ -226,6 +228,10 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
         if rank == 2:
             step(net, optimizer, next(iter(loader.one_mega_batch())))
             os.kill(pid, signal.SIGSTOP)
+            while not any("was away for so long" in notice for notice in session.notices):
+                time.sleep(1e-3)  # emulated computation
+            dist.send(pids, 0)
+            dist.recv(pids, 0)
         merges = []
         if rank == 0:
             while not any("without worker 2" in notice for notice in session.notices):
@@ -233,6 +239,14 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
                     step(net, optimizer, batch)
                 merges.append(merges_of(loader, net))
             os.kill(pid, signal.SIGCONT)
+            dist.recv(pids, 2)
+            for _ in range(5):
+                for batch in loader.one_mega_batch():
+                    step(net, optimizer, batch)
+                    time.sleep(1e-2)  # emulated computation
+                merges.append(merges_of(loader, net))
+            assert not any("with worker 2" in notice for notice in session.notices)
+            dist.send(pids, 2)
         merges += until_it_is_back(session, loader, net, optimizer)
         return {"merges": merges, "notices": session.notices}
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import offbeat
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.session.session import Session
@@ -46,6 +50,13 @@ def attached() -> tuple[Session, list[str]]:
     strategy = RecordingStrategy()
     session = offbeat.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     return session, strategy.heard
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_session_is_not_for_copies(copied: Callable[[Session], object]) -> None:
+    session, _ = attached()
+    with session, pytest.raises(UnsupportedError, match=r"save session\.state_dict\(\)"):
+        copied(session)
 
 
 def test_a_session_is_closed_once() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -41,6 +41,46 @@ def test_all_ranks_average_after_every_period_of_steps_whatever_the_interval(
         if strategy.group_of(version, 3, 8).ranks == tuple(range(8))
     ]
     assert everyone == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(("period", "intervals"), [(10, (1, 2, 5)), (7, (1,)), (1, (1,))])
+def test_an_interval_that_workers_choose_is_below_the_period(
+    period: int, intervals: tuple[int, ...]
+) -> None:
+    strategy = offbeat.WAGMA(period=period, interval="auto")
+    assert strategy.intervals == intervals
+    everyone = [
+        version
+        for version in range(3 * strategy.numbers.in_a_period)
+        if strategy.group_of(version, 3, 8).ranks == tuple(range(8))
+    ]
+    assert len(everyone) == 3
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5])
+@pytest.mark.parametrize("groups", ["rotating", "fixed"])
+def test_at_an_interval_that_workers_chose_groups_are_those_of_the_same_fixed_interval(
+    interval: int, groups: Literal["rotating", "fixed"]
+) -> None:
+    fixed = offbeat.WAGMA(interval=interval, groups=groups)
+    chosen = offbeat.WAGMA(interval="auto", groups=groups)
+    version = -1
+    for expected in range(20 // interval):
+        version = chosen.numbers.next_after(version, interval)
+        group, other = chosen.group_of(version, 2, 8), fixed.group_of(expected, 2, 8)
+        assert (group.ranks, group.min_arrivals) == (other.ranks, other.min_arrivals)
+
+
+def test_a_synchronization_waits_for_the_one_before_whatever_the_interval() -> None:
+    strategy = offbeat.WAGMA(interval="auto", max_ahead=25)
+    in_a_period = strategy.numbers.in_a_period
+    assert strategy.group_of(3 * in_a_period - 1, 0, 8).catch_up == 2 * in_a_period - 1
+
+
+@pytest.mark.parametrize("budget", [0.0, -0.1])
+def test_a_budget_of_nothing_is_refused(budget: float) -> None:
+    with pytest.raises(ConfigError, match="budget must be greater than 0"):
+        offbeat.WAGMA(interval="auto", budget=budget)
 
 
 def test_an_interval_of_the_whole_period_is_the_strategy_without_groups() -> None:

@@ -12,7 +12,12 @@ from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.rendezvous import launched
 from offbeat.report.page import write_report
 from offbeat.script.hosts import Meeting, meet
-from offbeat.script.plan import DEFAULT_WORKERS, script_command, script_config
+from offbeat.script.plan import (
+    DEFAULT_WORKERS,
+    script_command,
+    script_config,
+    with_strategys_problem,
+)
 from offbeat.script.supervise import run_script
 from offbeat.script.worker import run_launched
 
@@ -40,7 +45,10 @@ def run(
     """
     if restarts < 0:
         raise ConfigError(f"--restarts is {restarts}; allowed is 0 or more")
-    script = script_command(words, as_module=as_module, metric=metric)
+    try:
+        script = script_command(words, as_module=as_module, metric=metric)
+    except ConfigError as problem:
+        raise with_strategys_problem(problem, strategy, words) from None
 
     def resolved(workers: int) -> RunConfig:
         return script_config(script, strategy, workers=workers, steps=steps, log_to=log_to)

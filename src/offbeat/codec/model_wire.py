@@ -4,7 +4,7 @@ on their way back.
 Layout, little-endian: a head of 80 bytes, 24 bytes for each note, 8 for each counter, then the
 values, which therefore begin at a multiple of 8.
 
-    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), zero (u8), generation (u32), version
+    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), interval (u8), generation (u32), version
     (i64), step (i64), weight (f64), participants (u64), elements of the model (u64), first element
     (u64), number of values (u64), of notes (u64), of counters (u64)
     note: weight (f64), step (i64), fresh (u64)
@@ -46,6 +46,8 @@ _ROUNDED = 2
 """What is added to the code of a dtype where values are rounded."""
 _COUNT = struct.Struct("<Q")
 _CODE = np.dtype("<u2")
+MAX_INTERVAL = 255
+"""The longest interval that a message can tell."""
 
 
 def no_counters() -> Counters:
@@ -122,6 +124,7 @@ class ModelMessage:
         weight: of the contribution, as in `Note`; 0 for a chunk whose values are withheld.
         arrived: whether the sender has arrived at this version or a later one, so that no peer
             needs to wait for its arrival.
+        interval: after how many steps the sender would average, in [1, 255]; 0: it does not say.
         participants: in an exchange without owners, the members among which the sender means to
             average: bit i for the i-th member of the group.
         num_elements: the number of elements of the whole model.
@@ -142,6 +145,7 @@ class ModelMessage:
     fresh: bool = False
     weight: float = 0.0
     arrived: bool = False
+    interval: int = 0
     participants: int = 0
     num_elements: int = 0
     begin: int = 0
@@ -166,7 +170,7 @@ class ModelMessage:
             self.kind,
             self.fresh | self.arrived << 1,
             _CODES[self.values.dtype] + _ROUNDED * is_rounded,
-            0,
+            self.interval,
             self.generation,
             self.version,
             self.step,
@@ -197,7 +201,7 @@ class ModelMessage:
                 f"a message of a group average has {HEAD_BYTES} bytes or more, got {len(data)}; it"
                 " was truncated"
             )
-        kind, flags, code, zero, generation, *rest = _HEAD.unpack_from(data)
+        kind, flags, code, interval, generation, *rest = _HEAD.unpack_from(data)
         (
             version,
             step,
@@ -211,16 +215,15 @@ class ModelMessage:
         ) = rest
         is_rounded, dtype = code >= _ROUNDED, _DTYPES.get(code % _ROUNDED)
         if (
-            zero
-            or flags > 3
+            flags > 3
             or kind not in MessageKind._value2member_map_
             or code >= 2 * _ROUNDED
             or dtype is None
             or (is_rounded and not num_values)
         ):
             raise WireError(
-                f"got a message of a group average of kind {kind}, dtype {code}, flags"
-                f" {flags}.{zero}; it is corrupt"
+                f"got a message of a group average of kind {kind}, dtype {code}, flags {flags}; it"
+                " is corrupt"
             )
         counters_at = HEAD_BYTES + num_notes * NOTE_BYTES
         values_at = counters_at + num_counters * COUNTER_BYTES
@@ -253,6 +256,7 @@ class ModelMessage:
             step=step,
             fresh=bool(flags & 1),
             arrived=bool(flags & 2),
+            interval=interval,
             weight=_checked(weight),
             participants=participants,
             num_elements=num_elements,

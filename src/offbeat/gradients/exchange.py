@@ -225,6 +225,7 @@ class GradientExchange(Part):
         self._num_accumulated = 0
         self._synchronised = True
         self._exchanged_since_step = False
+        self._exchanges_before_closure: int | None = None
         self._unsent = False
 
     @property
@@ -317,6 +318,19 @@ class GradientExchange(Part):
             self.on_join()
 
     @override
+    def on_closure(self) -> None:
+        self._exchanges_before_closure = self.counts.exchanges
+
+    @override
+    def on_before_update(self) -> None:
+        """Join the peers' exchange, if the closure has just run and has not exchanged."""
+        if self._exchanges_before_closure is None:
+            return
+        if self._exchanges_before_closure == self.counts.exchanges:
+            self.on_join()
+        self._exchanges_before_closure = self.counts.exchanges  # it may run again
+
+    @override
     def on_join(self) -> None:
         """Exchange without a backward pass: what has been accumulated without being sent, or
         nothing.
@@ -330,6 +344,7 @@ class GradientExchange(Part):
 
     @override
     def on_after_step(self) -> None:
+        self._exchanges_before_closure = None
         self._exchanged_since_step = self._counts_samples = False
 
     # One exchange

@@ -29,7 +29,7 @@ that was begun without: what is owed then are plain gradients, for whose size no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -374,8 +374,13 @@ def _any_of(mine: bool) -> Collective[bool]:
     return any(bytes(answer) != b"\0" for answer in answers)
 
 
-def reason_against(optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> str | None:
-    """Why Adam's scaling cannot be taken over; None: it can."""
+def reason_against(
+    optimizer: torch.optim.Optimizer,
+    parameters: Collection[torch.nn.Parameter],
+    *,
+    has_scaler: bool,
+) -> str | None:
+    """Why Adam's scaling cannot be taken over for a model's `parameters`; None: it can."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return (
             f"the optimizer is {type(optimizer).__name__}, and only torch.optim.SGD, Adam and AdamW"
@@ -385,4 +390,8 @@ def reason_against(optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> str
         return "amsgrad=True keeps the largest square"
     if has_scaler:
         return "a GradScaler changes gradients before the step"
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(id(parameter) in stepped for parameter in parameters):
+        # Another optimizer steps the others, or this one later on: they need plain gradients.
+        return "the optimizer does not have all of the model's parameters"
     return None

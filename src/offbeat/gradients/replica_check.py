@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from typing_extensions import override
 
+from offbeat.collectives.dense import gather_values
 from offbeat.errors import DivergedError
 from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
 _CHECKSUM = struct.Struct("<q")
+
+EARLY_STEPS: Final = frozenset((1, 10))
+"""After these steps of a session replicas are compared in any case: most of what makes them differ
+does so from the beginning.
+"""
+
+Options: TypeAlias = list[dict[str, str]]
+"""An optimizer's, such as the learning rate, by name: of each of its groups."""
 
 
 def checksum(parameters: Sequence[torch.Tensor]) -> int:
@@ -35,38 +44,64 @@ def checksum(parameters: Sequence[torch.Tensor]) -> int:
     return total - (1 << 63)
 
 
-class ReplicaCheck(Part):
-    """After every `interval` optimizer steps, compares a checksum of the parameters over all ranks.
+_USUAL_REASONS: Final = (
+    "their optimizers have the same options: does every rank run the same code and library versions"
+    " on the same kind of device, and does nothing but the optimizer change parameters?"
+)
 
-    Cost: one pass over the parameters and one 8-byte all-gather, each `interval` steps.
+
+def options_of(optimizer: torch.optim.Optimizer) -> Options:
+    """What `optimizer` steps with now, as text; functions have none that processes share."""
+    return [
+        {
+            name: str(value)
+            for name, value in group.items()
+            if name != "params" and not callable(value)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class ReplicaCheck(Part):
+    """After every `interval` optimizer steps of a session, and after `EARLY_STEPS`, compares a
+    checksum of the parameters over all ranks.
+
+    Cost: one pass over the parameters and one 8-byte all-gather, each time.
 
     Args:
         parameters: the model's, by name; in the same order on all ranks.
+        optimizer: the user's: its options are compared where parameters differ; None: they are not.
         driver: carries the comparison out.
         stream: channels for it.
         interval: in steps, >= 1.
     """
 
     state_key: ClassVar[str] = "replica_check"
+    may_begin_anew: ClassVar[bool] = True
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
         *,
+        optimizer: torch.optim.Optimizer | None,
         driver: Driver,
         stream: Stream,
         interval: int,
     ) -> None:
         self._parameters = list(parameters.values())
+        self._optimizer = optimizer
         self._driver = driver
         self._stream = stream
         self._interval = interval
-        self._num_steps = 0
+        self._num_steps = self._num_steps_here = 0
 
     @override
     def on_after_step(self) -> None:
+        # By the steps of this session: they are the same on all ranks, which a number of steps that
+        # one rank alone has loaded is not.
         self._num_steps += 1
-        if self._num_steps % self._interval == 0:
+        self._num_steps_here += 1
+        if self._num_steps_here in EARLY_STEPS or self._num_steps_here % self._interval == 0:
             self.verify()
 
     def verify(self) -> None:
@@ -74,12 +109,27 @@ class ReplicaCheck(Part):
         checksums = self._driver.run(self._gather(), self._stream.next())
         odd = [rank for rank, value in enumerate(checksums) if value != checksums[0]]
         if odd:
+            found = f"after step {self._num_steps} the parameters of ranks {odd} are no longer"
             raise DivergedError(
-                f"after step {self._num_steps} the parameters of ranks {odd} are no longer those of"
-                " rank 0. Does every rank run the same code and library versions on the same kind"
-                " of device, and does nothing but the optimizer change parameters? Resume from the"
-                " last checkpoint, or set replica_check_interval=0 to go on regardless"
+                f"{found} those of rank 0, and {self._difference() or _USUAL_REASONS} Resume from"
+                " the last checkpoint, or set replica_check_interval=0 to go on regardless"
             )
+
+    def _difference(self) -> str | None:
+        """In what the ranks' optimizers differ; None: in nothing. Collective."""
+        mine = [] if self._optimizer is None else options_of(self._optimizer)
+        everyone: list[Options] = self._driver.run(gather_values(mine), self._stream.next())
+        for rank, theirs in enumerate(everyone):
+            for number, (expected, group) in enumerate(zip(everyone[0], theirs, strict=False)):
+                for name, value in group.items():
+                    if (on_rank_0 := expected.get(name)) != value:
+                        return (
+                            f"the optimizer's group {number} has {name}={value} on rank {rank} and"
+                            f" {name}={on_rank_0} on rank 0. Set the same on every rank; to a"
+                            " scheduler that follows a loss give its mean over all ranks, as"
+                            " session.gather(loss) lets you compute it."
+                        )
+        return None
 
     def _gather(self) -> Collective[list[int]]:
         payloads = yield AllGather(_CHECKSUM.pack(checksum(self._parameters)))

@@ -40,6 +40,11 @@ class AttachedModel:
     optimizer: torch.optim.Optimizer
     session: Session | NativeSession
 
+    def weigh(self, num_samples: int) -> None:
+        """The coming gradient is the mean over so many samples, and counts as many times."""
+        assert isinstance(self.session, Session), "torch's strategies weigh all ranks alike"
+        self.session.weigh(num_samples)
+
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass, with whatever exchange belongs to it."""
         loss.backward()

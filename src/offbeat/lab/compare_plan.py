@@ -21,7 +21,7 @@ from offbeat.lab.config import (
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.local_worker import TASK_WORKER, WorkerProgram
 from offbeat.lab.memory import num_runs_that_fit
-from offbeat.lab.options import parse_spec, strategy_type
+from offbeat.lab.options import BATCH_SHARES, parse_spec, strategy_type
 from offbeat.strategies.docstrings import first_sentence
 
 _EVALUATIONS = 12
@@ -107,7 +107,10 @@ def plan_comparison(
             ComparedStrategy(
                 label=label,
                 strategy=name,
-                options=config.strategy_options,
+                options={
+                    **config.strategy_options,
+                    **({BATCH_SHARES: options[BATCH_SHARES]} if BATCH_SHARES in options else {}),
+                },
                 summary=first_sentence(strategy_type(name)),
                 runs=[f"runs/{_file_name(label)}-seed-{seed}" for seed in request.seeds],
             )

@@ -17,16 +17,19 @@ from offbeat.lab.cluster.model import MAX_WORKERS
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
 from offbeat.lab.options import (
+    BATCH_SHARES,
     FROM_TASK,
     Recipe,
     build_strategy,
     route,
+    split_shares,
     strategy_options,
     strategy_type,
     strategy_values,
 )
 from offbeat.lab.tasks import Task, build_task
 from offbeat.lab.tasks.base import AbsolutePath
+from offbeat.megabatch.batch_sizes import Bounds, Proportional
 from offbeat.session.loggers import named_loggers
 from offbeat.strategies.base import Strategy
 
@@ -77,6 +80,7 @@ class RunConfig(BaseModel):
         replay: record of a run whose claims are to be repeated.
         script: what runs in the place of a task; None for a task.
         log_to: who hears metrics while training runs: "tensorboard", "wandb", "mlflow".
+        batch_shares: each worker's part of a step's samples, in proportion; empty: all the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,6 +100,7 @@ class RunConfig(BaseModel):
     replay: AbsolutePath | None = None
     script: ScriptCommand | None = None
     log_to: list[str] = []
+    batch_shares: list[float] = []
 
     def build_task(self) -> Task:
         return build_task(self.task, self.task_options)
@@ -112,6 +117,30 @@ class RunConfig(BaseModel):
             return self.steps
         assert self.epochs is not None
         return self.epochs * steps_per_epoch
+
+    def batch_sizes(self, task: Task) -> tuple[int, ...] | None:
+        """How many samples each worker has in a step, where these numbers differ. They sum to what
+        all workers have with batches of the task's size.
+
+        >>> from offbeat.lab.tasks import build_task
+        >>> run = resolve(
+        ...     Request(
+        ...         task="digits",
+        ...         strategy="allreduce",
+        ...         workers=3,
+        ...         settings=["batch_size=8", "batch_shares=1/1/0.5"],
+        ...     )
+        ... )
+        >>> run.batch_sizes(run.build_task())
+        (10, 9, 5)
+        """
+        if not self.batch_shares:
+            return None
+        size = task.options.batch_size
+        # What AdaptiveSGD does after each mega-batch, once.
+        return Proportional(base=size).resize(
+            [size] * self.workers, self.batch_shares, [Bounds()] * self.workers
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +175,8 @@ def resolve(request: Request) -> RunConfig:
             " --resume DIR"
         )
     _check_numbers(request)
-    for_task, for_strategy = route(request.task, request.strategy, request.settings)
+    shares, settings = split_shares(request.settings)
+    for_task, for_strategy = route(request.task, request.strategy, settings)
     task = build_task(request.task, for_task)
     workers = request.workers or (
         request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS
@@ -185,6 +215,7 @@ def resolve(request: Request) -> RunConfig:
         emulation=request.emulation,
         replay=request.replay,
         log_to=list(request.log_to),
+        batch_shares=shares,
     )
     _check_together(config, task)
     return config
@@ -306,6 +337,8 @@ def _check_together(config: RunConfig, task: Task) -> None:
     _check_loggers(config.log_to, recipe)
     if isinstance(recipe, Strategy):
         recipe.check_world(config.workers)
+    if config.batch_shares:
+        _check_shares(config, task, recipe)
     mega_batch = recipe.samples_between_merges
     if mega_batch is not None:
         batch_size = task.options.batch_size
@@ -316,6 +349,30 @@ def _check_together(config: RunConfig, task: Task) -> None:
                 f" batches of {batch_size} need {least} samples or more between merges for"
                 f" {_LEAST_STEPS_A_MERGE} batches each; raise mega_batch, or lower batch_size"
             )
+
+
+def _check_shares(config: RunConfig, task: Task, recipe: Recipe) -> None:
+    """Refuse unequal batches where a step would not be that of all their samples together."""
+    if not recipe.weighs_samples:
+        why = (
+            "lets workers share samples out by themselves"
+            if recipe.shares_samples
+            else "averages over workers, not over samples"
+        )
+        raise ConfigError(
+            f"strategy {config.strategy!r} {why}, so it goes without {BATCH_SHARES}; choose one"
+            " that averages gradients, such as allreduce"
+        )
+    if len(config.batch_shares) != config.workers:
+        raise ConfigError(
+            f"{BATCH_SHARES} has {len(config.batch_shares)} numbers for {config.workers} workers;"
+            " give one for each"
+        )
+    if task.deals_unequally:
+        raise ConfigError(
+            f"skew= deals all workers equally many samples, so it goes without {BATCH_SHARES};"
+            " leave one of them out"
+        )
 
 
 def _check_loggers(names: Sequence[str], recipe: Recipe) -> None:
@@ -350,6 +407,12 @@ def _check_numbers(request: Request) -> None:
 
 def _check_settings(stored: RunConfig, settings: Sequence[str]) -> None:
     """Refuse a `--set` that differs from what the record has."""
+    shares, settings = split_shares(settings)
+    if shares and shares != stored.batch_shares:
+        raise ConfigError(
+            f"--set {BATCH_SHARES} contradicts the record, which has"
+            f" {stored.batch_shares or 'equal batches'}; leave it out, or start a new run"
+        )
     for_task, for_strategy = route(stored.task, stored.strategy, settings)
     asked_task = build_task(stored.task, {**stored.task_options, **for_task}).options.model_dump(
         mode="json"

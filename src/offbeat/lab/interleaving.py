@@ -127,6 +127,7 @@ class InterleavedRuns:
                 "seed": seed,
                 "steps": min(self._plan.steps, _ALONE_STEPS),
                 "eval_every": None,
+                "batch_shares": [],
             }
         )
 

@@ -25,6 +25,8 @@ def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
     for batch in schedule.batches(pauses.should_stop):
         step = schedule.position.step
         _set_learning_rate(run, (step + 0.5) / schedule.target)
+        if run.record.config.batch_shares:
+            run.attached.weigh(num_samples_of(batch))
         loss = _step(run, recorder, batch, step + 1)
         schedule.advance()
         recorder.step_done(loss=loss, batch_size=num_samples_of(batch))

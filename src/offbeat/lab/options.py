@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ FROM_TASK: Final = "batch_size"
 """An option of strategies that share samples out; in the lab it is the task's, whatever the
 strategy is.
 """
+
+BATCH_SHARES: Final = "batch_shares"
+"""A setting of runs, and not of a task or a strategy: each worker's part of a step's samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,12 +125,41 @@ def route(
     return chosen
 
 
+def split_shares(settings: Sequence[str]) -> tuple[list[float], list[str]]:
+    """Take `batch_shares=1/1/0.5/0.5` out of `key=value` settings.
+
+    Returns:
+        The shares, by worker, empty where there are none; and the other settings.
+
+    Raises:
+        ConfigError: it is given twice, or is no list of numbers above 0.
+    """
+    of_shares = [each for each in settings if each.startswith(f"{BATCH_SHARES}=")]
+    others = [each for each in settings if each not in of_shares]
+    if len(of_shares) > 1:
+        raise ConfigError(f"{BATCH_SHARES} is given twice; give it once")
+    if not of_shares:
+        return [], others
+    text = of_shares[0].partition("=")[2]
+    try:
+        shares = [float(part) for part in text.split("/")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < math.inf for share in shares):
+        raise ConfigError(
+            f"{BATCH_SHARES} is {text!r}; allowed are numbers above 0 for each worker, such as"
+            " 1/1/0.5/0.5"
+        )
+    return shares, others
+
+
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises
     `ConfigError`.
     """
     name, *settings = text.strip().split(":")
-    fields = _asked_names(strategy_type(name))
+    kind = strategy_type(name)
+    fields = [*_asked_names(kind), *([BATCH_SHARES] if kind.weighs_samples else [])]
     options: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")

@@ -159,6 +159,7 @@ class BatchSchedule:
         self._rank = rank
         self._world_size = world_size
         self._samples_per_step = world_size * task.options.batch_size
+        self._batch_sizes = config.batch_sizes(task)
         # with another number of workers, the rest of a pass may be less than a step
         self._roll_over()
 
@@ -184,6 +185,7 @@ class BatchSchedule:
                 rank=self._rank,
                 world_size=self._world_size,
                 start_step=self._steps_into_epoch(),
+                batch_sizes=self._batch_sizes,
             ):
                 if self._complete() or should_stop(self.position.step):
                     return

@@ -7,7 +7,9 @@ of them or for none.
 `run` carries `work` out with all members and commits the outcome (`membership.commit`). If a member
 is lost before, the work is done again in the next generation, without it. A worker that joins the
 run, or was left out of it while it was stopped, is *new*: it knows nothing of what its peers have
-done until a merge has told it (`caught_up`). Its peers know that it waits for one.
+done until a merge has told it (`caught_up`). Its peers know that it waits for one. So one that was
+left out asks to join again when its trainer calls `run`: while it still computes, its peers neither
+stop claiming for it nor wait for it at a merge.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class AtomicGroup:
         # Guards everything below, since the thread of `membership.generations` changes it.
         self._changed = threading.Condition()
         self._active: _ActiveGeneration | None = None
-        self._left_out = False
+        self._left_out = self._runs = False
         # The ranks that wait for a merge, and the generation with which each has come.
         self._waiting: dict[int, int] = {}
         self._error: PeerError | None = None
@@ -91,18 +93,21 @@ class AtomicGroup:
             PeerError: this rank can take part no more.
             StoreLostError: the store cannot be reached any more.
         """
-        tried = -1
-        while True:
-            active = self._generation_after(tried)
-            tried = active.generation.number
-            try:
-                return active.attempt(work, self._store)
-            except StoreLostError:
-                raise
-            except PeerError:
-                # A member was lost before the commit, and no member has the outcome: try again in
-                # the next generation, unless this rank cannot go on.
-                self._check()
+        tried, self._runs = -1, True
+        try:
+            while True:
+                active = self._generation_after(tried)
+                tried = active.generation.number
+                try:
+                    return active.attempt(work, self._store)
+                except StoreLostError:
+                    raise
+                except PeerError:
+                    # A member was lost before the commit, and no member has the outcome: try again
+                    # in the next generation, unless this rank cannot go on.
+                    self._check()
+        finally:
+            self._runs = False
 
     @property
     def has_newcomers(self) -> bool:
@@ -191,6 +196,9 @@ class AtomicGroup:
             "this worker was away for so long that its peers went on without it; it joins them"
             " again"
         )
+
+    def may_return(self) -> bool:
+        return self._runs
 
     def lost_store(self, reason: str) -> None:
         with self._changed:

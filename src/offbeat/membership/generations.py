@@ -10,7 +10,7 @@ from one generation to the next:
 3. The thread then connects the mesh and hands it to its host. If a member of the new generation
    departs before that, another generation is proposed and takes its place.
 4. A rank that finds itself left out (it was suspended or disconnected for long) asks to join again,
-   as a newcomer.
+   as a newcomer, once its host has time for what its peers do together then.
 
 The time from a death to the next generation is `PeerLimits.grace_s` and a few `interval_s`, or
 `silence_s` where the members that are left are not more than half. Training does not wait for it,
@@ -66,8 +66,14 @@ class GenerationHost(Protocol):
         ...
 
     def expelled(self) -> None:
-        """This rank is not a member any more. It asks to join again, and `begin` follows when it
-        was let in as a newcomer.
+        """This rank is not a member any more. It asks to join again as soon as `may_return`, and
+        `begin` follows when it was let in as a newcomer.
+        """
+        ...
+
+    def may_return(self) -> bool:
+        """Whether this rank, which was expelled, asks to join again now. As long as it does not,
+        its peers go on without it. Asked again and again; must not block.
         """
         ...
 
@@ -260,6 +266,7 @@ class Generations:
     def _check_once(self) -> None:
         """Move to a newer generation if there is one, or should be one."""
         if self._current is None:
+            self._wait_to_return()
             self._move_to(self._request_to_join())
             return
         self._beat()
@@ -391,7 +398,16 @@ class Generations:
         # again, and each time all members would have to build another mesh.
         self._backoff_s = min(max(1.0, 2 * self._backoff_s), _MAX_BACKOFF_S)
         self._expelled_at_s = now_s
+        if was_member:
+            self._wait_to_return()
         return self._request_to_join()
+
+    def _wait_to_return(self) -> None:
+        """Return when the host, which was told that this rank is expelled, may return."""
+        while not self._host.may_return():
+            self._check_run_not_over()
+            self._check_not_replaced()
+            self._pause(self._interval_s)
 
     def _request_to_join(self) -> Generation:
         """Request to join, and wait for the generation that has this rank as a member."""

@@ -215,6 +215,8 @@ def _checked(label: str, records: Sequence[Record], setting: Setting) -> Checked
     predicted_s, period = None, 1
     runs = [_settled(record) for record in records]
     try:
+        if config.batch_shares:
+            raise ConfigError("its batches are of different sizes")
         period = method_of(config.strategy, recipe).steps_in_a_period
         runs = [_whole_periods(run, period) for run in runs]
         numbers = runs[0].step  # counted from 1

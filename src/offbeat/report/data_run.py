@@ -65,6 +65,11 @@ def report_of_run(directory: Path) -> PageContent:
         details=[
             ("task" if config.script is None else "script", config.task),
             *rows(config.task_options),
+            *(
+                [("batch shares", "/".join(f"{share:g}" for share in config.batch_shares))]
+                if config.batch_shares
+                else []
+            ),
             ("workers", str(config.workers)),
             *length,
             *([("seed", str(config.seed))] if config.script is None else []),

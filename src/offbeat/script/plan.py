@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offbeat.errors import ConfigError, nearest
 from offbeat.lab.config import RunConfig, ScriptCommand, resolve_script
-from offbeat.lab.options import parse_spec
+from offbeat.lab.options import build_strategy, parse_spec
 
 DEFAULT_WORKERS = 4
 
@@ -62,10 +62,27 @@ def script_config(
     Raises:
         ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
-    if "," in strategy.partition(":")[0]:
-        raise ConfigError(
-            f"--strategy takes one strategy, got {strategy!r}; to try several: offbeat compare"
-            f" --strategies {strategy} -- {script.path}"
-        )
-    name, options = parse_spec(strategy)
+    name, options = _one_strategy(strategy, script.path)
     return resolve_script(script, name, options, workers=workers, steps=steps, log_to=log_to)
+
+
+def with_strategys_problem(
+    problem: ConfigError, strategy: str, words: Sequence[str]
+) -> ConfigError:
+    """`problem` of the script that `words` begin with, and what is wrong with `strategy` besides,
+    so that both are mended at once.
+    """
+    try:
+        build_strategy(*_one_strategy(strategy, words[0] if words else "train.py"))
+    except ConfigError as other:
+        return ConfigError(f"{problem}. And {other}")
+    return problem
+
+
+def _one_strategy(text: str, path: str) -> tuple[str, dict[str, str]]:
+    if "," in text.partition(":")[0]:
+        raise ConfigError(
+            f"--strategy takes one strategy, got {text!r}; to try several: offbeat compare"
+            f" --strategies {text} -- {path}"
+        )
+    return parse_spec(text)

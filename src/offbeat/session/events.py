@@ -12,6 +12,7 @@ from offbeat.errors import UnsupportedError
 from offbeat.parts.part import Part
 from offbeat.session.gradient_sync import GradientSync
 from offbeat.session.hooks import BackwardHooks
+from offbeat.session.scaler_watch import refuse_unknown_scaler
 from offbeat.session.step_watch import StepWatch
 
 Arguments = ParamSpec("Arguments")
@@ -42,6 +43,7 @@ class EventDispatcher:
         parts: who gets the events; may grow.
         parameters: the model's trainable parameters by name, in the model's order.
         frozen: its other parameters by name, which must stay frozen.
+        has_scaler: whether the session knows of a GradScaler.
         step_ended: is called after each optimizer step with the number of steps so far.
         issue_warnings: is called where a warning that is an exception harms nobody.
         notify: for remarks.
@@ -60,6 +62,7 @@ class EventDispatcher:
         *,
         parameters: Mapping[str, torch.nn.Parameter],
         frozen: Mapping[str, torch.nn.Parameter],
+        has_scaler: bool,
         step_ended: Callable[[int], None],
         issue_warnings: Callable[[], None],
         notify: Callable[[str], None],
@@ -69,6 +72,7 @@ class EventDispatcher:
         self.num_steps = 0
         self._known = {id(p) for p in (*parameters.values(), *frozen.values())}
         self._frozen = frozen
+        self._has_scaler = has_scaler
         self._step_ended = step_ended
         self._issue_warnings = issue_warnings
         self._watch = watch
@@ -141,6 +145,8 @@ class EventDispatcher:
         self._refuse_added(optimizer)
         if self._watch is not None:
             self._watch.stepped()
+        if not (self._has_scaler or self.num_steps):
+            refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
             for part in self.parts:

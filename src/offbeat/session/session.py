@@ -14,14 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
 
 from offbeat.collectives.dense import gather_values
-from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
+from offbeat.errors import (
+    CheckpointError,
+    ConfigError,
+    OffbeatError,
+    PeerError,
+    UnsupportedError,
+)
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader, Recording
 from offbeat.membership.agreement import Generation, Member
@@ -180,6 +186,7 @@ class Session:
                     for name, p in model.named_parameters()
                     if not p.requires_grad
                 },
+                has_scaler=has_scaler,
                 step_ended=self._step_ended,
                 issue_warnings=self._notices.issue_warnings,
                 notify=self._notices.notify,
@@ -703,6 +710,13 @@ class Session:
             stack.callback(self._driver.close)
             for part in reversed(self._parts):
                 stack.callback(part.close)
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a Session cannot be pickled or copied, since it holds sockets and hooks of this"
+            " process; save session.state_dict(), and keep the session out of what is handed to"
+            " other processes or copied, such as a dataset, a collate_fn or a module's attribute"
+        )
 
     def __enter__(self) -> Self:
         return self

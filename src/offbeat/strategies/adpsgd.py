@@ -68,8 +68,9 @@ class ADPSGD(AveragingStrategy):
             staging=staging,
             serve=pair_average.serve,
             group_of=self.group_of,
+            yields=True,
         )
-        return [BackgroundWeightAverage(averager, interval=1, overlap=True)]
+        return [BackgroundWeightAverage(averager, overlap=True)]
 
     def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         """The group of the member at `position` in `version`."""

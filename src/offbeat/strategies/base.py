@@ -56,6 +56,10 @@ class Strategy(ABC):
     """Whether ranks share samples out among themselves, through `Session.loader`, so that nobody
     knows beforehand which rank computes which batch.
     """
+    weighs_samples: ClassVar[bool] = False
+    """Whether a step is that of all ranks' samples together, however they are divided among ranks,
+    once `Session.weigh` has been told of batches.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

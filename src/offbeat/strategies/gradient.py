@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -36,8 +37,11 @@ class GradientStrategy(Strategy):
     Args:
         max_skipped_steps: raise `NonFiniteError` after more than this many steps in a row were
             skipped for non-finite gradients, >= 0.
-        replica_check_interval: compare the ranks' parameters every this many steps; 0 never does.
+        replica_check_interval: compare the ranks' parameters after the first, the tenth, and every
+            this many steps; 0 never does.
     """
+
+    weighs_samples: ClassVar[bool] = True
 
     max_skipped_steps: int = 20
     replica_check_interval: int = 100
@@ -117,7 +121,11 @@ class GradientStrategy(Strategy):
             stream, interval = workspace.new_stream(), self.replica_check_interval
             others.append(
                 ReplicaCheck(
-                    workspace.parameters, driver=workspace.driver, stream=stream, interval=interval
+                    workspace.parameters,
+                    optimizer=workspace.optimizer,
+                    driver=workspace.driver,
+                    stream=stream,
+                    interval=interval,
                 )
             )
         return exchange, others

@@ -302,7 +302,8 @@ class SparseGradientStrategy(GradientStrategy):
         groups = optimizer.param_groups
         if not any(group.get("momentum") or group.get("betas") for group in groups):
             return None
-        reason = reason_against(optimizer, has_scaler=workspace.has_scaler)
+        parameters = workspace.parameters.values()
+        reason = reason_against(optimizer, parameters, has_scaler=workspace.has_scaler)
         if reason is None and self.density != "auto" and self.density >= SCALED_BELOW:
             reason = f"at a density of {self.density:g} that would be less accurate"
         if reason is None:

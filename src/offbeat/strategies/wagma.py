@@ -42,7 +42,9 @@ Differences from the paper, besides those of the two modules:
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -50,21 +52,27 @@ import torch
 
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import (
+    BackgroundAverager,
     BackgroundWeightAverage,
     averaged_tensors,
     delta_merge,
     start_background_averager,
 )
+from offbeat.averaging.background.interval_choice import IntervalChoice
+from offbeat.averaging.background.interval_watch import IntervalWatch
 from offbeat.averaging.background.merge_rules import PaperMerge
 from offbeat.averaging.background.model_state import ModelState
+from offbeat.averaging.background.processor_time import read_processor_time
 from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.codec.model_wire import MAX_INTERVAL
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import VersionGroup, default_group_size, group_of_version
+from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.strategies.options import require_at_least, require_one_of, require_positive
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import Momenta, momentum_name
 from offbeat.weights.staging import Staging
@@ -81,7 +89,10 @@ class WAGMA(AveragingStrategy):
         period: after so many steps there is a global synchronization, an average of all workers,
             >= 1.
         interval: after so many steps there is an average of a group, a divisor of `period`; more
-            than 1 saves bytes and processors' time, and mixes less.
+            than 1 saves bytes and processors' time, and mixes less. "auto": the workers lengthen
+            it together while averages cost a step more than `budget`, and shorten it again.
+        budget: of interval="auto": share of a step that a worker may wait for a processor because
+            of averages, > 0.
         merge: "delta" keeps the mean over ranks and the steps of late ranks; "paper" is the rule of
             the paper.
         quorum: the fraction of workers, rounded down to a number of them, that has to arrive at a
@@ -106,7 +117,8 @@ class WAGMA(AveragingStrategy):
 
     group_size: int | None = None
     period: int = 10
-    interval: int = 1
+    interval: int | Literal["auto"] = 1
+    budget: float = 0.05
     merge: Literal["delta", "paper"] = "delta"
     quorum: float = 0.75
     max_ahead: int | None = None
@@ -120,17 +132,13 @@ class WAGMA(AveragingStrategy):
         if self.group_size is not None:
             require_at_least("group_size", self.group_size, 2)
         require_at_least("period", self.period, 1)
-        require_at_least("interval", self.interval, 1)
-        if self.period % self.interval:
-            divisors = [n for n in range(1, self.period + 1) if self.period % n == 0]
-            raise ConfigError(
-                f"interval must be a divisor of period={self.period}, so"
-                f" {', '.join(map(str, divisors))}, got {self.interval}"
-            )
-        if self.interval > 1 and self.groups == "off":
+        require_positive("budget", self.budget)
+        if self.interval != "auto":
+            self._require_divisor(self.interval)
+        if self.interval != 1 and self.groups == "off":
             raise ConfigError(
                 'interval is that of group averages, and with groups="off" there are none; leave it'
-                f" out, got {self.interval}"
+                f" out, got {self.interval!r}"
             )
         require_one_of("merge", self.merge, ("delta", "paper"))
         require_one_of("momenta", self.momenta, ("local", "averaged"))
@@ -155,6 +163,15 @@ class WAGMA(AveragingStrategy):
                 ' use merge="delta"'
             )
 
+    def _require_divisor(self, interval: int) -> None:
+        require_at_least("interval", interval, 1)
+        if self.period % interval:
+            divisors = [n for n in range(1, self.period + 1) if self.period % n == 0]
+            raise ConfigError(
+                f"interval must be a divisor of period={self.period}, so"
+                f' {", ".join(map(str, divisors))}, or "auto", got {interval}'
+            )
+
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
         if self.momenta == "averaged":
@@ -177,25 +194,34 @@ class WAGMA(AveragingStrategy):
         averager = start_background_averager(
             workspace,
             weights,
-            PublishedModel(ModelState(rule)),
+            PublishedModel(ModelState(rule), intervals=IntervalChoice(self.numbers)),
             staging=staging,
             serve=group_average.serve,
             group_of=self.group_of,
             momenta=momenta,
-            averages_momenta=lambda version: momenta is not None and self._is_global(version),
+            averages_momenta=lambda version: (
+                momenta is not None and self.numbers.is_global(version)
+            ),
             rounding=(
                 Rounding(tuple(staging.spans(weights.positions_of_statistics())))
                 if is_rounded
                 else None
             ),
+            yields=self.overlaps,
         )
-        return [
-            BackgroundWeightAverage(
-                averager,
-                interval=self.steps_between,
-                overlap=self.overlaps,
-            )
-        ]
+        watch = self._watch(averager) if self.interval == "auto" else None
+        return [BackgroundWeightAverage(averager, overlap=self.overlaps, watch=watch)]
+
+    def _watch(self, averager: BackgroundAverager) -> IntervalWatch:
+        trainer = threading.get_native_id()
+        return IntervalWatch(
+            averager.trainer,
+            lambda: read_processor_time(trainer, averager.progress.native_ids()),
+            intervals=self.intervals,
+            period=self.period,
+            budget=self.budget,
+            inform=averager.inform,
+        )
 
     @property
     def overlaps(self) -> bool:
@@ -211,26 +237,40 @@ class WAGMA(AveragingStrategy):
         return self.values == "bfloat16"
 
     @property
-    def steps_between(self) -> int:
-        """The steps from one version to the next."""
-        return self.period if self.groups == "off" else self.interval
+    def intervals(self) -> tuple[int, ...]:
+        """The possible numbers of steps from one version to the next, ascending."""
+        if self.groups == "off":
+            return (self.period,)
+        if self.interval != "auto":
+            return (self.interval,)
+        # Without any group average between two global synchronizations it would be another method.
+        shorter = [n for n in range(1, self.period) if self.period % n == 0 and n <= MAX_INTERVAL]
+        return tuple(shorter) or (1,)
 
-    def _is_global(self, version: int) -> bool:
-        return (version + 1) % (self.period // self.steps_between) == 0
+    @property
+    def numbers(self) -> VersionNumbers:
+        """Those of the versions."""
+        return _numbers(self.period, self.intervals)
 
     def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         """The group of the member at `position` in `version`."""
-        period = self.period // self.steps_between
+        numbers = self.numbers
+        is_global = numbers.is_global(version)
+        fixed = 0 if self.groups == "fixed" else numbers.rotation(version)
+        max_ahead = 2 * self.period if self.max_ahead is None else self.max_ahead
         return group_of_version(
-            version if self.groups != "fixed" or self._is_global(version) else 0,
+            version if is_global else fixed,
             position,
             range(num_members),
             group_size=(
                 default_group_size(num_members) if self.group_size is None else self.group_size
             ),
-            period=period,
+            period=numbers.in_a_period if is_global else None,
             quorum=self.quorum,
-            # In versions.
-            max_ahead=(2 * self.period if self.max_ahead is None else self.max_ahead)
-            // self.steps_between,
+            max_ahead=max_ahead // self.period * numbers.in_a_period,
         )
+
+
+@lru_cache(maxsize=16)
+def _numbers(period: int, intervals: tuple[int, ...]) -> VersionNumbers:
+    return VersionNumbers(period, intervals)

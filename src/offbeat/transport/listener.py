@@ -20,6 +20,7 @@ from offbeat.transport.link import FRAME_BYTES, PeerLimits, has_message, num_fra
 from offbeat.transport.operations import Payload
 from offbeat.transport.protection import Protection
 from offbeat.transport.sockets import parsed_address
+from offbeat.transport.threads import new_context
 
 # what encryption and framing add to a frame; generous, it only bounds memory
 _OVERHEAD_BYTES = 1024
@@ -61,7 +62,7 @@ class Listener:
         self._generation = generation
         self._protection = protection
         self._openers = [protection.opener(rank) for rank in range(protection.world_size)]
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         self._socket = self._context.socket(zmq.PULL)
         self._admission = Admission(self._context, self._socket, protection)
         # ZeroMQ sockets belong to one thread; a socket pair is what other threads can wake it by.

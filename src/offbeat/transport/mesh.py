@@ -29,6 +29,7 @@ from offbeat.transport.listener import Listener
 from offbeat.transport.operations import Payload
 from offbeat.transport.protection import protection_of
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children, parsed_address
+from offbeat.transport.threads import new_context
 
 WATCH_INTERVAL_S = 0.02
 """How often connections are looked at until there is one to every rank; a receive that is answered
@@ -97,7 +98,7 @@ class Mesh:
             address, generation=generation, protection=self._protection, limits=limits
         )
         self.endpoint = self.listener.endpoint + self._protection.endpoint_suffix
-        self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sending = new_context()
         self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
         self._links: dict[int, Link] = {}
         listening = frozenset([self.listener.listens_at])

@@ -7,6 +7,7 @@ The modules, from the papers' protocols to the parts of the strategies:
     protocol_member     what both protocols have in common
     rounds              one version of a group average at one member, either a `direct_round` or a
                         `scattered_round`
+    managed_round       such a version, what it waits for, and which versions are over
     deadlines           after which time a rank proceeds without a peer
     interface           the types that protocols take and give
     merge_rules         how an average gets into a model that is being trained
@@ -14,6 +15,8 @@ The modules, from the papers' protocols to the parts of the strategies:
     published_model     the state that the trainer's and the protocol's thread share
                         (`published_state`), and what each may do with it (`trainer_port`,
                         `protocol_port`, `membership_port`)
+    interval_choice     the interval between group averages where ranks choose it together, by what
+                        `interval_watch` measures with the help of `processor_time`
     gradient_ledger     the same for gradients, for eager-SGD
     progress_thread     runs a protocol through the generations, each of them in a thread of its
                         own (`served_generation`)

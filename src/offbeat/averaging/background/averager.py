@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.background.interface import ProtocolSettings
+from offbeat.averaging.background.interval_watch import IntervalWatch
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
 from offbeat.averaging.background.progress_thread import ProgressThread
 from offbeat.averaging.background.published_model import PublishedModel
@@ -113,6 +114,7 @@ def start_background_averager(
     momenta: Momenta | None = None,
     averages_momenta: Callable[[int], bool] = lambda version: False,
     rounding: Rounding | None = None,
+    yields: bool = False,
 ) -> BackgroundAverager:
     """Start the threads that average on behalf of this rank. Collective.
 
@@ -127,6 +129,7 @@ def start_background_averager(
         momenta: the optimizer's momenta, to be averaged in some versions; None: in none.
         averages_momenta: whether a version averages them.
         rounding: how values travel; None: as they are.
+        yields: as of `ProgressThread`.
 
     Raises:
         UnsupportedError: momenta are to be averaged, and the model has tensors of several types or
@@ -161,7 +164,12 @@ def start_background_averager(
         )
 
     progress = ProgressThread(
-        published, serve=serve, settings=settings, count=workspace.count, notify=workspace.notify
+        published,
+        serve=serve,
+        settings=settings,
+        count=workspace.count,
+        notify=workspace.notify,
+        yields=yields,
     )
     generations = None
     try:
@@ -351,19 +359,21 @@ class BackgroundWeightAverage(BackgroundPart):
     """After every optimizer step, publishes this rank's weights and takes the averaged ones.
 
     Args:
-        averager: averages on behalf of this rank.
-        interval: the number of local steps between arrivals, >= 1.
+        averager: averages on behalf of this rank. Its trainer knows after which steps to arrive.
         overlap: whether the trainer continues as soon as enough ranks have arrived (at once where
             one suffices) and takes the average at the end of a later step; else it waits for the
             average.
+        watch: is told of each step, where the interval between arrivals depends on what they cost.
     """
 
     state_key: ClassVar[str] = "group_average"
 
-    def __init__(self, averager: BackgroundAverager, *, interval: int, overlap: bool) -> None:
+    def __init__(
+        self, averager: BackgroundAverager, *, overlap: bool, watch: IntervalWatch | None = None
+    ) -> None:
         super().__init__(averager)
-        self._interval = interval
         self._overlap = overlap
+        self._watch = watch
 
     @override
     def on_before_step(self) -> None:
@@ -372,8 +382,12 @@ class BackgroundWeightAverage(BackgroundPart):
     @override
     def on_after_step(self) -> None:
         self._advance()
-        if self._num_steps % self._interval == 0:
+        if self._watch is not None:
+            self._watch.end_step()
+        if self._trainer.is_due:
             self._arrive(self._must_wait, for_average=not self._overlap)
+        else:
+            self._averager.progress.end_step()
         self._load()
 
     def _must_wait(self, version: int) -> bool:

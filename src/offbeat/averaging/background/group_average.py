@@ -44,31 +44,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Set
-from typing import Literal, TypeAlias
 
 from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
-from offbeat.averaging.background.direct_round import DirectRound
 from offbeat.averaging.background.interface import (
     ProtocolCounts,
     ProtocolPort,
     ProtocolSettings,
     VersionResult,
 )
+from offbeat.averaging.background.managed_round import ClosedVersions, ManagedRound, Phase
 from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
-from offbeat.averaging.background.rounds import GroupRound
-from offbeat.averaging.background.scattered_round import ScatteredRound
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import WireError
-from offbeat.planning.groups import VersionGroup
 from offbeat.transport.operations import Collective
-
-Phase: TypeAlias = Literal["arrivals", "contributions", "averages"]
-"""What a round waits for: that enough members arrive, that all contribute, or that the owners of
-regions send their averages.
-"""
-
-_MAX_DIRECT_GROUP = 64
-_REMEMBERED_VERSIONS = 4096
 
 
 def serve(
@@ -92,32 +80,6 @@ def serve(
     return run_member(RoundManager(rank, settings, port, counts or ProtocolCounts()))
 
 
-class _ManagedRound:
-    """A round, what it waits for, and since when.
-
-    Attributes:
-        announced: the ranks that have announced their arrival.
-        quorum_arrived: whether enough have arrived, and the port has been told.
-        contributions_due_s: when all members had to contribute.
-        averages_due_s: when this rank had averaged its own region.
-    """
-
-    def __init__(self, round_: GroupRound, group: VersionGroup, now_s: float) -> None:
-        self.round = round_
-        self.group = group
-        self.opened_s = now_s
-        self.phase: Phase = "arrivals"
-        self.contributions_due_s = math.inf
-        self.averages_due_s = math.inf
-        self.deadline_s = math.inf
-        self.announced: set[int] = set()
-        self.quorum_arrived = False
-
-    @property
-    def waits_for_all(self) -> bool:
-        return self.group.min_arrivals == len(self.group.ranks)
-
-
 class RoundManager(ProtocolMember):
     """Opens, advances and closes the rounds of one rank."""
 
@@ -125,9 +87,8 @@ class RoundManager(ProtocolMember):
         self, rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts
     ) -> None:
         super().__init__(rank, settings, port, counts)
-        self._rounds: dict[int, _ManagedRound] = {}
-        self._closed: dict[int, float] = {}  # version: when its contributions were due
-        self._newest_closed = -1
+        self._rounds: dict[int, ManagedRound] = {}
+        self._closed = ClosedVersions()
         self._arrived = -1
         self._arrivals: dict[int, int] = {}  # the newest version at which each peer has arrived
         self._catch_up = -1
@@ -150,19 +111,20 @@ class RoundManager(ProtocolMember):
         if self._late_at is not None:
             self._announce(self._late_at, self.live_peers)
             self._late_at = None
-        if self._is_past(version):
+        if version in self._closed:
             return
         managed = self._rounds.get(version) or self._open(version, now_s)
         if not managed.round.contributed:
             self.counts.arrivals += 1
             self._contribute(managed)
 
-    def _open(self, version: int, now_s: float) -> _ManagedRound:
+    def _open(self, version: int, now_s: float) -> ManagedRound:
         group = self._settings.group_of(version)
         if group.catch_up is not None:
             self._catch_up = max(self._catch_up, group.catch_up)
-        round_ = _new_round(version, group.ranks, self._rank, self._settings)
-        managed = _ManagedRound(round_, group, now_s)
+        managed = ManagedRound(
+            version, group, rank=self._rank, settings=self._settings, now_s=now_s
+        )
         # A version that waits for one arrival has it already; one that waits for all has no
         # deadline, since all ranks must take part in it.
         if 1 < group.min_arrivals < len(group.ranks):
@@ -170,7 +132,7 @@ class RoundManager(ProtocolMember):
         self._rounds[version] = managed
         return managed
 
-    def _contribute(self, managed: _ManagedRound) -> None:
+    def _contribute(self, managed: ManagedRound) -> None:
         version, group = managed.round.version, managed.round.group
         mine = self._contribution(version)
         arrived = version <= self._arrived or (mine is not None and mine.fresh)
@@ -178,11 +140,7 @@ class RoundManager(ProtocolMember):
             # A trainer that waits has ended its step, although it may have to stay out of this one.
             arrived = not self._port.await_step(version)
             self._late_at = None if arrived else version
-        if (
-            arrived
-            and managed.group.min_arrivals > 1
-            and not _is_small(version, group, self._settings)
-        ):
+        if arrived and managed.group.min_arrivals > 1 and not managed.is_small:
             # The announcement goes ahead of the chunks, which may take long: a trainer that waits
             # for arrivals only can then continue.
             self._announce(version, frozenset(group) - {self._rank})
@@ -197,7 +155,7 @@ class RoundManager(ProtocolMember):
         ).to_bytes()
         self._outgoing += [(peer, announcement) for peer in sorted(peers)]
 
-    def _call_contributions(self, managed: _ManagedRound, now_s: float) -> None:
+    def _call_contributions(self, managed: ManagedRound, now_s: float) -> None:
         """Enough members have arrived, so all must contribute. From now on the round waits for the
         network only.
         """
@@ -216,7 +174,7 @@ class RoundManager(ProtocolMember):
             # peers that wait for its arrival at this version would wait for ever.
             if round_.version <= self._arrived and not round_.contributed:
                 self._contribute(managed)
-            if managed.phase == "arrivals" and self._must_contribute(managed):
+            if managed.phase == "arrivals" and managed.must_contribute(self.counts):
                 if managed.group.min_arrivals > 1:
                     self._learn("arrivals", managed.opened_s, now_s)
                 self._call_contributions(managed, now_s)
@@ -230,7 +188,7 @@ class RoundManager(ProtocolMember):
                 managed.deadline_s = now_s + self._deadline_s("averages")
             if round_.over:
                 self._close(managed, now_s)
-            elif not managed.quorum_arrived and self._has_quorum(managed):
+            elif not managed.quorum_arrived and managed.has_quorum(self.counts):
                 managed.quorum_arrived = True
                 self._port.quorum_arrived(round_.version)
 
@@ -245,7 +203,7 @@ class RoundManager(ProtocolMember):
             self._held_by = late
             self._port.hold(late)
 
-    def _close(self, managed: _ManagedRound, now_s: float) -> None:
+    def _close(self, managed: ManagedRound, now_s: float) -> None:
         """Hand over what has arrived. The round is kept as long as late pieces may arrive."""
         round_ = managed.round
         version, pieces = round_.version, round_.take_pieces()
@@ -253,7 +211,7 @@ class RoundManager(ProtocolMember):
             for piece in pieces:
                 self._port.merge_late(version, piece)
         else:
-            self._remember_closed(version, managed.contributions_due_s)
+            self._closed.add(version, managed.contributions_due_s)
             managed.deadline_s = math.inf
             # `close` gives the contribution's values back, so what late pieces need is copied
             # before.
@@ -278,13 +236,14 @@ class RoundManager(ProtocolMember):
     def _receive_of_version(self, sender: int, message: ModelMessage, now_s: float) -> None:
         if message.arrived or message.kind == MessageKind.ARRIVED:
             self._arrivals[sender] = max(self._arrivals.get(sender, -1), message.version)
+        if message.interval:
+            self._port.hear_interval(sender, message.interval)
         if message.kind == MessageKind.ARRIVE:
             self._arrive(message.version, now_s)
-        elif message.version not in self._rounds and self._is_past(message.version):
+        elif message.version not in self._rounds and message.version in self._closed:
             self._count_late(message, is_late=True)
             if message.kind == MessageKind.CHUNK:
-                due_s = self._closed.get(message.version, math.inf)
-                self._learn("contributions", due_s, now_s)
+                self._learn("contributions", self._closed.due_s(message.version), now_s)
         else:
             self._receive_in_round(sender, message, now_s)
 
@@ -306,7 +265,7 @@ class RoundManager(ProtocolMember):
                 self._learn("contributions", managed.contributions_due_s, now_s)
                 self._count_late(message, is_late=managed.round.receive(sender, message))
         has_stopped = self._rank in self.counts.stopped
-        if is_new and not has_stopped and not self._must_contribute(managed):
+        if is_new and not has_stopped and not managed.must_contribute(self.counts):
             self._port.invite(version)
 
     def _count_late(self, message: ModelMessage, *, is_late: bool) -> None:
@@ -316,29 +275,6 @@ class RoundManager(ProtocolMember):
     def _forget_rank(self, rank: int) -> None:
         for managed in self._rounds.values():
             managed.round.mark_dead(rank)
-
-    # Whether enough members have arrived
-
-    def _must_contribute(self, managed: _ManagedRound) -> bool:
-        """Whether all members must contribute now.
-
-        Where all wait for all, an announcement does not count here: the chunks are waited for
-        without a deadline, so that all that take part get the same average.
-        """
-        return self._is_quorum(managed, frozenset() if managed.waits_for_all else managed.announced)
-
-    def _is_quorum(self, managed: _ManagedRound, announced: Set[int]) -> bool:
-        """Whether enough members have arrived; members that will not arrive are not waited for."""
-        absent = self.counts.dead | self.counts.stopped
-        if not managed.waits_for_all:
-            absent = absent | self.counts.suspected
-        return managed.round.must_contribute(managed.group.min_arrivals, absent, announced)
-
-    def _has_quorum(self, managed: _ManagedRound) -> bool:
-        """Whether the trainer of this rank may stop waiting for arrivals."""
-        return managed.phase != "arrivals" or (
-            managed.round.contributed and self._is_quorum(managed, managed.announced)
-        )
 
     # Deadlines
 
@@ -371,7 +307,7 @@ class RoundManager(ProtocolMember):
     def _deadline_s(self, phase: Phase) -> float:
         return deadline_s(self._waits_s[phase], self._rules[phase])
 
-    # Versions that are over
+    # What is under way
 
     def _is_busy(self) -> bool:
         return bool(self._rounds)
@@ -380,35 +316,3 @@ class RoundManager(ProtocolMember):
         return any(
             managed.quorum_arrived and not managed.round.over for managed in self._rounds.values()
         )
-
-    def _is_past(self, version: int) -> bool:
-        return version in self._closed or self._is_forgotten(version)
-
-    def _remember_closed(self, version: int, due_s: float) -> None:
-        self._closed[version] = due_s
-        self._newest_closed = max(self._newest_closed, version)
-        if len(self._closed) > 2 * _REMEMBERED_VERSIONS:
-            self._closed = {
-                known: when_s
-                for known, when_s in self._closed.items()
-                if not self._is_forgotten(known)
-            }
-
-    def _is_forgotten(self, version: int) -> bool:
-        return version < self._newest_closed - _REMEMBERED_VERSIONS
-
-
-def _new_round(
-    version: int, group: tuple[int, ...], rank: int, settings: ProtocolSettings
-) -> GroupRound:
-    is_direct = len(group) <= 2 or (
-        _is_small(version, group, settings) and len(group) <= _MAX_DIRECT_GROUP
-    )
-    kind = DirectRound if is_direct else ScatteredRound
-    return kind(version, group, rank=rank, settings=settings)
-
-
-def _is_small(version: int, group: tuple[int, ...], settings: ProtocolSettings) -> bool:
-    """Whether the model is so small that each member can send all of it to all others."""
-    num_bytes = settings.length(version) * settings.bytes_per_element
-    return (len(group) - 1) * num_bytes <= settings.direct_bytes

@@ -40,6 +40,7 @@ class Contribution:
         weight: the weight of this contribution in the average, > 0.
         counters: the model's integer buffers, int64, shape (`ProtocolSettings.num_counters`,). An
             average has the largest value of each.
+        interval: after how many steps the rank would average, in [1, 255]; 0: it does not say.
     """
 
     values: Values
@@ -47,6 +48,7 @@ class Contribution:
     fresh: bool
     weight: float = 1.0
     counters: Counters = field(default_factory=no_counters)
+    interval: int = 0
 
     @property
     def note(self) -> Note:
@@ -141,6 +143,10 @@ class ProtocolPort(Protocol):
         """`version` has begun and waits for arrivals: the rank should arrive there, or at a later
         version, at the end of its next step, even if it is late.
         """
+        ...
+
+    def hear_interval(self, member: int, interval: int) -> None:
+        """`member` would average after so many steps; see `Contribution.interval`."""
         ...
 
     def quorum_arrived(self, version: int) -> None:

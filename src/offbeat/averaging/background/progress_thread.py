@@ -22,6 +22,7 @@ from offbeat.codec.model_wire import Counters, Values
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver
+from offbeat.transport.threads import let_others_first, transport_threads
 
 QUIESCE_S = 0.5
 """How long open averages of one generation may delay the next one, in seconds."""
@@ -32,6 +33,11 @@ MODEL_TIMEOUT_S = 60.0
 
 MEAN_TIMEOUT_S = 20.0
 """How long a mean waits for more than half of the models, in seconds."""
+
+YIELDED_LEVELS = 5
+"""By how many levels of priority averages come after training. Linux gives a thread a quarter more
+of a busy processor for each level, so three times as much for five.
+"""
 
 _ASK_AGAIN_S = 0.05
 
@@ -59,6 +65,8 @@ class ProgressThread:
         settings: what a generation's members agree on, as the member at a position of it sees it.
         count: puts a wrapper that counts traffic around a generation's driver.
         notify: writes a remark for the user.
+        yields: whether the trainer, which waits for no average, comes first where there are too few
+            processors for it and for averages.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class ProgressThread:
         settings: Callable[[Generation, int], ProtocolSettings],
         count: Callable[[Driver], Driver],
         notify: Callable[[str], None],
+        yields: bool = False,
     ) -> None:
         self._published = published
         self._membership = published.membership
@@ -76,6 +85,7 @@ class ProgressThread:
         self._settings = settings
         self._count = count
         self._notify = notify
+        self._yields = yields
         self._current: ServedGeneration | None = None
         # Held while one generation takes the place of another, and while the trainer posts: a
         # version number means nothing in the next generation.
@@ -99,6 +109,12 @@ class ProgressThread:
         with self._switching:
             if (version := self._membership.take_awaited()) is not None:
                 self._served.post(arrive(version, generation=self._served.generation.number))
+
+    def native_ids(self) -> tuple[int, ...]:
+        """The system's identifiers of the threads that run the protocol."""
+        with self._switching:
+            native_id = None if self._current is None else self._current.native_id
+            return () if native_id is None else (native_id,)
 
     def names(self, positions: Collection[int]) -> str:
         """The ranks of members, for the user."""
@@ -262,6 +278,8 @@ class ProgressThread:
             )
             if self._stopped_stepping:
                 served.post(stop_stepping(generation=generation.number))
+        if self._yields:
+            let_others_first({*self.native_ids(), *transport_threads()}, YIELDED_LEVELS)
         if old is not None:
             # This takes as long as its last messages do, and the trainer need not wait for that.
             old.driver.close()
@@ -282,6 +300,9 @@ class ProgressThread:
             "this worker was away for so long that the others went on without it; it joins them"
             " again"
         )
+
+    def may_return(self) -> bool:
+        return True  # Nobody waits for a trainer that computes.
 
     def lost_store(self, reason: str) -> None:
         self._notify(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 
 from typing_extensions import override
 
@@ -38,12 +39,18 @@ class PublishedModelPort(ProtocolPort):
             if mine is not None:
                 state.open.add(version)
             state.credit = min(state.credit + (not fresh), state.max_credit)
-            return mine
+            wish = state.intervals.tell()
+            return replace(mine, interval=wish) if wish and mine is not None else mine
 
     @override
     def invite(self, version: int) -> None:
         with self._state.changed:
             self._state.invited = max(version, self._state.invited or 0)
+
+    @override
+    def hear_interval(self, member: int, interval: int) -> None:
+        with self._state.changed:
+            self._state.intervals.hear(member, interval)
 
     @override
     def quorum_arrived(self, version: int) -> None:
@@ -78,6 +85,7 @@ class PublishedModelPort(ProtocolPort):
             state.counts.contributions += len(notes)
             state.counts.stale += sum(not note.fresh for note in notes)
             state.open.discard(result.version)
+            state.intervals.close(result.version)
             if result.version == state.arrived_at:
                 state.arrival = None
             state.changed.notify_all()
@@ -116,6 +124,7 @@ class PublishedModelPort(ProtocolPort):
     def mark_dead(self, rank: int) -> None:
         with self._state.changed:
             self._state.dead.add(rank)
+            self._state.intervals.forget(rank)
             self._state.changed.notify_all()
         self._state.on_missing_model(rank)
 

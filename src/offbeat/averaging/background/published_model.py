@@ -54,6 +54,9 @@ COMPUTING, or, where the average may come later, for QUORUM.
     protocol.finalize_version(v)    closed    final: nothing more will come
     membership.begin_generation     any       unknown: versions are numbered anew
 
+The trainer is due to arrive after so many steps as `interval_choice` says, or when a version has
+begun that waits for arrivals (`protocol.invite`).
+
 Besides, the protocol may *hold* the trainer: `trainer.wait_for_late` waits until the members that
 it names have ended their steps (`protocol.hold`). A rank whose step end is awaited like that knows
 so (`protocol.await_step`) and tells its peers, also where it skips an arrival
@@ -69,6 +72,7 @@ ends all this before a generation changes: no version opens any more.
 from __future__ import annotations
 
 from offbeat.averaging.background.interface import ProtocolPort
+from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.membership_port import MembershipPort
 from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_port import PublishedModelPort
@@ -84,9 +88,16 @@ class PublishedModel(PublishedState):
     """
 
     def __init__(
-        self, model: ModelState, *, one_at_a_time: bool = True, max_credit: int = 20
+        self,
+        model: ModelState,
+        *,
+        one_at_a_time: bool = True,
+        max_credit: int = 20,
+        intervals: IntervalChoice | None = None,
     ) -> None:
-        super().__init__(model, one_at_a_time=one_at_a_time, max_credit=max_credit)
+        super().__init__(
+            model, one_at_a_time=one_at_a_time, max_credit=max_credit, intervals=intervals
+        )
         self.trainer = TrainerPort(self)
         self.protocol: ProtocolPort = PublishedModelPort(self)
         self.membership = MembershipPort(self)

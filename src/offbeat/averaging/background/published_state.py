@@ -7,6 +7,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from offbeat.averaging.background.interface import Contribution
+from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.model_state import ModelState
 
 
@@ -43,14 +44,22 @@ class PublishedState:
         one_at_a_time: whether the rank takes part in one average at a time; else it arrives after
             every step, and contributes whenever a peer asks.
         max_credit: how many arrivals the rank skips at most for contributions on its behalf, >= 1.
+        intervals: after how many steps the rank arrives; None: after each.
     """
 
     def __init__(
-        self, model: ModelState, *, one_at_a_time: bool = True, max_credit: int = 20
+        self,
+        model: ModelState,
+        *,
+        one_at_a_time: bool = True,
+        max_credit: int = 20,
+        intervals: IntervalChoice | None = None,
     ) -> None:
         self.model = model
         self.one_at_a_time = one_at_a_time
         self.max_credit = max_credit
+        self.intervals = intervals or IntervalChoice.fixed(1)
+        self.num_since = 0
         # One lock for everything: a port method is one transition, and callers wait on its
         # condition. It is re-entrant because transitions use each other.
         self.changed = threading.Condition(threading.RLock())
@@ -83,12 +92,18 @@ class PublishedState:
         return self.model.exists and not self.expelled
 
     @property
+    def upcoming(self) -> int:
+        """The version at which the trainer would arrive now."""
+        return max(self.intervals.next_version(self.newest), self.invited or 0)
+
+    @property
     def arrived_at(self) -> int | None:
         return None if self.arrival is None else self.arrival.version
 
     def begin_generation(self) -> None:
         self.epoch += 1
         self._reset()
+        self.intervals.begin_generation()
         self.model.begin_generation()
 
     def adopt(self, model: Contribution) -> None:

@@ -158,6 +158,7 @@ class GroupRound(ABC):
             step=-1 if mine is None else mine.step,
             fresh=mine is not None and mine.fresh,
             arrived=self._arrived,
+            interval=0 if mine is None else mine.interval,
             participants=participants,
             num_elements=self._num_elements,
             begin=begin,

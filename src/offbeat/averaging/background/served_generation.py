@@ -59,6 +59,11 @@ class ServedGeneration:
         self._thread.start()
 
     @property
+    def native_id(self) -> int | None:
+        """The system's identifier of the thread."""
+        return self._thread.native_id
+
+    @property
     def peers(self) -> frozenset[int]:
         """The positions of the other members."""
         return frozenset(self.settings.members) - {self.position}

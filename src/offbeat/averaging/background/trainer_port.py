@@ -43,6 +43,7 @@ class TrainerPort:
         """From now on there is a model: `model`, which belongs to this object."""
         with self._state.changed:
             self._state.model.begin(model, counters, step=step)
+            self._state.num_since = step % self._state.intervals.interval
 
     def forget(self) -> None:
         """There is no model any more, until `begin`."""
@@ -61,7 +62,9 @@ class TrainerPort:
             Whether the model is finite; if not, nothing has changed.
         """
         with self._state.changed:
-            return self._state.model.advance(model, counters)
+            is_finite = self._state.model.advance(model, counters)
+            self._state.num_since += is_finite
+            return is_finite
 
     def take(self) -> Taken:
         """The trainer continues."""
@@ -72,6 +75,32 @@ class TrainerPort:
         """The trainer's model holds `held` instead of what it took."""
         with self._state.changed:
             self._state.model.rebase(held)
+
+    @property
+    def interval(self) -> int:
+        """How many steps there are from one arrival to the next."""
+        with self._state.changed:
+            return self._state.intervals.interval
+
+    def wish(self, interval: int) -> None:
+        """This rank would have `interval`. All ranks together choose."""
+        with self._state.changed:
+            self._state.intervals.wish = interval
+
+    @property
+    def upcoming(self) -> int:
+        """The version at which the trainer would arrive now."""
+        with self._state.changed:
+            return self._state.upcoming
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the trainer, which has ended a step, should arrive: after `interval` steps, or
+        where a version waits for it.
+        """
+        state = self._state
+        with state.changed:
+            return state.num_since >= state.intervals.interval or state.invited is not None
 
     def arrive(self, must_wait: Callable[[int], bool]) -> int | None:
         """Arrive at a version, unless this rank need not.
@@ -87,13 +116,14 @@ class TrainerPort:
         """
         state = self._state
         with state.changed:
+            state.num_since = 0
             while True:
                 state.raise_failure()
                 skips = state.one_at_a_time and state.credit > 0 and state.invited is None
                 if state.expelled or state.quiescing or skips:
                     state.credit = max(0, state.credit - 1)
                     return None
-                version = max(state.newest + 1, state.invited or 0)
+                version = state.upcoming
                 if state.arrival is None and not (state.one_at_a_time and state.open):
                     break
                 if not must_wait(version):

@@ -22,6 +22,7 @@ class Native(ABC):
     name: ClassVar[str]
     survives_death: ClassVar[bool] = False
     shares_samples: ClassVar[bool] = False
+    weighs_samples: ClassVar[bool] = False
     samples_between_merges: ClassVar[None] = None
     resumable: ClassVar[bool] = False
     """Whether a checkpoint of model and optimizer is all there is to keep."""

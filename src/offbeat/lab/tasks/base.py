@@ -5,7 +5,7 @@ model has become.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -181,19 +181,33 @@ class Task(ABC):
         return order[: steps * world_size * size].reshape(steps, world_size, size)
 
     def batches(
-        self, *, seed: int, epoch: int, rank: int, world_size: int, start_step: int = 0
+        self,
+        *,
+        seed: int,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        start_step: int = 0,
+        batch_sizes: Sequence[int] | None = None,
     ) -> Iterator[Batch]:
         """This rank's batches of one epoch, from its step `start_step` on: those that `samples`
-        deals to it.
+        deals to it, or as large a part of each step's samples as `batch_sizes` says.
 
         Args:
             seed: of the run, >= 0.
             epoch: passes over the data completed before this one.
             rank, world_size: this rank's place.
             start_step: steps of this epoch to leave out.
+            batch_sizes: by rank, each >= 1, `world_size * batch_size` altogether; None: all the
+                same.
         """
-        dealt = self.samples(seed=seed, epoch=epoch, world_size=world_size)
-        for samples in dealt[start_step:, rank]:
+        dealt = self.samples(seed=seed, epoch=epoch, world_size=world_size)[start_step:]
+        if batch_sizes is None:
+            mine = dealt[:, rank]
+        else:
+            begin = sum(batch_sizes[:rank])
+            mine = dealt.reshape(len(dealt), -1)[:, begin : begin + batch_sizes[rank]]
+        for samples in mine:
             yield self.training_batch(samples, seed=seed, epoch=epoch)
 
 

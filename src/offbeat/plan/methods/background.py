@@ -17,6 +17,7 @@ from offbeat.averaging.background.interface import (
     ProtocolSettings,
     VersionResult,
 )
+from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
@@ -112,14 +113,14 @@ class Background(Method):
                 num_elements=self._vectors * miniature,
                 published_s=published_s,
                 pairs=self._pairs,
+                interval=self._interval,
                 overlaps=self._overlaps,
             )
             for rank in range(world_size)
         ]
         for trainer in trainers:
             group_of = partial(self._group, trainer.rank, world_size)
-            train = trainer.train(group_of, interval=self._interval)
-            cluster.run_in_background(trainer.rank, train, channel=_TRAIN)
+            cluster.run_in_background(trainer.rank, trainer.train(group_of), channel=_TRAIN)
         serve = pair_average.serve if self._pairs else group_average.serve
         cluster.run(
             [self._serve(serve, trainer, world_size, miniature, scale) for trainer in trainers],
@@ -221,6 +222,7 @@ class _BackgroundTrainer:
         num_elements: int,
         published_s: float,
         pairs: bool,
+        interval: int,
         overlaps: bool,
     ) -> None:
         self.rank = rank
@@ -232,7 +234,9 @@ class _BackgroundTrainer:
         self._published_s = published_s
         self._overlaps = overlaps
         self._published = PublishedModel(
-            ModelState(partial(DeltaMerge, statistics=[])), one_at_a_time=not pairs
+            ModelState(partial(DeltaMerge, statistics=[])),
+            one_at_a_time=not pairs,
+            intervals=IntervalChoice.fixed(interval),
         )
         self._settled = -1
         noting = _NotingPort(self._published.protocol, self._note)
@@ -243,7 +247,7 @@ class _BackgroundTrainer:
         self._settled = max(self._settled, version)
         self._cluster.touch(self.rank)
 
-    def train(self, group_of: Callable[[int], VersionGroup], *, interval: int) -> Collective[None]:
+    def train(self, group_of: Callable[[int], VersionGroup]) -> Collective[None]:
         setting, trainer = self._setting, self._published.trainer
         profile, driver = setting.profile, self._cluster.drivers[self.rank]
         copied_s = self._published_s
@@ -261,10 +265,9 @@ class _BackgroundTrainer:
             while trainer.held_by:
                 yield Sleep(_LOOK_S)
                 self._report_step()
-            if (step + 1) % interval:
+            if not trainer.is_due:
                 continue
-            upcoming = max(self._published.newest + 1, self._published.invited or 0)
-            if not self._overlaps or group_of(upcoming).min_arrivals > 1:
+            if not self._overlaps or group_of(trainer.upcoming).min_arrivals > 1:
                 yield SleepUntil(over=self._is_free)
             version = trainer.arrive(lambda version: not self._overlaps)
             if version is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,11 +75,13 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "sgp":
             method = Gossip(recipe.out_degree)
         case "wagma":
+            # Workers with processors to spare average in each step.
+            recipe = replace(recipe, interval=1) if recipe.interval == "auto" else recipe
             method = Background(
                 recipe.group_of,
                 pairs=False,
                 period=recipe.period,
-                interval=recipe.steps_between,
+                interval=recipe.intervals[0],
                 rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
                 overlaps=recipe.overlaps,
                 averages_momenta=recipe.momenta == "averaged",

@@ -1,0 +1,78 @@
+"""Threads as Linux knows them: which ones send and receive, and which come first.
+
+Linux counts for each thread how long it ran, and how long it was ready to run and waited for a
+processor: the first two numbers of `/proc/PID/task/TID/schedstat`. It has a priority for each
+thread, too. Elsewhere nothing is known, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+_TASKS = Path("/proc/self/task")
+_PREFIX = 190
+_TRANSPORT = f"{_PREFIX}/ZMQbg/IO"
+"""How the names of the threads begin that send, receive and encrypt for `new_context`."""
+
+_LOWEST = 19
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """A context of ZeroMQ whose threads `transport_threads` finds."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with suppress(zmq.ZMQError):  # a library that gives no names
+        context.set(zmq.THREAD_NAME_PREFIX, _PREFIX)
+    return context
+
+
+class ThreadTime(NamedTuple):
+    """Of one thread since it began, in seconds."""
+
+    ran_s: float
+    waited_s: float
+
+
+def transport_threads() -> frozenset[int]:
+    """The native identifiers of the threads of this process that send and receive for offbeat; none
+    where they are not known.
+    """
+    found = set()
+    with suppress(OSError):
+        for task in _TASKS.iterdir():
+            with suppress(OSError):  # it has ended
+                if (task / "comm").read_text().startswith(_TRANSPORT):
+                    found.add(int(task.name))
+    return frozenset(found)
+
+
+def thread_time(thread: int) -> ThreadTime | None:
+    """What the system has counted of the thread with this native identifier; None where it does not
+    count, or the thread has ended.
+    """
+    try:
+        ran_ns, waited_ns, *_ = (_TASKS / str(thread) / "schedstat").read_text().split()
+        return ThreadTime(int(ran_ns) / 1e9, int(waited_ns) / 1e9)
+    except (OSError, ValueError):
+        return None
+
+
+def let_others_first(threads: Iterable[int], levels: int) -> None:
+    """Let other threads of the machine run before these where there are too few processors.
+
+    Args:
+        threads: native identifiers, of threads of this process.
+        levels: by how much their nice value becomes larger than that of the calling thread.
+    """
+    if sys.platform != "linux":  # where it would concern the whole process
+        return
+    nice = os.getpriority(os.PRIO_PROCESS, 0) + levels
+    for thread in threads:
+        with suppress(OSError):  # it has ended, or has a lower priority already
+            os.setpriority(os.PRIO_PROCESS, thread, min(_LOWEST, nice))
