@@ -50,7 +50,7 @@ STRATEGIES = (
     BASELINE,
     *JUDGED,
     *(
-        "localsgd:period=10",
+        "localsgd:period=10:warmup=0:optimizer_state=local",
         "dpsgd",
         "sgp",
         "adpsgd",

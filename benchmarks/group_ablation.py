@@ -49,6 +49,7 @@ from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.scaled_rate import SquareRootRate
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.lab.cluster import Cluster, Straggling
 from offbeat.lab.options import build_strategy, parse_spec
@@ -144,6 +145,7 @@ class Rank:
         self.num_counters = self.read_counters().size
         self._case, self._task = case, task
         self._optimizer = task.optimizer(self.model)
+        self._scaling: SquareRootRate | None = None
         self._batches = islice(_batches(task, rank, seed), case.steps)
         self._late = Cluster(
             workers=WORKERS,
@@ -167,10 +169,21 @@ class Rank:
         self._task.loss(self.model, self._next).backward()
         self._next = next(self._batches, self._next)
 
+    def follow(self, strategy: WAGMA) -> None:
+        """Take steps at the learning rates that `strategy` makes of the task's."""
+        if strategy.scales_rates(self._optimizer):
+            self._scaling = SquareRootRate(self._optimizer, lambda: WORKERS)
+
     def update(self, step: int) -> None:
+        # As `offbeat train` does it; in step with the others it is 0.
+        place = min(step + self.published.trainer.steps_behind, self._case.steps - 1)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._task.lr_at((step + 0.5) / self._case.steps)
+            group["lr"] = self._task.lr_at((place + 0.5) / self._case.steps)
+        if self._scaling is not None:
+            self._scaling.on_before_step()
         self._optimizer.step()
+        if self._scaling is not None:
+            self._scaling.on_after_step()
         self._optimizer.zero_grad()
 
     def read(self) -> Values:
@@ -207,6 +220,8 @@ class VirtualTraining:
         self._strategy = strategy
         self._ranks = ranks
         self._cluster = VirtualCluster(WORKERS, seed=seed, link=LINK)
+        for rank in ranks:
+            rank.follow(strategy)
 
     def run(self) -> None:
         for rank in self._ranks:
@@ -223,6 +238,7 @@ class VirtualTraining:
             num_elements=rank.staging.num_elements,
             num_counters=rank.num_counters,
             dtype=rank.staging.dtype,
+            ends_with=self._strategy.num_to_end(WORKERS),
             group_of=partial(self._group_of, rank),
         )
         return group_average.serve(rank.rank, settings, rank.published.protocol)

@@ -60,11 +60,13 @@ STEP_S = 0.1
 DELAY_S = 0.05
 SLOW_RANK = 7
 STEPS = 80
+LOCAL = f"localsgd:period={PERIOD}:warmup=0:optimizer_state=local"
+"""As published."""
 STRICT, QUORUM = "wagma:group_size=4:quorum=1", "wagma:group_size=4:quorum=0.75"
 STRATEGIES = (
     *(
         "allreduce",
-        f"localsgd:period={PERIOD}",
+        LOCAL,
         "dpsgd",
         "sgp",
         "adpsgd",
@@ -73,7 +75,7 @@ STRATEGIES = (
     ),
     *(STRICT, QUORUM),
 )
-AGAINST_A_SLOW_ONE = (f"localsgd:period={PERIOD}", "adpsgd", QUORUM)
+AGAINST_A_SLOW_ONE = (LOCAL, "adpsgd", QUORUM)
 SIZES = ("size=tiny", "size=tiny:hidden=760", "size=small")
 """0.105, 0.40 and 1.01 million parameters: 0.42, 1.6 and 4.05 MB, so 0.63, 2.4 and 6.1 MB a step in
 groups of four, of which a link carries 12. The last is more than eight workers on two cores can
@@ -83,10 +85,10 @@ TOGETHER = 3
 """So many strategies are alive at once, and each such round has its own measurement of the ideal.
 """
 RACERS = (
-    *("wagma", "allreduce", f"localsgd:period={PERIOD}", "adpsgd"),
+    *("wagma", "allreduce", LOCAL, "adpsgd"),
     *("dpsgd", "sgp", "eagersgd"),
 )
-"""As they come, but for LocalSGD's period: WAGMA's."""
+"""As they come, but for LocalSGD: as published, with WAGMA's period."""
 RACED_SIZES = ("size=tiny", "size=small")
 TARGET, RACE_STEPS, EVAL_EVERY = 0.9, 140, 5
 OF_THE_IDEAL = 0.85

@@ -28,8 +28,10 @@ averaged over samples. `--later` measures racers beside AllReduce alone, and add
 table of an earlier race. `--train` and `--test` give other data, such as Delicious of the Extreme
 Classification Repository.
 
+An ablation is a race of AdaptiveSGD with one part changed at a time.
+
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
-        [--racers NAME;...] [--later NAME;...] [--more-targets SHARE,...]
+        [--ablations NAME,...] [--racers NAME;...] [--later NAME;...] [--more-targets SHARE,...]
         [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...] [--seeds N]
         [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
@@ -96,6 +98,21 @@ RACERS: Final[Mapping[str, str]] = {
     "AllReduce, batches by speed": "allreduce:batch_shares={speeds}",
 }
 """By label."""
+_MERGED = "adaptive:mega_batch=1600"
+ABLATED: Final[Mapping[str, str]] = {
+    "as it comes": _MERGED,
+    "merge weights: equal": f"{_MERGED}:merge=equal",
+    "merge weights: samples": f"{_MERGED}:merge=samples",
+    "perturbation 0.1": f"{_MERGED}:perturbation=0.1",
+    "merge momentum 0.9": f"{_MERGED}:merge_momentum=0.9",
+    "batches of 32": f"{_MERGED}:min_batch_size={BATCH}:max_batch_size={BATCH}",
+    "batches by the paper's rule": f"{_MERGED}:rule=paper",
+    "rates linear in batches": f"{_MERGED}:rate_scaling=linear",
+    "state of the optimizer local": f"{_MERGED}:optimizer_state=local",
+    "no warm-up": f"{_MERGED}:warmup=0",
+    "AllReduce": "allreduce",
+}
+"""AdaptiveSGD with one part changed."""
 BASELINE = "AllReduce"
 """Says what the target is."""
 RACES = ("half", "quarter")
@@ -345,7 +362,11 @@ def cases(
     num_merges = mega_batches + (AFTER_A_FLIP if situation == "flip" else 0)
     period = num_samples // (WORKERS * BATCH)
     specs = {rule: f"adaptive:rule={rule}:mega_batch={num_samples}:{_SETTLED}" for rule in rules}
-    specs |= {"localsgd": f"localsgd:period={period}"} if situation == "equal" else {}
+    specs |= (
+        {"localsgd": f"localsgd:period={period}:warmup=0:optimizer_state=local"}
+        if situation == "equal"
+        else {}
+    )
     found: dict[str, list[Found]] = {rule: [] for rule in rules}
     overheads = []
     for seed in seeds:
@@ -563,6 +584,9 @@ if __name__ == "__main__":
         "--races", default=",".join(RACES), help="situations, may be empty; default: %(default)s"
     )
     parser.add_argument(
+        "--ablations", default="", help="situations in which parts of AdaptiveSGD are changed"
+    )
+    parser.add_argument(
         "--racers",
         default=";".join(RACERS),
         help=f"separated by ';', {BASELINE} among them; default: %(default)s",
@@ -615,14 +639,23 @@ if __name__ == "__main__":
             label: RACERS[label]
             for label in ([*later, BASELINE] if later else asked.racers.split(";"))
         }
+        added = "".join(f", {label}" for label in later)
+        races = RACES[:1] if asked.quick else tuple(filter(None, asked.races.split(",")))
+        ablations = tuple(filter(None, asked.ablations.split(",")))
+        of_races = {
+            f"race: {on}{situation}{added}": (f"race, {on}{situation}", situation, racers)
+            for situation in races
+        } | {
+            f"ablation: {on}{situation}": (f"ablation, {on}{situation}", situation, ABLATED)
+            for situation in ablations
+        }
         cells = {
-            f"race: {on}{situation}{''.join(f', {label}' for label in later)}": partial(
-                *(race, f"race, {on}{situation}", situation, racers, paths),
-                *(range(seeds), *of_a_race, directory),
+            name: partial(
+                *(race, *which, paths, range(seeds), *of_a_race, directory),
                 more_targets=[float(one) for one in asked.more_targets.split(",") if one],
                 later=later,
             )
-            for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
+            for name, which in of_races.items()
         }
         work = LONG_STEPS if asked.long_steps else SHORT_STEPS
         shared = (rules, range(seeds), asked.mega_batches, step_s, directory, work)

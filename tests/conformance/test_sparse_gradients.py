@@ -33,8 +33,8 @@ EXCHANGE_GRADIENTS: dict[str, Strategy] = {
     "post-local sgd at first": offbeat.LocalSGD(period=2, start_step=3),
 }
 AVERAGE_WEIGHTS: dict[str, Strategy] = {
-    "localsgd": offbeat.LocalSGD(period=2),
-    "localsgd with averaged state": offbeat.LocalSGD(period=2, optimizer_state="averaged"),
+    "localsgd": offbeat.LocalSGD(period=2, warmup=0, optimizer_state="local"),
+    "localsgd with averaged state": offbeat.LocalSGD(period=2, warmup=0),
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
     "wagma": offbeat.WAGMA(),

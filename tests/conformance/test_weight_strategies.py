@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no loader of this session")
 
 PLAIN: dict[str, AveragingStrategy] = {
     "localsgd": offbeat.LocalSGD(period=2),
-    "localsgd with averaged momentum": offbeat.LocalSGD(period=2, optimizer_state="averaged"),
+    "localsgd as published": offbeat.LocalSGD(period=2, warmup=0, optimizer_state="local"),
     "localsgd with local buffers": offbeat.LocalSGD(period=1, buffers="local"),
     "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
     "dpsgd": offbeat.DPSGD(),

@@ -45,6 +45,8 @@ class Training:
         forwards: passes in each step.
         pairs: whether ranks average in pairs.
         rounds: whether parameters travel in bfloat16.
+        ends_with: how many ranks have to end for the steps of the others not to count; None: they
+            always do.
         numbers: of the versions, and the possible intervals between them.
         wish: the interval that (a rank, a step) would have; 0: any.
     """
@@ -59,6 +61,7 @@ class Training:
     forwards: int = 1
     pairs: bool = False
     rounds: bool = False
+    ends_with: int | None = None
     numbers: VersionNumbers = field(default_factory=lambda: VersionNumbers(1))
     wish: Callable[[int, int], int] = lambda rank, step: 0
     link: VirtualLink = field(default_factory=VirtualLink)
@@ -72,8 +75,9 @@ class Trainer:
         self.rank = rank
         self.step_ends_s: list[float] = []
         self.taken: list[tuple[Values, Counters]] = []
+        self.pushes: list[Values] = []
+        self.behind: list[int] = []
         self.intervals: list[int] = []
-        self.pushed = np.zeros(3)
         self.published = PublishedModel(
             ModelState(partial(DeltaMerge, statistics=[STATISTICS])),
             one_at_a_time=not plan.pairs,
@@ -89,6 +93,7 @@ class Trainer:
         for step in range(plan.num_steps):
             held, counters, _ = trainer.take()
             self.taken.append((held, counters))
+            self.behind.append(trainer.steps_behind)
             yield Sleep(plan.compute_s(self.rank, step))
             stepped = self._stepped(held.copy(), counters, plan.loudness(self.rank, step))
             assert trainer.advance([stepped[0]], stepped[1])
@@ -116,7 +121,7 @@ class Trainer:
         self, model: Values, counters: Counters, loudness: float
     ) -> tuple[Values, Counters]:
         push = self._draw.normal(size=3)
-        self.pushed += push
+        self.pushes.append(push)
         model[PARAMETERS] += push
         for _ in range(self._world.plan.forwards):
             counters = counters + 1
@@ -149,6 +154,7 @@ class TrainingWorld:
             num_counters=1,
             dtype=np.dtype(np.float64),
             rounding=Rounding((STATISTICS,)) if self.plan.rounds else None,
+            ends_with=self.plan.ends_with,
             group_of=lambda version: self.plan.group_of(version, rank.rank),
         )
         return serve(rank.rank, settings, rank.published.protocol)

@@ -69,7 +69,7 @@ def test_parts_that_weigh_nothing_have_no_mean() -> None:
 def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(
     npz: Path, tmp_path: Path
 ) -> None:
-    settings = [f"path={npz}", "batch_size=4", "period=4"]
+    settings = [f"path={npz}", "batch_size=4", "period=4", "warmup=0"]
     request = Request(task="mnist", strategy="localsgd", workers=2, steps=6, settings=settings)
     train(plan(request, out=tmp_path / "run"), lambda report: None)
     resumed = plan(Request(steps=9, workers=1), resume=tmp_path / "run")
@@ -79,7 +79,7 @@ def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(
     task = resumed.config.build_task()
     model = task.build_model(seed=99)
     optimizer = task.optimizer(model)
-    recipe = offbeat.LocalSGD(period=4)
+    recipe = offbeat.LocalSGD(period=4, warmup=0)
     attached = attach_recipe(recipe, model, optimizer, rank=0, world_size=1)
     with attached.session:
         position = restore(record, Coordinator(dist.HashStore(), 0, 1), attached)

@@ -34,7 +34,7 @@ MODEL = ModelProfile(
     copy_s_per_byte=0.0,
 )
 DDP_S = predict_step("ddp", Setting(profile=MODEL, cluster=CLUSTER)).step_s
-LOCAL_S = predict_step("localsgd", Setting(profile=MODEL, cluster=CLUSTER)).step_s
+CROSSBOW_S = predict_step("crossbow", Setting(profile=MODEL, cluster=CLUSTER)).step_s
 
 
 def recorded(
@@ -58,24 +58,30 @@ HALF = STEPS // 2
 
 
 @pytest.mark.parametrize(
-    ("localsgd", "judged", "within", "misplaced"),
+    ("crossbow", "judged", "within", "misplaced"),
     [
-        ([LOCAL_S] * STEPS, 2, 1.0, 0),
+        ([CROSSBOW_S] * STEPS, 2, 1.0, 0),
         ([2 * DDP_S] * STEPS, 2, 0.5, 1),
-        ([LOCAL_S] * HALF + [1.5 * LOCAL_S] * HALF, 1, 1.0, 0),  # halves differ too much
-        ([LOCAL_S] * 15, 1, 1.0, 0),  # once averaged: no other period to hold it against
+        ([CROSSBOW_S] * HALF + [1.5 * CROSSBOW_S] * HALF, 1, 1.0, 0),  # halves differ too much
     ],
 )
 def test_misses_come_first_and_the_wrong_order_is_counted(
-    localsgd: list[float], judged: int, within: float, misplaced: int, tmp_path: Path
+    crossbow: list[float], judged: int, within: float, misplaced: int, tmp_path: Path
 ) -> None:
-    steps_s = {"ddp": [DDP_S] * STEPS, "localsgd": localsgd}
+    steps_s = {"ddp": [DDP_S] * STEPS, "crossbow": crossbow}
     found = check_comparison(recorded(tmp_path, steps_s), MODEL)
     assert (len(found.judged), len(found.misplaced)) == (judged, misplaced)
     assert found.share_within == within
     errors = [one.error for one in found.judged]
     assert errors == sorted(errors, reverse=True)
     assert found.judged[-1].error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_strategy_of_which_nothing_was_repeated_is_not_judged(tmp_path: Path) -> None:
+    """15 steps have one period of LocalSGD."""
+    (one,) = check_comparison(recorded(tmp_path, {"localsgd": [0.5] * 15}), MODEL).steps
+    assert one.predicted_s is not None
+    assert (one.repeats_differ, one.is_judged) == (None, False)
 
 
 SLOWER = MODEL.with_step(batch_size=8, forward_backward_s=0.6, device="none")

@@ -58,8 +58,11 @@ def test_an_exchange_that_fits_behind_the_backward_pass_costs_its_last_bucket_on
     assert step_s == pytest.approx(0.3 + 2 * 3 / 4 * 1e-3)
 
 
+LOCAL = "localsgd:warmup=0:optimizer_state=local"
+
+
 def test_local_steps_divide_the_exchange_by_their_period() -> None:
-    assert predict_step("localsgd:period=5", setting()).step_s == pytest.approx(0.3 + 6.0 / 5)
+    assert predict_step(f"{LOCAL}:period=5", setting()).step_s == pytest.approx(0.3 + 6.0 / 5)
 
 
 def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
@@ -69,9 +72,13 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     def step_s(spec: str, steps: range) -> float:
         return predict_step(spec, replace(setting(), steps=steps)).step_s
 
-    assert step_s("localsgd:period=4:warmup=6", later) == pytest.approx(0.3 + 6.0 / 4)
+    assert step_s("localsgd:period=4:warmup=6:optimizer_state=local", later) == pytest.approx(
+        0.3 + 6.0 / 4
+    )
     # Averages after steps 1 to 11; then two steps pass.
-    assert step_s("localsgd:period=4:warmup=6", first) == pytest.approx(0.3 + 11 / 12 * 6.0)
+    assert step_s("localsgd:period=4:warmup=6:optimizer_state=local", first) == pytest.approx(
+        0.3 + 11 / 12 * 6.0
+    )
     both = step_s("localsgd:period=4:start_step=6", first)
     assert both == pytest.approx((6 * step_s("ddp", first) + 6 * 0.3 + 6.0) / 12)
     kfac = replace(shipped_profile("resnet50"), precondition_s=0.0)
@@ -161,7 +168,7 @@ def test_local_sgd_begins_with_what_it_is_told_to(first: str) -> None:
     def step_s(name: str, steps: range) -> float:
         return predict_step(name, replace(where, steps=steps)).step_s
 
-    alone, later = step_s(first, range(10)), step_s("localsgd:period=4", range(12))
+    alone, later = step_s(first, range(10)), step_s(f"{LOCAL}:period=4", range(12))
     assert step_s(spec, range(10)) == pytest.approx(alone)
     assert step_s(spec, range(10, 22)) == pytest.approx(later)
     assert step_s(spec, range(22)) == pytest.approx((10 * alone + 12 * later) / 22)

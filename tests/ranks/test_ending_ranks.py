@@ -23,8 +23,8 @@ from ranks_support.launch import RunRanks
 pytestmark = pytest.mark.ranks
 
 IN_STEP: dict[str, AveragingStrategy] = {
-    "localsgd": offbeat.LocalSGD(period=3),
-    "localsgd at an average": offbeat.LocalSGD(period=2),
+    "localsgd": offbeat.LocalSGD(period=3, warmup=0),
+    "localsgd at an average": offbeat.LocalSGD(period=2, warmup=0),
     "diloco": offbeat.LocalSGD(period=3, outer="diloco"),
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
@@ -69,7 +69,7 @@ def ended(rank: int, world_size: int) -> dict[str, Any]:
         }
     net = make_net()
     optimizer = sgd(net)
-    with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=3), finish="keep"):
+    with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=3, warmup=0), finish="keep"):
         train(net, optimizer, rank, range(4))
         before = state_of(net)
     results["adaptive, left early"] = left_early(rank)
@@ -82,7 +82,7 @@ def left_open(rank: int) -> dict[str, Any]:
     """The interpreter's end closes a session that the script has not closed."""
     net = make_net()
     optimizer = sgd(net)
-    session = offbeat.attach(net, optimizer, offbeat.LocalSGD(period=3))
+    session = offbeat.attach(net, optimizer, offbeat.LocalSGD(period=3, warmup=0))
     train(net, optimizer, rank, range(4))
     before = state_of(net)
     close_open_sessions()
@@ -191,7 +191,7 @@ def not_finite(rank: int, world_size: int) -> str:
     net = make_net()
     optimizer = sgd(net)
     try:
-        with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=9)):
+        with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=9, warmup=0)):
             train(net, optimizer, rank, range(2))
             if rank == 1:
                 next(net.parameters()).data.fill_(float("nan"))
@@ -209,7 +209,7 @@ def closes_in_a_finally_clause(rank: int, world_size: int) -> str:
     """Rank 1 raises, and closes its session on the way out, without a `with` block."""
     net = make_net()
     optimizer = sgd(net)
-    session = offbeat.attach(net, optimizer, offbeat.LocalSGD(period=2))
+    session = offbeat.attach(net, optimizer, offbeat.LocalSGD(period=2, warmup=0))
     try:
         train(net, optimizer, rank, range(3))
         if rank == 1:

@@ -76,7 +76,8 @@ def average(rank: int, world_size: int, *, period: int) -> dict[str, Any]:
     nets = [SparseNet() for _ in range(world_size)]
     optimizer, *optimizers = (RowSGD(each.parameters(), 0.1, momentum=0.9) for each in (net, *nets))
     distances = []
-    attached = attach("localsgd", {"period": period}, net, optimizer, rank, world_size)
+    options = {"period": period, "warmup": 0, "optimizer_state": "local"}
+    attached = attach("localsgd", options, net, optimizer, rank, world_size)
     with attached.session:
         for step in range(NUM_STEPS):
             attached.backward(attached.module(*batch(10 * step + rank)))

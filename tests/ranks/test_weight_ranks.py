@@ -47,11 +47,12 @@ def assert_bytes_are_those_of_the_docstrings(
 
 def strategies(world_size: int) -> dict[str, AveragingStrategy]:
     return {
-        "localsgd": offbeat.LocalSGD(period=3),
-        "localsgd in every step": offbeat.LocalSGD(period=1),
+        "localsgd": offbeat.LocalSGD(period=3, warmup=0, optimizer_state="local"),
+        "localsgd as it comes": offbeat.LocalSGD(),
+        "localsgd in every step": offbeat.LocalSGD(period=1, optimizer_state="local"),
         "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
-        "averaged momentum": offbeat.LocalSGD(period=2, optimizer_state="averaged"),
-        "periods that grow": offbeat.LocalSGD(period=3, warmup=2, optimizer_state="averaged"),
+        "averaged momentum": offbeat.LocalSGD(period=2, warmup=0),
+        "periods that grow": offbeat.LocalSGD(period=3, warmup=2),
         "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
         "dpsgd": offbeat.DPSGD(),
         "sgp": offbeat.SGP(),
@@ -117,8 +118,8 @@ class Reference:
             case offbeat.LocalSGD():
                 num_local = step + 1 - strategy.start_step
                 length = strategy.period
-                if strategy.warmup:
-                    length = min(length, max(1, num_local // strategy.warmup))
+                if growth := strategy.steps_of_growth:
+                    length = min(length, max(1, num_local // growth))
                 if num_local - self.averaged_at >= length:
                     self.averaged_at = num_local
                     self.average()
@@ -149,7 +150,7 @@ class Reference:
                 self.anchor[i] = self.anchor[i] - 0.7 * (change + 0.9 * self.momentum[i])
                 for parameter in parameters:
                     parameter.detach().copy_(self.anchor[i])
-        if strategy.optimizer_state == "averaged":
+        if strategy.averages_state:
             for parameters in zip(*(net.parameters() for net in self.nets), strict=True):
                 buffers = [
                     o.state[p]["momentum_buffer"]
@@ -205,6 +206,7 @@ def test_every_step_is_the_papers(run_ranks: RunRanks, world_size: int) -> None:
     assert same["post-local sgd"] == [True, True, True, False, True, False, True]
     assert same["diloco"] == [False, True] * 3 + [False]
     assert all(same["localsgd in every step"])
+    assert all(same["localsgd as it comes"])
     assert_bytes_are_those_of_the_docstrings(results, world_size)
 
 
@@ -398,7 +400,7 @@ def uneven_optimizer_state(rank: int, world_size: int) -> dict[str, Any]:
     """
     net = make_net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=2, optimizer_state="averaged")):
+    with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=2, warmup=0)):
         for step in range(2):
             x, _ = data(rank, step)
             (net(x) if rank == 0 else net[:4](x)).square().mean().backward()

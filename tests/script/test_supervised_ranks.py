@@ -344,7 +344,7 @@ finally:
     )
     request = CompareRequest(
         task="train",
-        strategies=["ddp", "localsgd:period=2"],
+        strategies=["ddp", "localsgd:period=2:warmup=0"],
         cluster=Cluster(workers=2),
         emulation="none",
         seeds=[0],

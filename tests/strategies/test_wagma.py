@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 import offbeat
 from offbeat.errors import ConfigError
@@ -107,3 +108,24 @@ def test_values_are_rounded_where_that_saves_something_and_ranks_differ_anyway(
     options: dict[str, Any], num_elements: int, dtype: type[np.floating], rounds: bool
 ) -> None:
     assert offbeat.WAGMA(**options).rounds(num_elements, np.dtype(dtype)) == rounds
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "scales"),
+    [
+        ({"rate_scaling": "auto"}, torch.optim.AdamW, True),
+        ({"rate_scaling": "auto"}, torch.optim.SGD, False),
+        ({}, torch.optim.Adam, False),
+        ({"rate_scaling": "sqrt"}, torch.optim.SGD, True),
+    ],
+)
+def test_learning_rates_are_scaled_where_steps_are_divided_by_squares(
+    options: dict[str, Any], kind: type[torch.optim.Optimizer], scales: bool
+) -> None:
+    optimizer = kind([torch.zeros(1)], lr=0.1)  # type: ignore[call-arg]
+    assert offbeat.WAGMA(**options).scales_rates(optimizer) == scales
+
+
+def test_an_unknown_rate_scaling_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rate_scaling must be .*got 'root'"):
+        offbeat.WAGMA(rate_scaling="root")  # type: ignore[arg-type]

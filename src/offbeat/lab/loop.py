@@ -24,7 +24,9 @@ def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
     _begin(run, recorder)
     for batch in schedule.batches(pauses.should_stop):
         step = schedule.position.step
-        _set_learning_rate(run, (step + 0.5) / schedule.target)
+        # Where ranks do not keep step, the place in the run is that of half of them.
+        place = min(step + _steps_behind(run), schedule.target - 1)
+        _set_learning_rate(run, (place + 0.5) / schedule.target)
         if run.record.config.batch_shares:
             run.attached.weigh(num_samples_of(batch))
         loss = _step(run, recorder, batch, step + 1)
@@ -90,6 +92,11 @@ def _step(run: TaskRun, recorder: StepRecorder, batch: Batch, number: int) -> fl
     attached.optimizer.step()
     attached.optimizer.zero_grad()
     return loss.item()
+
+
+def _steps_behind(run: TaskRun) -> int:
+    session = run.attached.session
+    return session.steps_behind if isinstance(session, Session) else 0
 
 
 def _set_learning_rate(run: TaskRun, progress: float) -> None:

@@ -36,6 +36,7 @@ from offbeat.megabatch.merge import (
 from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
+from offbeat.weights.learning_rates import StepRates
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import OptimizerStates, divides_by_squares
 from offbeat.weights.statistics import warm
@@ -100,8 +101,7 @@ class MegaBatchPlan:
 
 
 class ScaledLearningRate:
-    """Sets learning rates, as batch sizes say, for one optimizer step at a time. Before and after
-    the step they are eta_0, so that schedulers see what they have set.
+    """Sets learning rates, as batch sizes say, for one optimizer step at a time.
 
     Args:
         optimizer: the user's.
@@ -111,27 +111,20 @@ class ScaledLearningRate:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, base: int, by: RateScaling) -> None:
-        self._optimizer = optimizer
+        self._rates = StepRates(optimizer)
         self._base = base
         self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
-        self._before: list[Any] = []
 
     def scale(self, num_samples: int, num_ranks: int) -> None:
-        # A step that raised was not followed by `restore`.
-        self.restore()
-        self._before = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            eta_0 = group["lr"]
-            group["lr"] = (
-                learning_rate(eta_0, num_samples, self._base)
-                if self.is_linear
-                else square_root_rate(eta_0, num_samples, self._base, num_ranks)
+        if self.is_linear:
+            self._rates.scale(lambda eta_0: learning_rate(eta_0, num_samples, self._base))
+        else:
+            self._rates.scale(
+                lambda eta_0: square_root_rate(eta_0, num_samples, self._base, num_ranks)
             )
 
     def restore(self) -> None:
-        for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
-            group["lr"] = before
-        self._before = []
+        self._rates.restore()
 
 
 class MegaBatchPart(DispatchPolicy):

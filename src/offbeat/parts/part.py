@@ -136,6 +136,12 @@ class Part:
         """This rank's weight in the mean of all ranks' models; None: this part does not say."""
         return None
 
+    def steps_behind(self) -> int:
+        """How many steps this rank has made less than half of the ranks have; 0 for these, and
+        where ranks keep step.
+        """
+        return 0
+
     def replicas_agree(self) -> bool:
         """Whether this part knows that all ranks hold the same parameters, between two steps."""
         return False
@@ -264,6 +270,10 @@ class WrappedPart(Part):
     @override
     def averaging_weight(self) -> float | None:
         return self.inner.averaging_weight()
+
+    @override
+    def steps_behind(self) -> int:
+        return self.inner.steps_behind()
 
     @override
     def replicas_agree(self) -> bool:

@@ -105,8 +105,7 @@ def group_of_version(
         )
     if period is not None and (version + 1) % period == 0:
         _check(version, members, group_size)
-        # 1e-9: the quorum of 0.3 of 10 members is 3, although 0.3 * 10 may be rounded to 2.999...
-        min_arrivals = max(1, math.floor(quorum * len(members) + 1e-9))
+        min_arrivals = size_of_quorum(quorum, len(members))
         # A member that is late at a global synchronization has ended a step since the one before,
         # or it would have been late there. So the versions that may still pass are fewer by one
         # period.
@@ -116,6 +115,16 @@ def group_of_version(
     if mine is None:
         raise ConfigError(f"rank {rank} is no member; members are {list(members)}")
     return VersionGroup(ranks=mine)
+
+
+def size_of_quorum(quorum: float, num_members: int) -> int:
+    """The fraction `quorum`, in (0, 1], of `num_members`, rounded down, but at least one.
+
+    >>> [size_of_quorum(0.75, num_members) for num_members in (1, 2, 3, 4, 8)]
+    [1, 1, 2, 3, 6]
+    """
+    # 1e-9: the quorum of 0.3 of 10 members is 3, although 0.3 * 10 may be rounded to 2.999...
+    return max(1, math.floor(quorum * num_members + 1e-9))
 
 
 def groups(version: int, members: Sequence[int], group_size: int) -> list[tuple[int, ...]]:

@@ -557,6 +557,17 @@ class Session:
             for part in self._parts:
                 part.on_finish()
 
+    @property
+    def steps_behind(self) -> int:
+        """How many steps this rank has made less than at least half of the ranks have, where ranks
+        do not keep step; else 0.
+
+        Let the learning rate of a rank that is late for good follow the step that its peers are
+        at, `LambdaLR(optimizer, lambda step: rate(step + session.steps_behind))`. At a rate that
+        the others have left behind, its steps, with data that are its own, would outweigh theirs.
+        """
+        return max((part.steps_behind() for part in self._parts), default=0)
+
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Inside, this rank takes no step: it evaluates, saves, or waits for its peers elsewhere.

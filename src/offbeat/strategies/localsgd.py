@@ -5,22 +5,25 @@
         H times: optimizer step on this rank's own gradient
         x = mean of all ranks' x
 
-With `warmup` H begins with 1 and grows by one in every so many steps until it is `period`, because
-models that part in the first steps end worse (post-local SGD says so too; arXiv 2310.14423 lets H
-grow as the learning rate falls).
+H begins with 1 and grows by one in every `warmup` steps until it is `period`, because models that
+part in the first steps end worse (post-local SGD says so too; arXiv 2310.14423 lets H grow as the
+learning rate falls).
 
 With `start_step` it is post-local SGD (arXiv 1808.07217): in the first steps gradients are
 all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps of them. With
 `outer` the mean goes through an optimizer of its own, any of `torch.optim`, which makes it SlowMo
 or DiLoCo; see `averaging.outer`.
 
-Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, after the
-step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes, and ranks wait for each
-other once in H steps.
+Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
+again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
+after the step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes, 2/H with momentum,
+and ranks wait for each other once in H steps.
 
-Differences from the papers: the optimizer is the user's, with momentum that stays local unless
-`optimizer_state` says otherwise; buffers are averaged; a rank whose gradient is not finite skips
-its own step; SlowMo's outer momentum is not rescaled when the learning rate changes.
+Differences from the papers: H grows and the optimizer's state is averaged, unless gradients are
+all-reduced first or an outer optimizer is used; `warmup=0` with `optimizer_state="local"` is the
+algorithm as published. The optimizer is the user's; buffers are averaged; a rank whose gradient is
+not finite skips its own step; SlowMo's outer momentum is not rescaled when the learning rate
+changes.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ class LocalSGD(AveragingStrategy):
     Args:
         period: local steps between averages, >= 1.
         warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
-            the beginning. 20 is a good value.
+            the beginning; None: 40, and 0 with `start_step` or `outer`.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         start: what these steps are: "allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac", or such a
             strategy with options of its own, as `offbeat.SPDKFAC(damping=0.003)`.
@@ -113,24 +116,27 @@ class LocalSGD(AveragingStrategy):
             optimizer of the parameters it is given, such as
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
-            the weights, which multiplies the bytes; "local": they stay the rank's own.
+            the weights, which multiplies the bytes; "local": they stay the rank's own; None:
+            "averaged", and "local" with `start_step` or `outer`.
     """
 
     name: ClassVar[str] = "localsgd"
 
     period: int = 10
-    warmup: int = 0
+    warmup: int | None = None
     start_step: int = 0
     start: Strategy | Literal["allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac"] = "allreduce"
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
-    optimizer_state: Literal["local", "averaged"] = "local"
+    optimizer_state: Literal["local", "averaged"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("period", self.period, 1)
-        require_at_least("warmup", self.warmup, 0)
+        if self.warmup is not None:
+            require_at_least("warmup", self.warmup, 0)
         require_at_least("start_step", self.start_step, 0)
-        require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
+        if self.optimizer_state is not None:
+            require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
         self._check_start()
         if isinstance(self.outer, str):
             require_one_of("outer", self.outer, tuple(OUTERS))
@@ -140,6 +146,20 @@ class LocalSGD(AveragingStrategy):
                 " a callable that makes an optimizer, such as functools.partial(torch.optim.SGD,"
                 f" lr=0.7), got {self.outer!r}"
             )
+
+    @property
+    def steps_of_growth(self) -> int:
+        """`warmup`, and what it is by default."""
+        if self.warmup is None:
+            return 0 if self.start_step or self.outer is not None else 40
+        return self.warmup
+
+    @property
+    def averages_state(self) -> bool:
+        """Whether the optimizer's state is averaged, by `optimizer_state` or by default."""
+        if self.optimizer_state is None:
+            return not self.start_step and self.outer is None
+        return self.optimizer_state == "averaged"
 
     @override
     def for_plain_script(self) -> Self:
@@ -194,10 +214,10 @@ class LocalSGD(AveragingStrategy):
             driver=workspace.driver,
             stream=workspace.new_stream(),
             period=self.period,
-            warmup=self.warmup,
+            warmup=self.steps_of_growth,
             start_step=self.start_step,
             outer=None if outer is None else OuterOptimizer(workspace.parameters, make=outer),
-            optimizer=workspace.optimizer if self.optimizer_state == "averaged" else None,
+            optimizer=workspace.optimizer if self.averages_state else None,
         )
         return [*self._gradient_phase(workspace), average]
 

@@ -30,7 +30,11 @@ Differences from the paper, besides those of the two modules:
 - A global synchronization proceeds when `quorum` of the ranks have arrived; the snapshots of the
   other ranks are contributed on their behalf. The paper waits for all, as `quorum=1.0` does.
   `max_ahead` bounds how many versions may pass within one step of a late rank.
+- With `ends_with="quorum"` steps of late ranks do not count any more when the quorum has taken all
+  its steps: on data of their own they may undo what the others have learned.
 - With `interval` groups average after every few steps only.
+- With `rate_scaling="auto"` learning rates are multiplied by sqrt(n) for n workers where the
+  optimizer divides by the root of squared gradients, as Adam does. The paper trains with SGD.
 - A version is the time of a group, not the step of a rank: a rank that is always slow takes part in
   all versions.
 - Contributions and averages are rounded to bfloat16 for the wire (`values`), as
@@ -64,17 +68,23 @@ from offbeat.averaging.background.merge_rules import PaperMerge
 from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.processor_time import read_processor_time
 from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.scaled_rate import SquareRootRate
 from offbeat.codec.model_wire import MAX_INTERVAL
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import VersionGroup, default_group_size, group_of_version
+from offbeat.planning.groups import (
+    VersionGroup,
+    default_group_size,
+    group_of_version,
+    size_of_quorum,
+)
 from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_one_of, require_positive
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.optimizer_state import Momenta, momentum_name
+from offbeat.weights.optimizer_state import Momenta, divides_by_squares, momentum_name
 from offbeat.weights.staging import Staging
 
 _MANY = 65_536
@@ -104,6 +114,13 @@ class WAGMA(AveragingStrategy):
             with "paper".
         momenta: "averaged": at global synchronizations the optimizers' momenta are averaged with
             the weights; "local": each worker keeps its own.
+        ends_with: "all": every step of every worker counts; "quorum": when the quorum of workers
+            has taken all its steps the model is final, and further steps of late workers are not in
+            it.
+        rate_scaling: "linear": the learning rate is that of S-SGD; "sqrt": sqrt(n) times that, with
+            n workers; "auto": "sqrt" with optimizers that divide by the root of squared gradients
+            (Adam, Adagrad, RMSprop), whose steps with a worker's own, noisier gradients come to
+            less in the mean over workers.
         values: "float32" on the wire (float64 where the model has such), or "bfloat16" for half the
             bytes: what rounding takes stays in the worker's own model, so the mean over workers is
             as exact. It is impossible with merge="paper". "auto": bfloat16 with `overlap`, where
@@ -124,6 +141,8 @@ class WAGMA(AveragingStrategy):
     max_ahead: int | None = None
     overlap: bool | None = None
     momenta: Literal["local", "averaged"] = "local"
+    ends_with: Literal["all", "quorum"] = "all"
+    rate_scaling: Literal["auto", "linear", "sqrt"] = "linear"
     values: Literal["auto", "float32", "bfloat16"] = "auto"
     groups: Literal["rotating", "fixed", "off"] = "rotating"
 
@@ -142,6 +161,8 @@ class WAGMA(AveragingStrategy):
             )
         require_one_of("merge", self.merge, ("delta", "paper"))
         require_one_of("momenta", self.momenta, ("local", "averaged"))
+        require_one_of("ends_with", self.ends_with, ("all", "quorum"))
+        require_one_of("rate_scaling", self.rate_scaling, ("auto", "linear", "sqrt"))
         require_one_of("values", self.values, ("auto", "float32", "bfloat16"))
         require_one_of("groups", self.groups, ("rotating", "fixed", "off"))
         if not 0 < self.quorum <= 1:
@@ -198,6 +219,7 @@ class WAGMA(AveragingStrategy):
             staging=staging,
             serve=group_average.serve,
             group_of=self.group_of,
+            ends_with=self.num_to_end,
             momenta=momenta,
             averages_momenta=lambda version: (
                 momenta is not None and self.numbers.is_global(version)
@@ -210,7 +232,8 @@ class WAGMA(AveragingStrategy):
             yields=self.overlaps,
         )
         watch = self._watch(averager) if self.interval == "auto" else None
-        return [BackgroundWeightAverage(averager, overlap=self.overlaps, watch=watch)]
+        part = BackgroundWeightAverage(averager, overlap=self.overlaps, watch=watch)
+        return [*self._rate_parts(workspace, averager), part]
 
     def _watch(self, averager: BackgroundAverager) -> IntervalWatch:
         trainer = threading.get_native_id()
@@ -222,6 +245,27 @@ class WAGMA(AveragingStrategy):
             budget=self.budget,
             inform=averager.inform,
         )
+
+    def _rate_parts(self, workspace: Workspace, averager: BackgroundAverager) -> list[Part]:
+        optimizer = workspace.optimizer
+        if optimizer is None or not self.scales_rates(optimizer):
+            return []
+        if (num_ranks := averager.num_members) > 1:
+            why = (
+                f", since the steps of {type(optimizer).__name__} with a rank's own gradients come"
+                " to less in their mean"
+                if self.rate_scaling == "auto"
+                else ", as rate_scaling='sqrt' says"
+            )
+            factor = f"sqrt({num_ranks} ranks)"
+            workspace.notify(f"learning rates are those of S-SGD times {factor}{why}")
+        return [SquareRootRate(optimizer, lambda: averager.num_members)]
+
+    def scales_rates(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether learning rates are those of S-SGD times sqrt(n)."""
+        if self.rate_scaling == "auto":
+            return divides_by_squares(optimizer)
+        return self.rate_scaling == "sqrt"
 
     @property
     def overlaps(self) -> bool:
@@ -246,6 +290,12 @@ class WAGMA(AveragingStrategy):
         # Without any group average between two global synchronizations it would be another method.
         shorter = [n for n in range(1, self.period) if self.period % n == 0 and n <= MAX_INTERVAL]
         return tuple(shorter) or (1,)
+
+    def num_to_end(self, num_members: int) -> int:
+        """How many of `num_members` have to take no more steps for those of the others not to
+        count.
+        """
+        return num_members if self.ends_with == "all" else size_of_quorum(self.quorum, num_members)
 
     @property
     def numbers(self) -> VersionNumbers:

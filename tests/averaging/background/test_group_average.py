@@ -343,6 +343,7 @@ class Recorder:
         self.received: dict[int, Contribution | None] = {}
         self.marked_dead: list[int] = []
         self.stopped: list[int] = []
+        self.num_ends = 0
         self.finalized: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
@@ -368,6 +369,9 @@ class Recorder:
 
     def finalize_version(self, version: int) -> None:
         self.finalized.append(version)
+
+    def end_training(self) -> None:
+        self.num_ends += 1
 
     def mark_dead(self, rank: int) -> None:
         self.marked_dead.append(rank)

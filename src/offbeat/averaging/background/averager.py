@@ -72,6 +72,11 @@ class BackgroundAverager:
     inform: Callable[[str], None]
     record_wait: Callable[[float, float], None]
 
+    @property
+    def num_members(self) -> int:
+        """How many ranks average in the current generation."""
+        return self.progress.num_members
+
     def confirm_membership(self) -> None:
         """Raise what this rank does not know yet if it was suspended: that its peers have gone on
         or ended without it, and that it cannot join them again.
@@ -114,6 +119,7 @@ def start_background_averager(
     momenta: Momenta | None = None,
     averages_momenta: Callable[[int], bool] = lambda version: False,
     rounding: Rounding | None = None,
+    ends_with: Callable[[int], int] | None = None,
     yields: bool = False,
 ) -> BackgroundAverager:
     """Start the threads that average on behalf of this rank. Collective.
@@ -129,6 +135,8 @@ def start_background_averager(
         momenta: the optimizer's momenta, to be averaged in some versions; None: in none.
         averages_momenta: whether a version averages them.
         rounding: how values travel; None: as they are.
+        ends_with: how many members, of so many, have to take no more steps for those of the others
+            not to count; None: they always do.
         yields: as of `ProgressThread`.
 
     Raises:
@@ -160,6 +168,7 @@ def start_background_averager(
             ),
             dtype=staging.dtype,
             rounding=rounding,
+            ends_with=None if ends_with is None else ends_with(num_members),
             group_of=lambda version: group_of(version, position, num_members),
         )
 
@@ -203,6 +212,7 @@ class BackgroundPart(Part):
         self._averager = averager
         self._trainer = averager.trainer
         self._num_steps = self.start_step = self._trainer.step
+        self._was_told = False
         self._encode_s = 0.0
         if self._trainer.has_begun:  # this rank is a newcomer and has the model of a member
             self._load()
@@ -212,6 +222,10 @@ class BackgroundPart(Part):
         # The model is published as late as possible, because the user may load weights after
         # attaching.
         self._publish()
+
+    @override
+    def steps_behind(self) -> int:
+        return self._trainer.steps_behind if self._trainer.has_begun else 0
 
     @override
     def on_finish(self) -> None:
@@ -297,6 +311,13 @@ class BackgroundPart(Part):
         parts = self._averager.staging.parts(self._averager.tensors())
         if not self._trainer.advance(parts, self._averager.weights.read_counters()):
             raise non_finite_weights(self._averager.rank)
+        if self._trainer.is_final and not self._was_told:
+            self._was_told = True
+            self._averager.inform(
+                f"from step {self._num_steps} on worker {self._averager.rank} trains for nothing:"
+                " so many of its peers have taken all their steps that the model is final. Workers"
+                " should end at about the same time; ends_with='all' lets every step count"
+            )
         self._encode_s += time.perf_counter() - begin_s
 
     def _arrive(self, must_wait: Callable[[int], bool], *, for_average: bool = True) -> int | None:

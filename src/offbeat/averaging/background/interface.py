@@ -211,6 +211,12 @@ class ProtocolPort(Protocol):
         """
         ...
 
+    def end_training(self) -> None:
+        """`ProtocolSettings.ends_with` members take no more steps: what this rank learns in further
+        steps does not count.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProtocolSettings:
@@ -230,6 +236,8 @@ class ProtocolSettings:
         rounding: how contributions and averages are rounded; None: not at all. Models that are
             requested are never rounded.
         reply_deadline: for contributions and averages, which take only as long as the network does.
+        ends_with: when so many members take no more steps, those of the others do not count; None:
+            they always do.
         arrival_deadline: for arrivals, where `VersionGroup.min_arrivals` asks for several of them
             but not for all.
 
@@ -248,6 +256,7 @@ class ProtocolSettings:
     direct_bytes: int = 65_536
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
     rounding: Rounding | None = None
+    ends_with: int | None = None
     reply_deadline: DeadlineRule = field(
         default_factory=lambda: DeadlineRule(min_samples=4, initial_s=0.4)
     )

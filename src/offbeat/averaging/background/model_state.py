@@ -36,6 +36,7 @@ class ModelState:
     Attributes:
         step: how many steps the trainer has made, including those of the member whose model was
             adopted.
+        is_final: whether the trainer's steps count no more.
     """
 
     def __init__(self, make_rule: Callable[[Values], MergeRule], *, weight: float = 1.0) -> None:
@@ -45,6 +46,7 @@ class ModelState:
         self._rule: MergeRule | None = None
         self._counters = no_counters()
         self._replaced = False
+        self.is_final = False
 
     @property
     def exists(self) -> bool:
@@ -73,7 +75,7 @@ class ModelState:
         """The trainer has ended a step; see `MergeRule.advance`."""
         # A step that began with a model which was replaced meanwhile says nothing about the new
         # one.
-        if not self._replaced:
+        if not (self._replaced or self.is_final):
             if not self._existing.advance(model):
                 return False
             self._counters = counters
@@ -85,7 +87,8 @@ class ModelState:
         """The trainer continues."""
         self._replaced = False
         values = self._existing.take()
-        return Taken(values, self._counters, is_held=values is self._existing.held)
+        is_held = values is self._existing.held and not self.is_final
+        return Taken(values, self._counters, is_held=is_held)
 
     def rebase(self, held: Values) -> None:
         """The trainer's model holds `held` instead of what it took."""
@@ -96,6 +99,12 @@ class ModelState:
         self._replaced = self._rule is not None
         self._rule, self._counters = self._make_rule(model.values.copy()), model.counters
         self.step = self.step if self._replaced else model.step
+
+    def end_training(self) -> None:
+        """From now on the trainer's steps are not added to the model, and the trainer takes the
+        model as it was before each. Averages are still merged.
+        """
+        self.is_final = True
 
     def snapshot(self) -> Contribution:
         """The current model, as a contribution that is not fresh."""

@@ -122,6 +122,11 @@ class ProgressThread:
             served = self._served
             return served.names([p for p in positions if p < len(served.generation.members)])
 
+    @property
+    def num_members(self) -> int:
+        """How many ranks the current generation has."""
+        return len(self._served.generation.members)
+
     def must_wait(self, version: int) -> bool:
         """Whether several ranks have to arrive at `version` before it proceeds."""
         return self._served.settings.group_of(version).min_arrivals > 1

@@ -225,6 +225,8 @@ class ProtocolMember(ABC):
         if rank not in self.counts.stopped:
             self.counts.stopped.add(rank)
             self._port.mark_stopped(rank)
+            if len(self.counts.stopped) == self._settings.ends_with:
+                self._port.end_training()
 
     def _mark_finished(self, rank: int) -> None:
         self._finished.add(rank)

@@ -79,10 +79,17 @@ class PublishedModelPort(ProtocolPort):
         state = self._state
         with state.changed:
             state.model.merge(result.version, result.pieces)
-            notes = result.members.values()
+            members = result.members
+            notes = members.values()
             state.counts.made += bool(result.pieces)
             state.counts.missed += not result.pieces
             state.counts.contributions += len(notes)
+            for rank, note in members.items():
+                state.steps[rank] = max(note.step, state.steps.get(rank, 0))
+            if state.steps:
+                # Until there is news, peers go on as this rank does.
+                half = sorted(state.steps.values())[len(state.steps) // 2]
+                state.steps_behind = max(0, half - state.model.step)
             state.counts.stale += sum(not note.fresh for note in notes)
             state.open.discard(result.version)
             state.intervals.close(result.version)
@@ -133,3 +140,8 @@ class PublishedModelPort(ProtocolPort):
         with self._state.changed:
             self._state.stopped.add(rank)
             self._state.changed.notify_all()
+
+    @override
+    def end_training(self) -> None:
+        with self._state.changed:
+            self._state.model.end_training()

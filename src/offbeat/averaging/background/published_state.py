@@ -67,6 +67,7 @@ class PublishedState:
         self.expelled = False
         self.error: Exception | None = None
         self.epoch = 0
+        self.steps_behind = 0
         self.on_missing_model: Callable[[int], None] = lambda member: None
         self._reset()
 
@@ -80,6 +81,7 @@ class PublishedState:
         self.trainer_waits = False
         self.credit = 0
         self.awaited: int | None = None
+        self.steps: dict[int, int] = {}
         self.held_by: Set[int] = frozenset()
         self.given_up: Set[int] = frozenset()
         self.dead: set[int] = set()

@@ -34,6 +34,20 @@ class TrainerPort:
             return self._state.model.step
 
     @property
+    def steps_behind(self) -> int:
+        """How many steps this rank had made less than half of the ranks when it last heard of
+        theirs; 0 for that half.
+        """
+        with self._state.changed:
+            return self._state.steps_behind
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the trainer's steps count no more; see `ModelState.end_training`."""
+        with self._state.changed:
+            return self._state.model.is_final
+
+    @property
     def has_begun(self) -> bool:
         """Whether there is a model."""
         with self._state.changed:

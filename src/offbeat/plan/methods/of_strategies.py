@@ -57,9 +57,9 @@ def _method_of(name: str, recipe: Any) -> Method:
                 first=method_of(first.name, first),
                 then=PeriodicMean(
                     recipe.period,
-                    warmup=recipe.warmup,
+                    warmup=recipe.steps_of_growth,
                     start_step=recipe.start_step,
-                    averages_state=recipe.optimizer_state == "averaged",
+                    averages_state=recipe.averages_state,
                 ),
             )
         case "post-localsgd":
