@@ -490,6 +490,8 @@ def race(
         eval_every=max(1, steps // 20),
     )
     directory, comparison = _compared(request, keep / title.replace(", ", "-"))
+    if comparison.status != "finished":
+        raise SystemExit(f"{title}: the comparison was {comparison.status}")
     places = dict(zip(racers, comparison.contestants, strict=True))
     final = places[BASELINE].measures.get("final_metric", estimate([])).median
     alone = {seed: directory / f"runs/alone-seed-{seed}" for seed in seeds}

@@ -43,7 +43,7 @@ __all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
 SECRET = "a secret of this test run only"
-PATIENCE_S = 40.0
+PATIENCE_S = 60.0
 NUM_ROWS, ROW = 4000, 16
 
 
@@ -252,7 +252,7 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
 
 
 def test_a_worker_that_was_stopped_comes_back_with_the_others_model(run_ranks: RunRanks) -> None:
-    first, second, back = run_ranks(stopped, 3, label="elastic")
+    first, second, back = run_ranks(stopped, 3, label="elastic", timeout_s=90)
     assert first["merges"] == second["merges"]
     assert any("was away for so long" in notice for notice in back["notices"])
     assert without_works(back["merges"])[-1] == without_works(first["merges"])[-1]

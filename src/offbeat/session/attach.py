@@ -47,6 +47,7 @@ def attach_through(
             left waiting.
         MismatchError: the ranks disagree, with the first difference.
     """
+    _refuse_attached(model)
     returns = is_returning()
     optimizer = _unwrapped(optimizer)
     if not returns:
@@ -110,6 +111,19 @@ def _takes_hooks(optimizer: object) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def _refuse_attached(model: torch.nn.Module) -> None:
+    """Raise at once, without a word to the peers: where one rank alone attaches again by mistake
+    nobody else comes to hear of it.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return  # which is refused below
+    taken = {id(parameter) for attached in ATTACHED_MODELS for parameter in attached.parameters()}
+    if any(id(parameter) in taken for parameter in model.parameters()):
+        raise ConfigError(
+            "the model, or a part of it, is attached already; close that session first"
+        )
 
 
 def _check(
@@ -206,11 +220,6 @@ def _check(
         raise ConfigError(
             f"{foreign} of the optimizer's parameters are not the model's; build the optimizer from"
             " model.parameters(), after moving the model to its device"
-        )
-    taken = {id(parameter) for attached in ATTACHED_MODELS for parameter in attached.parameters()}
-    if any(id(parameter) in taken for parameter in parameters.values()):
-        raise ConfigError(
-            "the model, or a part of it, is attached already; close that session first"
         )
     strategy.check(model, optimizer)
     if (

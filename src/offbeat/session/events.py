@@ -77,9 +77,10 @@ class EventDispatcher:
         self._issue_warnings = issue_warnings
         self._watch = watch
         self._hooks = BackwardHooks(model, list(parameters.values()), self)
+        # A loop may compile what steps the optimizer, and what parts do is nothing to be compiled.
         self._step_handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
+            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
         ]
         self.sync = GradientSync(model, notify)
 

@@ -135,14 +135,14 @@ class BackwardHooks:
                 " use_reentrant=False), or checkpoint modules inside the model"
             )
         try:
-            call_after_backward_pass(self._on_done)
+            call_after_backward_pass(torch.compiler.disable(self._on_done))
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(
                 f"this backward pass cannot be observed ({error}); compiled autograd is not"
                 " supported: switch it off, plain torch.compile works"
             ) from error
         self._open = True
-        self._listener.backward_begins()
+        torch.compiler.disable(self._listener.backward_begins)()
 
     def _on_done(self) -> None:
         self._open = False

@@ -49,6 +49,7 @@ from offbeat.session.state import load_state_of, state_of
 from offbeat.session.step_watch import StepWatch
 from offbeat.session.traffic import SessionTraffic
 from offbeat.strategies.base import Strategy
+from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Driver
 from offbeat.transport.network import store_of
@@ -466,7 +467,7 @@ class Session:
             PeerError: half of the ranks or more have no model or do not answer.
         """
         self._check_open("averaged_model")
-        copied = copy.deepcopy(self._model)
+        copied = _copy_of(self._model)
         parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
         self._average(parameters, lambda: persistent_buffers(copied))
         return copied
@@ -775,3 +776,17 @@ class Session:
             generations.close()
             raise
         return generations
+
+
+def _copy_of(model: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy, also of a model that keeps what it has computed, such as its last activations or
+    a weight made of other parameters. PyTorch refuses to copy what has a graph: the copy has it
+    without.
+    """
+    kept = {
+        id(tensor): tensor.detach().clone()
+        for module in model.modules()
+        for tensor in tensors_in({**vars(module), "_modules": None})
+        if tensor.grad_fn is not None
+    }
+    return copy.deepcopy(model, kept)

@@ -1,0 +1,85 @@
+"""Models and loops that a session must take as they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.strategies.base import Strategy
+
+
+class Keeps(torch.nn.Module):
+    """Keeps its last activations, as models that show them do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = [self.layer(x)]
+        return self.kept[0]
+
+
+def test_a_model_that_keeps_activations_can_be_averaged() -> None:
+    model = Keeps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.LocalSGD()) as session:
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        averaged = session.averaged_model()
+    assert model.kept[0].requires_grad
+    assert torch.equal(averaged(torch.ones(3, 2)), model(torch.ones(3, 2)))
+    assert not any(p is q for p, q in zip(averaged.parameters(), model.parameters(), strict=True))
+
+
+class Asks(Part):
+    """Notes whether it is being compiled."""
+
+    state_key = "asks"
+
+    def __init__(self, heard: list[bool]) -> None:
+        self.heard = heard
+
+    def on_before_step(self) -> None:
+        self.heard.append(torch.compiler.is_compiling())
+
+    def on_after_step(self) -> None:
+        self.heard.append(torch.compiler.is_compiling())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking(Strategy):
+    name: ClassVar[str] = "asking"
+    heard: list[bool] = field(default_factory=list)
+
+    def build(self, workspace: Workspace) -> list[Part]:
+        return [Asks(self.heard)]
+
+
+class Still(torch.optim.Optimizer):
+    """Moves nothing, so that there is little to compile."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in the compiler
+def test_a_compiled_step_does_not_compile_the_parts() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = Still(model)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    strategy = Asking()
+    with offbeat.attach(model, optimizer, strategy):
+        model(torch.ones(3, 2)).sum().backward()
+        step()
+    assert strategy.heard == [False, False]
