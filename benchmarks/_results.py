@@ -1,5 +1,6 @@
-"""Result files, `results/NAME.jsonl`: one line of JSON for each figure. `pages.py` makes the tables
-of `docs/benchmarks` from them. This module needs Python's standard library alone.
+"""Result files, `results/NAME.jsonl`: lines of JSON, one that says where figures come from, and one
+for each of these figures. `pages.py` makes the tables of `docs/benchmarks` from them. This module
+needs Python's standard library alone.
 
 A benchmark measures in cells, such as one task or one speed of the link. A cell's figures are
 written together when it is over, so a benchmark that was stopped goes on with the next cell.
@@ -92,7 +93,7 @@ class ResultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.results = [_parsed(line) for line in _lines(path)]
+        self.results = list(_parsed(_lines(path)))
 
     @property
     def cells(self) -> set[str]:
@@ -119,7 +120,7 @@ class ResultFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A file that is replaced whole is never found half written by who goes on with it.
         draft = self.path.with_suffix(".draft")
-        draft.write_text("".join(f"{_line(result)}\n" for result in self.results))
+        draft.write_text("".join(f"{line}\n" for line in _written(self.results)))
         os.replace(draft, self.path)
 
 
@@ -127,21 +128,35 @@ def _lines(path: Path) -> Sequence[str]:
     return path.read_text().splitlines() if path.exists() else ()
 
 
-def _line(result: Result) -> str:
-    whole = {"cell": result.cell, **asdict(result.figure), **asdict(result.origin)}
-    return json.dumps({key: value for key, value in whole.items() if value not in (None, "", {})})
+def _written(results: Iterable[Result]) -> Iterator[str]:
+    said = ""
+    for result in results:
+        origin = _line({"cell": result.cell, **asdict(result.origin)})
+        if origin != said:
+            yield origin
+        yield _line(asdict(result.figure))
+        said = origin
 
 
-def _parsed(line: str) -> Result:
-    row: dict[str, Any] = json.loads(line)
-    for key in ("value", "interval"):
-        if isinstance(row.get(key), list):
-            row[key] = tuple(row[key])
-    cell = row.pop("cell")
-    of_figure = {name.name: row.pop(name.name) for name in fields(Figure) if name.name in row}
-    # A value that was None is not written.
-    figure = Figure(**{"value": None, **of_figure})
-    return Result(cell=cell, figure=figure, origin=Origin(**row))
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in row.items() if value not in (None, "", {})})
+
+
+def _parsed(lines: Iterable[str]) -> Iterator[Result]:
+    """Results. A line with a cell holds for what follows; it may be that of a figure too."""
+    cell, origin = "", Origin(recorded="")
+    for line in lines:
+        row: dict[str, Any] = json.loads(line)
+        for key in ("value", "interval"):
+            if isinstance(row.get(key), list):
+                row[key] = tuple(row[key])
+        of_figure = {name.name: row.pop(name.name) for name in fields(Figure) if name.name in row}
+        if row:
+            cell, origin = row.pop("cell"), Origin(**row)
+        if of_figure:
+            # A value that was None is not written.
+            figure = Figure(**{"value": None, **of_figure})
+            yield Result(cell=cell, figure=figure, origin=origin)
 
 
 def number(value: float, decimals: int | None) -> str:

@@ -146,7 +146,8 @@ def _rows(case: str, one: CheckedStep, table: str) -> Iterator[Figure]:
         return
     yield figure(column=PREDICTED, value=one.predicted_s, unit="s")
     yield figure(column=RATIO, value=one.ratio, decimals=2)
-    yield figure(column=HALVES, value=one.repeats_differ, decimals=2)
+    if one.repeats_differ is not None:
+        yield figure(column=HALVES, value=one.repeats_differ, decimals=2)
     yield figure(column="judged", value="yes" if one.is_judged else "no")
 
 

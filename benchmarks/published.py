@@ -29,7 +29,8 @@ from offbeat.kfac.planning.iteration import IterationCosts, dkfac, mpdkfac, spdk
 from offbeat.kfac.planning.overlap import fuse_by_rule
 from offbeat.kfac.planning.placement import place_by_rule
 from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat.plan.methods import DenseGradients, SparseGradients
+from offbeat.plan.methods.gradients import DenseGradients
+from offbeat.plan.methods.sparse_gradients import SparseGradients
 from offbeat.plan.predictions import predict_step
 from offbeat.plan.profile import ModelProfile
 from offbeat.plan.shipped import PUBLISHED, shipped_profile

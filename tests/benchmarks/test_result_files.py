@@ -58,10 +58,22 @@ def test_a_cell_that_is_measured_anew_takes_the_place_of_the_old_one(path: Path)
     assert found == [("first", 2.0), ("second", 1.0), ("second", 1.0)]
 
 
-def test_each_line_of_a_file_is_one_figure(path: Path) -> None:
-    ResultFile(path).replace("cell", [figure("a", 1.0), figure("b", 2.0)], ORIGIN)
+def test_where_figures_come_from_is_said_once_before_them(path: Path) -> None:
+    kept = ResultFile(path)
+    kept.replace("first", [figure("a", 1.0), figure("b", 2.0)], ORIGIN)
+    kept.replace("second", [figure("c", 3.0)], ORIGIN)
 
-    assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["a", "b"]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row.get("cell", row.get("case")) for row in rows] == ["first", "a", "b", "second", "c"]
+    assert ["command" in row for row in rows] == [True, False, False, True, False]
+
+
+def test_a_line_may_be_a_figure_with_its_origin(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text('{"cell": "x", "recorded": "1", "case": "a", "table": "t", "value": 1.0}\n')
+    (result,) = ResultFile(path).results
+    assert (result.cell, result.origin) == ("x", Origin(recorded="1"))
+    assert (result.figure.case, result.figure.value) == ("a", 1.0)
 
 
 class Counted:

@@ -96,6 +96,31 @@ def test_nobody_is_early_and_in_every_exchange_somebody_is_first(of: Steps) -> N
         assert not here.size or here.min() == 0.0
 
 
+def test_an_evaluation_between_two_steps_of_one_rank_is_no_training_of_another() -> None:
+    """Rank 0 evaluates for 5 s after its first step; rank 1 waits for it in its second."""
+    found = matrices(
+        [[0.5, 6.5], [0.7, 1.7]],
+        began_s=[[0.0, 6.0], [0.0, 1.0]],
+        compute_s=[[0.5, 0.5], [0.7, 0.7]],
+        wait_s=[[0.5, 0.3], [0.3, 5.1]],
+        duration_s=[[1.0, 0.8], [1.0, 5.8]],
+    ).without_pauses()
+    np.testing.assert_allclose(found.step_s(), [1.0, 0.9])
+    np.testing.assert_allclose(found.wait_s, [[0.5, 0.3], [0.3, 0.3]])
+    np.testing.assert_allclose(found.lateness_s(), [[0.0, 0.0], [0.2, 0.2]], atol=1e-12)
+
+
+def test_a_rank_that_is_late_within_its_step_is_waited_for() -> None:
+    late = matrices(
+        [[0.5, 6.5], [0.7, 1.7]],
+        began_s=[[0.0, 1.0], [0.0, 1.0]],
+        compute_s=[[0.5, 5.5], [0.7, 0.7]],
+        wait_s=[[0.5, 0.5], [0.3, 5.3]],
+        duration_s=[[1.0, 6.0], [1.0, 6.0]],
+    )
+    np.testing.assert_array_equal(late.without_pauses().wait_s, late.wait_s)
+
+
 @given(steps())
 def test_waiting_for_others_is_a_part_of_waiting_and_the_last_one_waits_for_nobody(
     of: Steps,

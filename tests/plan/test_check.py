@@ -77,6 +77,13 @@ def test_misses_come_first_and_the_wrong_order_is_counted(
     assert found.judged[-1].error == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_strategy_of_which_nothing_was_repeated_is_not_judged(tmp_path: Path) -> None:
+    """15 steps have one period of LocalSGD."""
+    (one,) = check_comparison(recorded(tmp_path, {"localsgd": [0.5] * 15}), MODEL).steps
+    assert one.predicted_s is not None
+    assert (one.repeats_differ, one.is_judged) == (None, False)
+
+
 SLOWER = MODEL.with_step(batch_size=8, forward_backward_s=0.6, device="none")
 
 

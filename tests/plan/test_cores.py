@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from offbeat.lab.cluster import Cluster, RackSpec, from_flags
 from offbeat.plan.cores import SLICE_S, Cores
-from offbeat.plan.methods import SoloSteps
+from offbeat.plan.methods.gradients import SoloSteps
 from offbeat.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch
 from offbeat.plan.simulation import Run

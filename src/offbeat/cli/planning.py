@@ -306,6 +306,8 @@ def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: b
     for one in found.steps:
         if one.predicted_s is None:
             note = one.why
+        elif one.repeats_differ is None:
+            note = "not judged: nothing was repeated; train for longer, or with several --seeds"
         elif not one.is_judged:
             note = "not judged: its repeats differ too much"
         else:
@@ -315,7 +317,7 @@ def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: b
             f"{one.measured_s:.3g} s",
             "" if one.predicted_s is None else f"{one.predicted_s:.3g} s",
             "" if one.predicted_s is None else f"{one.ratio:.2f}",
-            f"{one.repeats_differ:.0%}",
+            "" if one.repeats_differ is None else f"{one.repeats_differ:.0%}",
             note,
         )
     console.print(table)

@@ -147,6 +147,23 @@ class Steps:
         longest_s = _over_ranks(np.fmax, self.ready_s) - self.ready_s
         return np.where(self.done, np.minimum(self.wait_s, np.nan_to_num(longest_s)), np.nan)
 
+    def without_pauses(self) -> Steps:
+        """As if no rank had done anything between its steps that others did not, such as evaluate:
+        nobody is late by that, and what others waited for it belongs to no step.
+
+        Not where samples are claimed: ranks there are at different batches at any time.
+        """
+        if self.merged.size:
+            return self
+        between_s = np.diff(self.began_s, axis=1, prepend=np.nan)
+        between_s[:, 1:] -= self.duration_s[:, :-1]
+        paused_s = np.nan_to_num(between_s - _over_ranks(np.fmin, between_s))
+        # Where no rank waits, steps of one number have nothing to do with each other.
+        paused_s = np.where(self.in_step(), paused_s, 0.0)
+        moved = replace(self, began_s=self.began_s - paused_s, ready_s=self.ready_s - paused_s)
+        waited_s = np.maximum(0.0, self.waiting_for_others_s() - moved.waiting_for_others_s())
+        return replace(moved, wait_s=self.wait_s - waited_s, duration_s=self.duration_s - waited_s)
+
     def window(self, start: int, stop: int | None = None) -> Steps:
         """Columns `start` to `stop`."""
         return replace(
@@ -199,7 +216,8 @@ def read_steps(record: Record) -> Steps:
         if host is not None and hosts[0] is not None and host.host != hosts[0].host:
             for name in _TIMES:
                 columns[name][rank] += host.monotonic_to_unix_s - hosts[0].monotonic_to_unix_s
-    return Steps(step=np.array(numbers, dtype=np.int64), merged=merged, **columns)
+    steps = Steps(step=np.array(numbers, dtype=np.int64), merged=merged, **columns)
+    return steps.without_pauses()
 
 
 def _by_step(events: Iterable[StepEvent]) -> dict[int, StepEvent]:

@@ -201,6 +201,10 @@ class Coordinator:
             _never.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def takes_part(self, rank: int, step: int) -> bool:
+        """Whether `rank` lives and was there in `step`, as far as deaths are recorded."""
+        return self._is_alive(rank, step)
+
     def _is_alive(self, rank: int, step: int | None) -> bool:
         """Whether `rank` lives; with `step`, whether it takes part in that step."""
         deaths = self._deaths(rank)

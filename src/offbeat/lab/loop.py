@@ -7,7 +7,7 @@ peers.
 
 from __future__ import annotations
 
-from offbeat.lab.measuring import evaluate
+from offbeat.lab.measuring import evaluate, measure_complete
 from offbeat.lab.pauses import Pauses
 from offbeat.lab.saving import save
 from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule
@@ -121,6 +121,8 @@ def _save_and_evaluate(run: TaskRun, recorder: StepRecorder, steps_before: int) 
         recorder.restart_clock()
     if _is_due(config.eval_every, step, steps_before):
         evaluate(run, recorder)
+    if not run.measures_at_end:
+        measure_complete(run, recorder)
 
 
 def _saves_or_evaluates(run: TaskRun, step: int, steps_before: int) -> bool:

@@ -1,29 +1,38 @@
 """Measures the metric on the leader while training goes on.
 
-Where the leader averages alone, its peers train on while it fetches their models and measures. It
-is late by that in each measurement, and has its last steps to itself when they have finished. So
-in a comparison each rank keeps a copy of its own model in the steps that are to be measured, and
-the leader measures their means when all have finished: nobody does more for a measurement than
-copy, and what is measured is the mean after equally many steps of each rank.
+Where the leader averages alone, its peers train on while it fetches their models and measures, so
+what it measures had more steps than it says. So each rank keeps a copy of its own model in the
+steps that are to be measured, and the leader measures their mean: after equally many steps of each
+rank, in the training time that the last of them took for these.
+
+A leader that measures in the middle of a run is late by that, and has its last steps to itself when
+its peers have finished. So where strategies are compared it measures when all have finished, and
+nobody does more for a measurement than copy. A single run is to be watched, and is measured as soon
+as all copies are there.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from offbeat.lab.step_recorder import KeptModel, StepRecorder, TaskRun
+from offbeat.lab.records import Evaluation
+from offbeat.lab.step_recorder import StepRecorder, TaskRun
 
 _KEPT_ELEMENTS = 64 * 2**20
-"""So many elements of kept models at most on each rank, 256 MiB where they are float32. Where they
+"""So many elements of kept models at most of each rank, 256 MiB where they are float32. Where they
 would be more, the leader measures at once.
 """
+
+_SECONDS = "seconds"
 
 
 def keeps_models(num_parameters: int, steps: int, eval_every: int | None) -> bool:
@@ -35,19 +44,79 @@ def evaluate(run: TaskRun, recorder: StepRecorder) -> None:
     """Measure the metric on the leader; no rank's training time counts it. Where the leader can
     average alone, no other rank waits for it. Where models are kept, it is measured later.
     """
-    coordinator, step, apart = (
-        run.coordinator,
-        run.schedule.position.step,
-        run.attached.session.averages_alone,
-    )
+    apart = run.attached.session.averages_alone
     if apart and run.keeps_models:
-        state = {
-            name: each.detach().clone().contiguous()
-            for name, each in run.attached.model.state_dict().items()
-        }
-        run.kept.append(KeptModel(state=state, at=recorder.evaluation(math.nan, {})))
-        recorder.restart_clock()
-        return
+        _keep(run, recorder)
+    else:
+        _measure_at_once(run, recorder, apart=apart)
+    recorder.restart_clock()
+
+
+def measure_complete(run: TaskRun, recorder: StepRecorder) -> None:
+    """Measure, as the leader, what has been kept of those steps that all ranks have done."""
+    while run.kept:
+        at = run.kept[0]
+        if _is_kept(run, at):
+            if _missing(run, at.step) or run.coordinator.leader != run.coordinator.rank:
+                return
+            _measure_kept(run, recorder, at)
+            recorder.restart_clock()
+        run.kept.pop(0)
+
+
+def measure_rest(run: TaskRun, recorder: StepRecorder) -> None:
+    """Measure, as the leader, all that has been kept and not measured; all ranks have finished."""
+    for at in run.kept:
+        if _is_kept(run, at):
+            _measure_kept(run, recorder, at)
+    shutil.rmtree(_directory(run).parent, ignore_errors=True)
+
+
+def mean_of(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of floating-point tensors, the maximum of others, by name."""
+    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    return {
+        name: each.mean(dim=0) if each.is_floating_point() else each.amax(dim=0)
+        for name, each in stacked.items()
+    }
+
+
+def _keep(run: TaskRun, recorder: StepRecorder) -> None:
+    """Write this rank's model where the leader finds it."""
+    at = recorder.evaluation(math.nan, {})
+    path = _path(run, at.step, run.coordinator.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: each.detach().contiguous() for name, each in run.attached.model.state_dict().items()
+    }
+    draft = path.with_suffix(".draft")
+    save_file(state, draft, metadata={_SECONDS: repr(at.seconds)})
+    draft.replace(path)  # the leader takes what is there to be whole
+    run.kept.append(at)
+
+
+def _measure_kept(run: TaskRun, recorder: StepRecorder, at: Evaluation) -> None:
+    """Measure the mean of what ranks have kept of a step, and remove that."""
+    missing = _missing(run, at.step)
+    paths = [_path(run, at.step, rank) for rank in range(run.coordinator.world_size)]
+    there = [path for path in paths if path.exists()]
+    states, seconds = [], []
+    for path in there:
+        with safe_open(path, "pt") as kept:
+            states.append({name: kept.get_tensor(name) for name in kept.keys()})  # noqa: SIM118
+            seconds.append(float(kept.metadata()[_SECONDS]))
+    model = copy.deepcopy(run.attached.model)
+    model.load_state_dict(mean_of(states))
+    metric, others = _metrics(run, model)
+    recorder.write_evaluation(
+        replace(at, metric=metric, others=others, without=missing, seconds=max(seconds))
+    )
+    for path in there:
+        path.unlink()
+
+
+def _measure_at_once(run: TaskRun, recorder: StepRecorder, *, apart: bool) -> None:
+    coordinator, step = run.coordinator, run.schedule.position.step
     # A leader before this one may have been ahead.
     leads = coordinator.leader == coordinator.rank and step > int(
         coordinator.published("measured") or -1
@@ -57,58 +126,41 @@ def evaluate(run: TaskRun, recorder: StepRecorder) -> None:
         # its peers have none to send yet.
         model = run.attached.model if apart and not step else run.attached.averaged_model()
         if leads:
-            model.eval()
-            with run.attached.resting():
-                metrics = run.task.metrics(model)
-            run.attached.log(metrics)
-            metric = metrics.pop(run.task.metric_name)
-            recorder.add_evaluation(metric, metrics, without=run.attached.averaged_without)
+            metric, others = _metrics(run, model)
+            recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
             model.train()
             coordinator.publish("measured", str(step))
     if not apart:
         coordinator.gather_living(f"measured/{step}", "", step=step)
-    recorder.restart_clock()
 
 
-def hand_over(run: TaskRun) -> None:
-    """Write the models that this rank has kept where the leader finds them."""
-    for one in run.kept:
-        path = _path(run, one.at.step, run.coordinator.rank)
-        path.parent.mkdir(exist_ok=True)
-        save_file(one.state, path)
-
-
-def measure_kept(run: TaskRun, recorder: StepRecorder, model: nn.Module) -> None:
-    """Measure the means of the models that all ranks have handed over, and remove those.
-
-    Args:
-        run, recorder: of the leader.
-        model: takes the means; what it held is lost.
-    """
-    ranks = range(run.coordinator.world_size)
-    for one in run.kept:
-        paths = {rank: _path(run, one.at.step, rank) for rank in ranks}
-        there = {rank: path for rank, path in paths.items() if path.exists()}
-        model.load_state_dict(mean_of([load_file(path) for path in there.values()]))
-        model.eval()
+def _metrics(run: TaskRun, model: torch.nn.Module) -> tuple[float, dict[str, float]]:
+    """The metric of `model`, and whatever else the task measures."""
+    model.eval()
+    with run.attached.resting():
         metrics = run.task.metrics(model)
-        metric = metrics.pop(run.task.metric_name)
-        without = sorted(paths.keys() - there.keys())
-        recorder.write_evaluation(replace(one.at, metric=metric, others=metrics, without=without))
-        for path in there.values():
-            path.unlink()
-    if run.kept:
-        _path(run, 0, 0).parent.rmdir()
+    run.attached.log(metrics)
+    return metrics.pop(run.task.metric_name), metrics
 
 
-def mean_of(states: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean of floating-point tensors, the maximum of others, by name."""
-    stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
-    return {
-        name: each.mean(dim=0) if each.is_floating_point() else each.amax(dim=0)
-        for name, each in stacked.items()
-    }
+def _is_kept(run: TaskRun, at: Evaluation) -> bool:
+    """Whether nobody has measured what this rank has kept. An earlier leader may have."""
+    return _path(run, at.step, run.coordinator.rank).exists()
+
+
+def _missing(run: TaskRun, step: int) -> list[int]:
+    """The living ranks that have kept nothing of `step`."""
+    return [
+        rank
+        for rank in range(run.coordinator.world_size)
+        if not _path(run, step, rank).exists() and run.coordinator.takes_part(rank, step)
+    ]
+
+
+def _directory(run: TaskRun) -> Path:
+    # What an attempt that was killed has left is of steps that are done again.
+    return run.record.path / "kept" / f"attempt-{len(run.record.attempts)}"
 
 
 def _path(run: TaskRun, step: int, rank: int) -> Path:
-    return run.record.path / "kept" / f"step-{step}-rank-{rank}.pt"
+    return _directory(run) / f"step-{step}-rank-{rank}.safetensors"

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from offbeat.lab.measuring import hand_over, measure_kept
+from offbeat.lab.measuring import measure_rest
 from offbeat.lab.records import Summary, write_summary
 from offbeat.lab.step_recorder import RankRun, StepRecorder, TaskRun
 
@@ -55,11 +56,10 @@ def summarize_run(run: TaskRun, recorder: StepRecorder) -> Summary | None:
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - recorder.first_step)
     notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
-    hand_over(run)
     ends = gather_ends(run, recorder, notices, patience_s=HANGS_S if apart else None)
     if ends is None:
         return None
-    measure_kept(run, recorder, run.task.build_model(run.record.config.seed))
+    measure_rest(run, recorder)
     if final is None:
         final = run.attached.averaged_model()
     stopped = step < run.schedule.target
@@ -69,7 +69,10 @@ def summarize_run(run: TaskRun, recorder: StepRecorder) -> Summary | None:
         others = task.metrics(final)
         run.attached.log(others)
         metric = others.pop(task.metric_name)
-        recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
+        measured_at = recorder.evaluation(metric, others, without=run.attached.averaged_without)
+        if apart:  # What is measured was there when the last rank had finished.
+            measured_at = replace(measured_at, seconds=max(end["seconds"] for end in ends))
+        recorder.write_evaluation(measured_at)
     measured = Measured(
         metric=metric,
         name=task.metric_name,
@@ -99,6 +102,7 @@ def gather_ends(
     num_steps = max(1, run.schedule.position.step - recorder.first_step)
     mine = {
         "digest": digest(run.attached.model),
+        "seconds": recorder.evaluation(math.nan, {}).seconds,
         "bytes_per_step": (last.bytes_sent - recorder.first.bytes_sent) / num_steps,
         "messages_per_step": (last.messages_sent - recorder.first.messages_sent) / num_steps,
         "samples_per_s": recorder.num_samples / recorder.seconds if recorder.seconds else 0.0,

@@ -11,8 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import torch
-
 from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.breakdown import combine_events
 from offbeat.lab.coordination import Coordinator
@@ -53,32 +51,23 @@ class RankRun:
     notices: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptModel:
-    """A rank's model in a step that is to be measured.
-
-    Attributes:
-        state: its parameters and buffers, by name.
-        at: what the evaluation will say but for the metric.
-    """
-
-    state: dict[str, torch.Tensor]
-    at: Evaluation
-
-
 @dataclass(kw_only=True)
 class TaskRun(RankRun):
     """Everything one rank trains a task with.
 
     Attributes:
-        keeps_models: whether a rank that averages alone keeps what is to be measured to the end.
-        kept: what it has kept.
+        keeps_models: whether a rank that averages alone keeps its model in steps that are to be
+            measured.
+        measures_at_end: whether these are measured when all ranks have finished, and not before.
+        kept: of which steps it has kept its model, and what each evaluation will say but for the
+            metric.
     """
 
     task: Task
     schedule: BatchSchedule | ClaimedSchedule
     keeps_models: bool = False
-    kept: list[KeptModel] = field(default_factory=list)
+    measures_at_end: bool = False
+    kept: list[Evaluation] = field(default_factory=list)
 
 
 class StepRecorder:
@@ -299,13 +288,16 @@ class StepRecorder:
         """
         self._since_s = time.monotonic() if since_s is None else since_s
 
+    def leave_out(self, seconds: float) -> None:
+        """So many seconds since the clock was last started belong to no step."""
+        self._since_s += seconds
+
     def add_evaluation(
         self, metric: float, others: Mapping[str, float], *, without: Collection[int] = ()
     ) -> None:
         """This rank leads and has measured the metric, and whatever else the task measures.
         `without`: the ranks whose models the measured mean lacks.
         """
-        self._metric = metric
         self.write_evaluation(self.evaluation(metric, others, without=without))
 
     def evaluation(
@@ -326,6 +318,7 @@ class StepRecorder:
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         """Add `evaluation` to the record."""
+        self._metric = evaluation.metric
         self._events.add_evaluation(evaluation)
 
     def report_paused(self) -> None:

@@ -106,7 +106,10 @@ def train_rank(
                 by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping",
             ),
         )
-        run.keeps_models = limit is not None and limit.ends_turns and _keeps_models(run)
+        run.keeps_models = keeps_models(
+            task.num_parameters(), run.schedule.target, config.eval_every
+        )
+        run.measures_at_end = limit is not None and limit.ends_turns
         if coordinator.incarnation:
             coordinator.rejoin_at(position.step + 1)
             report(Joined(rank=coordinator.rank, step=position.step))
@@ -123,14 +126,6 @@ def train_rank(
         if config.checkpoint_every is not None:
             save(run, "end", patience_s=HANGS_S)
         return summarize_run(run, recorder)
-
-
-def _keeps_models(run: TaskRun) -> bool:
-    """Whether ranks keep what is to be measured. A rank that dies would take it with it."""
-    config = run.record.config
-    return (config.cluster is None or not config.cluster.faults) and keeps_models(
-        run.task.num_parameters(), run.schedule.target, config.eval_every
-    )
 
 
 def _position(

@@ -25,7 +25,8 @@ from offbeat.lab.compare_plan import ALONE
 from offbeat.lab.comparison import Comparison, read_comparison
 from offbeat.lab.records import Record
 from offbeat.plan.measure import measure_task
-from offbeat.plan.predictions import method_of, predict_recipe, setting_of
+from offbeat.plan.methods.of_strategies import method_of
+from offbeat.plan.predictions import predict_recipe, setting_of
 from offbeat.plan.profile import Checked, ModelProfile
 from offbeat.plan.script_timing import measure_script
 from offbeat.plan.simulation import PAYLOAD_SHARE, Setting
@@ -36,7 +37,9 @@ more should be in the right order.
 """
 
 REPEATS_WITHIN: Final = 0.10
-"""Where halves of a run, or runs, differ by more, a strategy is not judged."""
+"""Where halves of a run, or runs, differ by more, a strategy is not judged; nor where there are no
+two of them.
+"""
 
 _PROFILED_STEPS: Final = 8
 
@@ -49,19 +52,21 @@ class CheckedStep:
         strategy: its label in the comparison.
         measured_s: mean step of a worker, without the first steps.
         predicted_s: None: it cannot be predicted.
-        repeats_differ: by how much halves of its runs differ, as a share of the smaller one.
+        repeats_differ: by how much halves of its runs differ, as a share of the smaller one. None:
+            there is one run, and no two whole periods of the strategy in it, so nobody knows.
         why: it cannot be predicted; empty: it can.
     """
 
     strategy: str
     measured_s: float
     predicted_s: float | None
-    repeats_differ: float
+    repeats_differ: float | None
     why: str = ""
 
     @property
     def is_judged(self) -> bool:
-        return self.predicted_s is not None and self.repeats_differ <= REPEATS_WITHIN
+        differ = self.repeats_differ
+        return self.predicted_s is not None and differ is not None and differ <= REPEATS_WITHIN
 
     @property
     def ratio(self) -> float:
@@ -224,7 +229,7 @@ def _checked(label: str, records: Sequence[Record], setting: Setting) -> Checked
         strategy=label,
         measured_s=float(np.mean([_mean_s(run) for run in runs])),
         predicted_s=predicted_s,
-        repeats_differ=max(halves) / min(halves) - 1,
+        repeats_differ=max(halves) / min(halves) - 1 if len(halves) > 1 else None,
         why=why,
     )
 

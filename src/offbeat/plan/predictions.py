@@ -8,32 +8,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-import torch
-
-from offbeat.errors import ConfigError
-from offbeat.gradients.collective_choice import BY_ITSELF
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.cluster.quantities import display_rate
 from offbeat.lab.compare_plan import ALONE
 from offbeat.lab.options import Recipe, build_strategy, parse_spec
-from offbeat.plan.methods import (
-    Background,
-    DenseGradients,
-    FirstSteps,
-    Gossip,
-    LowRankGradients,
-    MegaBatches,
-    PartialMean,
-    PeriodicMean,
-    SoloSteps,
-    SparseGradients,
-)
+from offbeat.plan.methods.of_strategies import method_of
 from offbeat.plan.profile import ModelProfile
-from offbeat.plan.second_order import PLANS, OwnerFactors, SecondOrder
-from offbeat.plan.simulation import Method, Setting, StepMethod
+from offbeat.plan.simulation import Setting
 from offbeat.plan.steps_to_target import StepsToTarget
 from offbeat.strategies.base import Strategy
 
@@ -95,141 +78,6 @@ class StepPrediction:
     note: str
     is_lower_limit: bool = False
     time_to_target_s: float | None = None
-
-
-def method_of(name: str, recipe: Recipe) -> Method:
-    """What a strategy does in a step.
-
-    Args:
-        name: of the strategy.
-        recipe: with its options.
-
-    Raises:
-        ConfigError: it cannot be predicted.
-    """
-    return _method_of(name, recipe)
-
-
-def _method_of(name: str, recipe: Any) -> Method:
-    match name:
-        case "alone":
-            method: Method = SoloSteps()
-        case "allreduce":
-            method = DenseGradients(recipe.bucket_mib, recipe.first_bucket_mib)
-        case "ddp":
-            method = DenseGradients()
-        case "ddp-fp16" | "ddp-bf16":
-            method = DenseGradients(element_bytes=2)
-        case "ddp-powersgd":
-            method = LowRankGradients(recipe.rank, recipe.start_step)
-        case "topk":
-            method = SparseGradients(
-                density=recipe.density,
-                collective="all_gather",
-                bucket_mib=recipe.bucket_mib,
-                values=recipe.codecs()[0],
-                indices=recipe.codecs()[1],
-                small_below=partial(_small_below, recipe),
-                carries_small=partial(_carries_small, recipe),
-                density_at=recipe.density_at,
-            )
-        case "ef21":
-            method = SparseGradients(
-                density=recipe.density,
-                collective="all_gather",
-                bucket_mib=recipe.bucket_mib,
-                values=recipe.codecs()[0],
-                indices=recipe.codecs()[1],
-                small_below=partial(_small_below, recipe),
-            )
-            method.extra_bytes = 3.0
-        case "gtopk":
-            union = recipe.apply == "union"
-            method = SparseGradients(
-                density=recipe.density,
-                collective=recipe.collective,
-                budget=recipe.budget,
-                bucket_mib=recipe.bucket_mib,
-                values=recipe.codecs()[0],
-                indices=recipe.codecs()[1],
-                small_below=partial(_small_below, recipe),
-                carries_small=partial(_carries_small, recipe),
-                among=frozenset({"all_gather", "dense"}) if union else BY_ITSELF,
-                density_at=recipe.density_at,
-            )
-        case "localsgd":
-            first = recipe.first_steps
-            method = FirstSteps(
-                recipe.start_step,
-                first=method_of(first.name, first),
-                then=PeriodicMean(
-                    recipe.period,
-                    warmup=recipe.steps_of_growth,
-                    start_step=recipe.start_step,
-                    averages_state=recipe.averages_state,
-                ),
-            )
-        case "post-localsgd":
-            method = FirstSteps(
-                recipe.start_step,
-                first=DenseGradients(),
-                then=PeriodicMean(recipe.period, start_step=recipe.start_step),
-            )
-        case "crossbow":
-            method = PeriodicMean(recipe.period, extra_bytes=3.0)
-        case "dpsgd":
-            method = Gossip()
-        case "sgp":
-            method = Gossip(recipe.out_degree)
-        case "wagma":
-            # Workers with processors to spare average in each step.
-            recipe = replace(recipe, interval=1) if recipe.interval == "auto" else recipe
-            method = Background(
-                recipe.group_of,
-                pairs=False,
-                period=recipe.period,
-                interval=recipe.intervals[0],
-                rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
-                overlaps=recipe.overlaps,
-                averages_momenta=recipe.momenta == "averaged",
-            )
-        case "adpsgd":
-            method = Background(recipe.group_of, pairs=True)
-        case "eagersgd":
-            solo = recipe.mode == "solo"
-            method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
-        case "adaptive" | "elasticsgd":
-            method = MegaBatches(recipe.plan())
-        case "dpkfac":
-            method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
-        case _ if name in PLANS:
-            method = SecondOrder(PLANS[name], recipe.settings(), _exchange_of(recipe))
-        case _:
-            raise ConfigError(f"{name} cannot be predicted; leave it out")
-    return method
-
-
-def _exchange_of(recipe: Any) -> StepMethod:
-    """The exchange of gradients of a K-FAC strategy."""
-    method = method_of(recipe.gradients.name, recipe.gradients)
-    assert isinstance(method, StepMethod)
-    return method
-
-
-def _small_below(recipe: Any, sizes: Sequence[int]) -> int:
-    """Parameters of fewer elements are sent whole by the sparse strategy of `recipe`."""
-    below: int = recipe.small_below(_parameters(sizes))
-    return below
-
-
-def _carries_small(recipe: Any, sizes: Sequence[int], workers: int) -> bool:
-    """Whether these travel in the messages of the others."""
-    carries: bool = recipe.carries_small(_parameters(sizes), workers)
-    return carries
-
-
-def _parameters(sizes: Sequence[int]) -> list[torch.Tensor]:
-    return [torch.empty(size, device="meta") for size in sizes]
 
 
 def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ from offbeat.lab.run_summary import Measured, gather_ends, write_end
 from offbeat.lab.schedule import Position
 from offbeat.lab.step_recorder import RankRun, StepRecorder
 from offbeat.script.coupling import ModelListener
+from offbeat.script.evaluation_pause import EvaluationPause
 from offbeat.script.recipes import Attached
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
@@ -127,6 +129,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._num_samples = 0
         self._step_has_begun = self._has_evaluated = self._is_over = False
         self._backward = ExitStack()
+        self._pause: EvaluationPause | None = None
+        self._evaluated_s = 0.0
 
     # What the script does
 
@@ -176,6 +180,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
             run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
         )
         self._pauses = Pauses(run, self._recorder, self._turns, threading.Event())
+        if self._turns.ends_turns and attached.session.averages_alone:
+            self._pause = EvaluationPause(coordinator)
         self._pauses.wait_for_turn(step)
         self._recorder.restart_clock()
 
@@ -203,6 +209,12 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def evaluates(self) -> None:
         """The script puts a model out of training mode: what follows belongs to no step."""
         self._has_evaluated = True
+        run, recorder, pause = self._run, self._recorder, self._pause
+        if run is None or recorder is None or pause is None or pause.is_evaluating:
+            return
+        if run.coordinator.leader == run.coordinator.rank and not self._is_over:
+            with run.attached.resting():
+                self._evaluated_s = pause.begin(self._length.position.step, recorder.elapsed_s)
 
     @override
     def step_ended(self, num_steps: int) -> None:
@@ -214,6 +226,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
         self._losses_seen = self._losses_seen or loss is not None
         recorder.step_done(loss=loss, batch_size=self._num_samples)
+        if self._pause is not None:
+            self._pause.step_done(step, recorder.elapsed_s)
         if loss is not None:
             self._losses.append(loss)
         self._losses_of_step, self._num_samples, self._step_has_begun = [], 0, False
@@ -238,8 +252,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if run.coordinator.leader != run.coordinator.rank:
             return
         others = {other: value for other, value in values.items() if other != name}
-        recorder.add_evaluation(values[name], others)
-        self._metric = recorder.evaluation(values[name], others)
+        found = recorder.evaluation(values[name], others)
+        self._metric = replace(found, seconds=max(found.seconds, self._evaluated_s))
+        recorder.write_evaluation(self._metric)
 
     def end(self, *, finished: bool) -> None:
         """The script has ended. Writes the summary, on the rank that leads.
@@ -251,6 +266,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if run is None or recorder is None or self._is_over:
             return
         self._is_over = True
+        self._end_pause()
         try:
             # Of ranks that came back none took part in step 0: they have begun the script anew.
             ends = gather_ends(run, recorder, [], patience_s=self._patience_s, step=0)
@@ -265,6 +281,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if self._recorder is not None and not self._is_over:
             self._recorder.close()
         self._is_over = True
+        self._end_pause()
 
     def _begin_step(self) -> None:
         """The first thing that is seen of a step."""
@@ -272,10 +289,22 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if self._step_has_begun or run is None or recorder is None:
             return
         self._step_has_begun = True
+        self._end_pause()
+        if self._pause is not None:
+            began_s = time.monotonic()
+            with run.attached.resting():
+                self._pause.wait(self._length.position.step)
+            recorder.leave_out(time.monotonic() - began_s)
         if self._has_evaluated:
             recorder.restart_clock()
             self._has_evaluated = False
         run.step_time.begin_step(self._length.position.step + 1)
+
+    def _end_pause(self) -> None:
+        """Let the others go on, if this rank has evaluated."""
+        self._evaluated_s = 0.0
+        if self._pause is not None:
+            self._pause.end()
 
     def _loss_logged(self, loss: float) -> None:
         """The script says its loss, before the optimizer's step or after it."""
