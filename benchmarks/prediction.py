@@ -45,7 +45,7 @@ STRATEGIES = (
     "ddp",
     "ddp-powersgd:start_step=2",
     "gtopk:density=0.01",
-    "localsgd",
+    "localsgd:warmup=0:optimizer_state=local",
     "wagma",
     "spdkfac",
 )
