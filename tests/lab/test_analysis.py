@@ -228,6 +228,14 @@ def test_a_failed_contestant_has_no_measures_and_the_others_have(tmp_path: Path)
     assert "gtopk failed: it broke" in analysed.findings
 
 
+def test_a_script_that_ended_by_itself_has_done_its_own_steps(tmp_path: Path) -> None:
+    short = {"step_s": [0.1] * 20, "metrics": [(0, 0.1), (20, 0.8)]}
+    better = {"step_s": [0.1] * 20, "metrics": [(0, 0.1), (20, 0.9)]}
+    analysed = compare_runs(tmp_path, {"ddp": [short], "gtopk": [better]})
+    assert analysed.steps == 20
+    assert any(finding.startswith("After 20 steps gtopk has") for finding in analysed.findings)
+
+
 def test_all_failed(tmp_path: Path) -> None:
     analysed = analyse(
         tmp_path, comparison([contestant("ddp", failure="a"), contestant("gtopk", failure="b")]), {}

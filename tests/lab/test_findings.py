@@ -141,6 +141,7 @@ def test_one_that_missed_the_target_once_does_not_win_the_race() -> None:
 def test_one_finisher_and_none() -> None:
     failed = contestant("gtopk", failure="worker 1 was killed")
     assert verdict(analysed(SLOW, failed)) == "Only ddp finished: 1.01 s a step."
+    assert verdict(analysed(SLOW)) == "ddp finished: 1.01 s a step."
     assert verdict(analysed(failed)) == "No strategy finished."
     assert findings(analysed(SLOW, failed))[0] == "gtopk failed: worker 1 was killed"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from offbeat.megabatch.claims import (
     ClaimRound,
     MegaBatchShare,
     SampleRange,
+    batches_at_once,
     num_positions,
     part_of,
     without,
@@ -149,6 +150,82 @@ def test_a_claim_is_split_evenly(spans: tuple[SampleRange, ...], largest: int) -
     sizes = [part.num_samples for part in parts]
     assert max(sizes) <= largest
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(disjoint_spans.filter(bool), st.integers(1, 20), st.integers(1, 20))
+def test_a_claim_of_several_batches_is_divided_into_full_ones_but_for_the_last(
+    spans: tuple[SampleRange, ...], size: int, smallest: int
+) -> None:
+    smallest = min(size, smallest)
+    parts = list(Claim(spans).batches(size, smallest=smallest))
+    assert [p for part in parts for p in positions(part.spans)] == positions(spans)
+    *full, last = (part.num_samples for part in parts)
+    assert all(samples == size for samples in full)
+    assert min(smallest, sum(full) + last) <= last < size + smallest
+
+
+some_s = st.just(0.0) | st.floats(1e-6, 10)
+
+
+@given(some_s, some_s, st.integers(0, 10_000), st.integers(1, 500))
+def test_claims_take_a_twentieth_of_the_time_unless_that_is_too_much_of_what_is_left(
+    claim_s: float, batch_s: float, left: int, of_all: int
+) -> None:
+    count = batches_at_once(
+        claim_s=claim_s, batch_s=batch_s, samples_left=left, samples_of_all=of_all
+    )
+    assert count >= 1
+    assert count == 1 or count * of_all <= left / 4
+    is_enough = claim_s <= 0.0501 * count * batch_s
+    assert is_enough or batch_s == 0 or (count + 1) * of_all > left / 4
+    # No more than it takes.
+    assert count == 1 or claim_s > 0.0499 * (count - 1) * batch_s
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 0.5, 0.5), (1.0, 1.0, 1.0, 0.05)])
+@pytest.mark.parametrize("claim_s", [0.001, 0.1, 0.5, 2.0])
+def test_claims_that_take_long_cost_little_however_unequal_workers_are(
+    speeds: tuple[float, ...], claim_s: float
+) -> None:
+    """Under a virtual clock: a batch takes a second of a worker of speed 1, and a claim up to two,
+    in which workers that claim one batch at a time would take three times as long.
+    """
+    size, total = 10, 10 * 400
+    took_s = makespan(speeds, total, size, claim_s, several=True)
+    one_by_one_s = makespan(speeds, total, size, claim_s, several=False)
+    ideal_s = total / size / sum(speeds)
+    last_batch_s = claim_s + 1 / min(speeds)
+    assert took_s <= one_by_one_s + last_batch_s
+    # The last eight batches of each are claimed one at a time, and what is left is known from the
+    # worker's last claim, so that one for which batches take longer than claims may hold two.
+    assert took_s <= 1.05 * ideal_s + 16 * claim_s + 2 * last_batch_s
+
+
+def makespan(
+    speeds: Sequence[float], total: int, size: int, claim_s: float, *, several: bool
+) -> float:
+    """When the last of some workers has computed its last batch of a round, in seconds."""
+    store = HashStore()
+    logs = [ClaimLog(store) for _ in speeds]
+    for log in logs:
+        log.open(0, [SampleRange(0, total)])
+    free_at_s = dict.fromkeys(range(len(speeds)), 0.0)
+    ended_s = 0.0
+    while free_at_s:
+        worker = min(free_at_s, key=lambda rank: free_at_s[rank])
+        batch_s = 1 / speeds[worker]
+        count = batches_at_once(
+            claim_s=claim_s if several else 0.0,
+            batch_s=batch_s,
+            samples_left=logs[worker].num_left,
+            samples_of_all=size * len(speeds),
+        )
+        claim = logs[worker].claim(count * size)
+        if claim is None:
+            ended_s = max(ended_s, free_at_s.pop(worker))
+        else:
+            free_at_s[worker] += claim_s + claim.num_samples / size * batch_s
+    return ended_s
 
 
 @pytest.mark.parametrize(

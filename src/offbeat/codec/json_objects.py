@@ -5,12 +5,24 @@ send.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 T = TypeVar("T")
+
+_Reader: TypeAlias = Callable[[Any], Any]
 
 _MOST = 1 << 63
 """Numbers are below it, so that arrays can hold them."""
@@ -25,55 +37,88 @@ def build(kind: type[T], value: object) -> T:
     Raises:
         TypeError, ValueError: `value` is something else.
     """
-    return cast(T, _build(kind, value))
+    annotation: Any = kind
+    return cast(T, _reader(annotation)(value))
 
 
-def _build(kind: Any, value: Any) -> Any:
+# What an annotation means is found out once. Between two merges workers take hundreds of claims,
+# and to look at the annotations of each took most of what a merge computes.
+@cache
+def _reader(kind: Any) -> _Reader:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _first_that_fits(arguments, value)
+        return _first_that_fits(arguments)
     if origin is Literal:
-        return _required(isinstance(value, str) and value in arguments, value, kind)
+        return lambda value: _required(isinstance(value, str) and value in arguments, value, kind)
     if origin is tuple:
-        many = arguments[-1] is ... and isinstance(value, list)
-        kinds = [arguments[0]] * len(value) if many else list(arguments)
-        return tuple(_from_list(kinds, value, kind))
+        return _tuple_of(kind, arguments)
     if is_dataclass(kind):
-        return _from_fields(kind, value)
+        return _object_of(kind)
     if hasattr(kind, "_fields"):
-        return kind(*_from_list(list(_hints(kind).values()), value, kind))
-    if kind is float and type(value) is int:
-        value = float(value)
-    return _required(
-        type(value) is kind and (kind is not int or -_MOST <= value < _MOST), value, kind
-    )
+        values_of = _list_of(kind, tuple(get_type_hints(kind).values()))
+        return lambda value: kind(*values_of(value))
+    if kind is int:
+        return _whole_number
+    if kind is float:
+        return _number
+    return lambda value: _required(type(value) is kind, value, kind)
 
 
-def _from_fields(kind: Any, value: Any) -> Any:
-    hints = _hints(kind)
-    values = _required(isinstance(value, Mapping), value, kind)
+def _object_of(kind: Any) -> _Reader:
+    readers = {name: _reader(hint) for name, hint in get_type_hints(kind).items()}
     needed = {field.name for field in fields(kind) if field.default is MISSING}
-    _required(needed <= values.keys() <= hints.keys(), value, kind)
-    return kind(**{name: _build(hints[name], item) for name, item in values.items()})
+
+    def read(value: Any) -> Any:
+        values = _required(isinstance(value, Mapping), value, kind)
+        _required(needed <= values.keys() <= readers.keys(), value, kind)
+        return kind(**{name: readers[name](item) for name, item in values.items()})
+
+    return read
 
 
-def _from_list(kinds: Sequence[Any], value: Any, kind: Any) -> list[Any]:
-    items = _required(isinstance(value, list) and len(value) == len(kinds), value, kind)
-    return [_build(*pair) for pair in zip(kinds, items, strict=True)]
+def _tuple_of(kind: Any, arguments: tuple[Any, ...]) -> _Reader:
+    if arguments[-1] is not ...:
+        values_of = _list_of(kind, arguments)
+        return lambda value: tuple(values_of(value))
+    reader = _reader(arguments[0])
+
+    def read(value: Any) -> Any:
+        return tuple(map(reader, _required(isinstance(value, list), value, kind)))
+
+    return read
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _list_of(kind: Any, kinds: tuple[Any, ...]) -> Callable[[Any], list[Any]]:
+    """Reads a list of as many values as there are `kinds`."""
+    readers = tuple(map(_reader, kinds))
+
+    def read(value: Any) -> list[Any]:
+        items = _required(isinstance(value, list) and len(value) == len(readers), value, kind)
+        return [reader(item) for reader, item in zip(readers, items, strict=True)]
+
+    return read
 
 
-def _first_that_fits(kinds: tuple[Any, ...], value: Any) -> Any:
-    for kind in kinds:
-        try:
-            return _build(kind, value)
-        except (TypeError, ValueError):
-            continue
-    raise TypeError(f"{value!r:.80} is none of {kinds}")
+def _first_that_fits(kinds: tuple[Any, ...]) -> _Reader:
+    readers = tuple(map(_reader, kinds))
+
+    def read(value: Any) -> Any:
+        for reader in readers:
+            try:
+                return reader(value)
+            except (TypeError, ValueError):
+                continue
+        raise TypeError(f"{value!r:.80} is none of {kinds}")
+
+    return read
+
+
+def _whole_number(value: Any) -> Any:
+    return _required(type(value) is int and -_MOST <= value < _MOST, value, int)
+
+
+def _number(value: Any) -> Any:
+    return float(value) if type(value) is int else _required(type(value) is float, value, float)
 
 
 def _required(fits: bool, value: Any, kind: Any) -> Any:

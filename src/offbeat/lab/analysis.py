@@ -87,7 +87,15 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
         else contestant
         for contestant in comparison.contestants
     ]
-    analysed = comparison.model_copy(update={"contestants": contestants, "target": target})
+    # A script may have come to its end before it was to be stopped.
+    done = [run.summary.steps for of in runs.values() for run in of if run is not None]
+    analysed = comparison.model_copy(
+        update={
+            "contestants": contestants,
+            "target": target,
+            "steps": min(comparison.steps, max(done, default=comparison.steps)),
+        }
+    )
     samples = {
         label: [s for run in of if run is not None for s in run.block_s]
         for label, of in runs.items()

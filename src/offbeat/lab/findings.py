@@ -121,7 +121,8 @@ def _step_verdict(comparison: Comparison, *, said: str | None = None) -> str:
     if not order:
         return "No strategy finished."
     if len(order) == 1:
-        return f"Only {order[0].label} finished: {_seconds(order[0], 'step_s')} a step."
+        only = "Only " if len(comparison.contestants) > 1 else ""
+        return f"{only}{order[0].label} finished: {_seconds(order[0], 'step_s')} a step."
     first, second = order[0], order[1]
     difference = between(comparison, "step_s", second.label, first.label)
     assert difference is not None

@@ -8,6 +8,9 @@ that is free claims the next part of it, by one number in the store:
     ended/<round>           how the first worker came to the end of the round, written once; only
                             where workers go on beside a merge, and so must know it alike
 
+A claim is of one batch, or of several where claiming takes long beside computing a batch
+(`batches_at_once`), but of no more than a small part of what is left, so that workers end together.
+
 What would be left for a claim of fewer than `smallest` samples belongs to the claim before it. The
 worker that claims it and whoever comes later conclude so from the same number.
 
@@ -24,10 +27,11 @@ and it is the next round (`ClaimRound.after`). So every sample is merged exactly
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from offbeat.membership.agreement import store_errors
 
@@ -110,6 +114,43 @@ def end_of_claim(begin: int, size: int, total: int, *, smallest: int) -> int:
     return end if total - end >= smallest else total
 
 
+CLAIMING_SHARE: Final = 0.05
+"""Of a worker's time, that claims are to take at most."""
+
+SHARE_OF_REST: Final = 0.25
+"""Of what is left in a round, that all workers together may claim at once beyond one batch each."""
+
+
+def batches_at_once(
+    *, claim_s: float, batch_s: float, samples_left: int, samples_of_all: int
+) -> int:
+    """How many batches a worker should claim together: so many that claiming takes a twentieth of
+    the time, as long as few workers hold much of what is left.
+
+    Args:
+        claim_s: how long a claim takes, in seconds, >= 0.
+        batch_s: how long a batch takes to compute, in seconds, >= 0; 0: it is not known yet.
+        samples_left: of the round, that nobody had claimed at this worker's last claim.
+        samples_of_all: in one batch of each worker, >= 1.
+
+    >>> some = {"samples_left": 8000, "samples_of_all": 128}
+    >>> batches_at_once(claim_s=0.001, batch_s=0.1, **some)
+    1
+    >>> batches_at_once(claim_s=0.001, batch_s=0.006, **some)
+    4
+    >>> batches_at_once(claim_s=0.001, batch_s=0.0, **some)
+    1
+    >>> batches_at_once(claim_s=0.1, batch_s=0.1, **some)  # 62 are left for each worker
+    15
+    """
+    if batch_s <= 0:
+        return 1
+    most = max(1, int(SHARE_OF_REST * samples_left / samples_of_all))
+    if claim_s >= most * CLAIMING_SHARE * batch_s:
+        return most
+    return max(1, math.ceil(claim_s / (CLAIMING_SHARE * batch_s)))
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Samples that one worker has taken.
@@ -124,6 +165,19 @@ class Claim:
     @property
     def num_samples(self) -> int:
         return num_positions(self.spans)
+
+    def batches(self, size: int, *, smallest: int) -> Iterator[Claim]:
+        """The claim in batches of `size` samples, but for the last one, which has no fewer than
+        `smallest` unless the whole claim has.
+
+        >>> [part.num_samples for part in Claim((SampleRange(0, 33),)).batches(10, smallest=4)]
+        [10, 10, 13]
+        """
+        begin, total = 0, self.num_samples
+        while begin < total:
+            end = end_of_claim(begin, size, total, smallest=smallest)
+            yield Claim(part_of(self.spans, begin, end))
+            begin = end
 
     def split(self, largest: int) -> Iterator[Claim]:
         """The claim in as few parts, of nearly equal sizes, as have at most `largest` samples.
@@ -303,12 +357,18 @@ class ClaimLog:
         self._spans: SampleRanges = ()
         self._smallest = 1
         self._is_exhausted = True
+        self._num_left = 0
         self._old: deque[tuple[int, str]] = deque()  # Entries, by round.
 
     @property
     def round(self) -> int:
         """Number of the round that is open here; -1 before the first."""
         return self._round
+
+    @property
+    def num_left(self) -> int:
+        """Samples of the open round that nobody had claimed at this worker's last claim."""
+        return self._num_left
 
     def open(
         self,
@@ -341,7 +401,7 @@ class ClaimLog:
                 with store_errors():
                     self._store.delete_key(old)
         self._round, self._spans, self._smallest = number, tuple(spans), smallest
-        self._is_exhausted = False
+        self._is_exhausted, self._num_left = False, num_positions(self._spans)
 
     def claim(self, num_samples: int) -> Claim | None:
         """Take the next `num_samples` of the round, or what is left of it; and also what is left
@@ -360,6 +420,7 @@ class ClaimLog:
         is_taken = begin > 0 and total - begin < self._smallest
         self._is_exhausted = begin >= total or is_taken
         end = end_of_claim(begin, num_samples, total, smallest=self._smallest)
+        self._num_left = max(0, total - end)
         return None if self._is_exhausted else Claim(part_of(self._spans, begin, end))
 
     def ends_cut_short(self, *, is_cut_short: bool) -> bool:

@@ -2,7 +2,8 @@
 in an order drawn from (seed, epoch).
 
     for each mega-batch of the epoch
-        while samples are left: claim the next b_i, compute with them
+        while samples are left: claim the next b_i, or several times as many where claiming takes
+            long beside computing (`claims.batches_at_once`); compute with b_i at a time
         when nothing is left: merge models, and choose new b_i
 
 A strategy may have models merged more often, after *rounds*: parts of a mega-batch that are claimed
@@ -19,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +36,7 @@ from offbeat.megabatch.claims import (
     MergedRound,
     SampleRange,
     SampleRanges,
+    batches_at_once,
     end_of_claim,
     joined,
     num_positions,
@@ -377,6 +380,11 @@ class DispatchLoader(Part):
         self._updates, self._busy_s = 0, 0.0
         self._asked_at_s: float | None = None
         self._waited_s, self._said_that_it_waits = 0.0, False
+        # Of the latest claims, and of the latest batches without them. Medians are taken, since a
+        # single claim that was held up says nothing about the next one.
+        self._claims_s: deque[float] = deque(maxlen=_RECENT)
+        self._batches_s: deque[float] = deque(maxlen=_RECENT)
+        self._claimed_for_s = 0.0  # since the batch before was asked for
         if policy.joined_by is not None:
             self._begin()
 
@@ -575,7 +583,8 @@ class DispatchLoader(Part):
             now_s = self._clock()
             if self._asked_at_s is not None:
                 self._busy_s += now_s - self._asked_at_s
-            self._asked_at_s = None
+                self._batches_s.append(max(0.0, now_s - self._asked_at_s - self._claimed_for_s))
+            self._asked_at_s, self._claimed_for_s = None, 0.0
             self._tell()
             if self._is_away:
                 return  # What is being read ahead is given out again, with all that this rank had.
@@ -599,8 +608,8 @@ class DispatchLoader(Part):
             yield batch
 
     def _claimed_samples(self) -> Iterator[list[int]]:
-        """The samples of one claim of the open round after the other, by number. A claim is made
-        when its samples are asked for.
+        """The samples of one batch of the open round after the other, by number. A claim is made
+        when the samples of its first batch are asked for.
         """
         while not self._is_away:
             if (
@@ -613,21 +622,36 @@ class DispatchLoader(Part):
                 # and again would stop all training.
                 self._is_cut_short = True
                 return
-            claim = (
-                self._log.claim(self._policy.batch_size)
-                if self._fixed_claims is None
-                else next(self._fixed_claims, None)
-            )
+            claim = self._claim() if self._fixed_claims is None else next(self._fixed_claims, None)
             if claim is None:
                 return
-            # A claim that took what was left behind it may be too large for this rank. Recorded
-            # ones were divided when they were computed.
-            largest = (
-                self._policy.largest_batch if self._replay is None else max(1, claim.num_samples)
-            )
-            for part in claim.split(largest):
+            for part in self._batches_of(claim):
                 self._ahead.append(part)
                 yield self._indices(part)
+
+    def _claim(self) -> Claim | None:
+        """The next claim of the open round, of one batch or of several."""
+        count = batches_at_once(
+            claim_s=median(self._claims_s) if self._claims_s else 0.0,
+            batch_s=median(self._batches_s) if self._batches_s else 0.0,
+            samples_left=self._log.num_left,
+            samples_of_all=sum(self._policy.batch_sizes),
+        )
+        begin_s = self._clock()
+        claim = self._log.claim(count * self._policy.batch_size)
+        took_s = self._clock() - begin_s
+        self._claimed_for_s += took_s
+        self._claims_s.append(took_s)
+        return claim
+
+    def _batches_of(self, claim: Claim) -> Iterator[Claim]:
+        if self._replay is not None:
+            yield claim  # It was divided when it was recorded.
+            return
+        size, smallest = self._policy.batch_size, self._policy.smallest_claim
+        for batch in claim.batches(size, smallest=smallest):
+            # One that took what was left behind it may be too large for this rank.
+            yield from batch.split(self._policy.largest_batch)
 
     def _hand_out(self) -> None:
         """The batch that was asked for first, of those being read, is the user's now."""
@@ -1022,6 +1046,9 @@ def _claims_of(spans: Iterable[Iterable[Iterable[int]]]) -> list[Claim]:
     """Inverse of `_spans_of`."""
     return [Claim(tuple(SampleRange(*span) for span in claim)) for claim in spans]
 
+
+_RECENT = 9
+"""How many claims and batches say how long these take."""
 
 _MUCH = 0.25
 """The part of its time that a rank may wait for data before it says so."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.codec.json_objects import build
@@ -115,17 +115,16 @@ class MergeProposal:
         return self.report.rank
 
     def to_bytes(self) -> bytes:
-        fields = asdict(self)
-        fields["report"] = _renamed(fields["report"], _REPORT_KEYS)
-        return json.dumps(_renamed(fields, _PROPOSAL_KEYS)).encode()
+        # `asdict` would copy each of the claims first.
+        return json.dumps(self, default=_fields_of).encode()
 
     @classmethod
     def from_bytes(cls, data: Payload) -> MergeProposal:
         """Inverse of `to_bytes`. Raises `WireError`."""
         try:
-            fields = _renamed(json.loads(bytes(data)), _FIELDS_OF_KEYS)
-            fields["report"] = _renamed(fields["report"], _FIELDS_OF_KEYS)
-            return build(cls, fields)
+            values = _renamed(json.loads(bytes(data)), _FIELDS_OF_KEYS)
+            values["report"] = _renamed(values["report"], _FIELDS_OF_KEYS)
+            return build(cls, values)
         except MALFORMED as error:
             raise WireError(
                 f"a proposal before a merge is damaged: {bytes(data[:80])!r}"
@@ -135,8 +134,15 @@ class MergeProposal:
 # The keys of the message, where they are not the names of the fields.
 _PROPOSAL_KEYS: Final = {"payload": "said", "rows_known_since": "kept"}
 _REPORT_KEYS: Final = {"share": "work", "claim_round": "place", "memory_limit": "largest"}
+_KEYS_OF: Final = {MergeProposal: _PROPOSAL_KEYS, TrainerReport: _REPORT_KEYS}
 _FIELDS_OF_KEYS: Final = {key: field for field, key in (_PROPOSAL_KEYS | _REPORT_KEYS).items()}
 
 
-def _renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in fields.items()}
+def _fields_of(part: Any) -> dict[str, Any]:
+    """Of a dataclass, under the keys of the message."""
+    keys = _KEYS_OF.get(type(part), {})
+    return {keys.get(field.name, field.name): getattr(part, field.name) for field in fields(part)}
+
+
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in values.items()}

@@ -19,14 +19,16 @@ A rank does not wait for the merge of a whole mega-batch, or with `overlap=True`
 merges a snapshot s_i of its model while it trains on, and then w_i = w + (w_i - s_i).
 
 Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for
-each batch a short message to the store and its answer.
+each claim a short message to the store and its answer.
 
 Differences from the paper: `rule="proportional"` by default, since the published rule oscillates or
 never adapts; momentum and perturbation are off by default, and a perturbed mean is divided by its
 weights' sum; order is drawn anew for each epoch and the tail is trained on. A last claim before a
 merge, which may have fewer or more samples than the others, has the learning rate of its own size
 and counts as an update by its samples; no claim has fewer than `min_batch_size`, where there are as
-many. The first merge has no momentum.
+many. The first merge has no momentum. A rank claims several batches at once where claiming would
+take more than a twentieth of its time, up to a quarter of its share of what is left
+(`megabatch.claims.batches_at_once`); the paper's coordinator gives out one at a time.
 """
 
 from __future__ import annotations

@@ -208,6 +208,13 @@ class LocalSGD(AveragingStrategy):
             self.first_steps.check(model, optimizer)
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        if self.steps_of_growth and self.period > 1 and workspace.driver.world_size > 1:
+            # A short run, such as one that times steps, never comes to the period it asked for.
+            workspace.inform(
+                "averages are more frequent at first: after every step, and only from step"
+                f" {self.start_step + self.period * self.steps_of_growth:,} on after every"
+                f" {self.period}; warmup=0 begins with that"
+            )
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         average = PeriodicAverage(
             weights,

@@ -163,6 +163,8 @@ class OptimizerStates:
             has_none = all(value is None for value in state.values())
             if not given or (has_none and _OTHER in shares and shares[_OTHER][number]):
                 continue
+            if parameter not in options:
+                continue  # This rank's optimizer does not step it, and could not save its state.
             if has_none:
                 state = self._optimizer.state[parameter]
             for name, mean in given.items():
