@@ -51,12 +51,14 @@ from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.averaging.scaled_rate import SquareRootRate
 from offbeat.codec.model_wire import Counters, Values
+from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster, Straggling
 from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.statistics import Estimate
 from offbeat.lab.tasks import Batch, Task, build_task
 from offbeat.planning.groups import VersionGroup
 from offbeat.planning.version_numbers import VersionNumbers
+from offbeat.strategies.base import Strategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.operations import Collective, Post, Sleep
@@ -318,6 +320,37 @@ def in_step(case: Ablation, ranks: Sequence[Rank], *, period: int | None) -> Non
             rank.keep(step + 1)
 
 
+def strategy_of(spec: str) -> Strategy:
+    """The strategy of `spec`.
+
+    Raises:
+        ConfigError: a run here would leave out what an option asks for.
+    """
+    strategy = build_strategy(*parse_spec(spec))
+    if isinstance(strategy, WAGMA):
+        left_out = {
+            "momenta=averaged": strategy.momenta == "averaged",
+            "values=bfloat16": strategy.values == "bfloat16",
+            "interval=auto": strategy.interval == "auto",
+        }
+    elif isinstance(strategy, LocalSGD):
+        left_out = {
+            "warmup": strategy.steps_of_growth > 0,
+            "optimizer_state=averaged": strategy.averages_state,
+            "start_step": strategy.start_step > 0,
+            "outer": strategy.outer is not None,
+        }
+    else:
+        left_out = {strategy.name: strategy.name != BASELINE}
+    if any(left_out.values()):
+        asked = ", ".join(option for option, is_asked in left_out.items() if is_asked)
+        raise ConfigError(
+            f"{spec} asks for what runs on the virtual clock leave out: {asked}; use allreduce,"
+            " wagma without that, or localsgd:warmup=0:optimizer_state=local"
+        )
+    return strategy
+
+
 def run(case: Ablation, spec: str, seed: int) -> Outcome:
     """Train with one strategy and one seed."""
     torch.set_num_threads(1)
@@ -326,7 +359,7 @@ def run(case: Ablation, spec: str, seed: int) -> Outcome:
         case.task,
         dict(each.split("=", 1) for each in (f"batch_size={case.batch_size}", *case.settings)),
     )
-    strategy = build_strategy(*parse_spec(spec))
+    strategy = strategy_of(spec)
     numbers = strategy.numbers if isinstance(strategy, WAGMA) else VersionNumbers(1)
     ranks = [Rank(case, task, rank, seed, IntervalChoice(numbers)) for rank in range(WORKERS)]
     if isinstance(strategy, WAGMA):
@@ -491,7 +524,7 @@ def main() -> None:
     ]
     specs = list(dict.fromkeys([BASELINE, *asked.strategies.split(",")]))
     for spec in specs:
-        build_strategy(*parse_spec(spec))  # before an hour is spent on those before it
+        strategy_of(spec)  # before an hour is spent on those before it
     if asked.quick:
         cases = [replace(case, steps=40) for case in cases]
     seeds = 1 if asked.quick else asked.seeds

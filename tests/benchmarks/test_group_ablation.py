@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from group_ablation import Ablation, Outcome, run
+from group_ablation import Ablation, Outcome, run, strategy_of
+from offbeat.errors import ConfigError
 
 STEPS = 10
 CASE = Ablation(name="digits", task="digits", settings=("momentum=0",), steps=STEPS, step_s=0.06)
@@ -28,6 +29,19 @@ def test_a_run_can_be_repeated_to_the_bit_and_loses_little_time_to_late_workers(
 def test_plain_sgd_with_averaged_weights_is_plain_sgd_with_averaged_gradients(
     waiting: Outcome,
 ) -> None:
-    weights = run(CASE, "localsgd:period=1", 0)
+    weights = run(CASE, "localsgd:period=1:warmup=0:optimizer_state=local", 0)
     assert weights.metrics == pytest.approx(waiting.metrics, abs=0.01)
     assert weights.seconds == waiting.seconds
+
+
+@pytest.mark.parametrize(
+    ("spec", "left_out"),
+    [
+        ("wagma:momenta=averaged:interval=auto", "momenta=averaged, interval=auto"),
+        ("localsgd:warmup=0", "optimizer_state=averaged"),
+        ("adpsgd", "adpsgd"),
+    ],
+)
+def test_what_a_run_would_leave_out_is_refused(spec: str, left_out: str) -> None:
+    with pytest.raises(ConfigError, match=f": {left_out};"):
+        strategy_of(spec)
