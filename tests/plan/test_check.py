@@ -137,6 +137,12 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
         check_comparison(directory, MODEL)
 
 
+def test_a_comparison_whose_links_had_no_rate_is_refused(tmp_path: Path) -> None:
+    directory = recorded(tmp_path, {"ddp": [0.5] * STEPS}, cluster=Cluster(workers=2))
+    with pytest.raises(ConfigError, match="offbeat compare --link"):
+        check_comparison(directory)
+
+
 def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_path: Path) -> None:
     profile, checked_profile = tmp_path / "in.json", tmp_path / "out.json"
     profile.write_text(MODEL.to_json())

@@ -145,6 +145,12 @@ def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Ch
     }
     if not runs:
         raise ConfigError(f"no strategy of {directory} has finished; there is nothing to check")
+    cluster = comparison.cluster
+    if any(cluster.link_of(worker).rate_bit_per_s is None for worker in range(cluster.workers)):
+        raise ConfigError(
+            f"the links of {directory} had no rate, which a prediction needs; check a comparison"
+            " that was made with one, as by offbeat compare --link 1gbit"
+        )
     model = _measured_profile(runs) if profile is None else profile
     if comparison.num_parameters not in (0, model.num_elements):
         raise ConfigError(
