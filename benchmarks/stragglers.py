@@ -96,7 +96,7 @@ AT_LEAST = 0.98
 _ONE_TURN_S = 1e6
 _AT_ONCE = 3
 """Strategies of a comparison on the way to the target. Those that wait for their turn take a share
-of the processors, 7% where there are seven, that the ideal does not know of.
+of the processors, 7% of two where three of them wait, that the ideal does not know of.
 """
 
 
