@@ -20,7 +20,8 @@ def store() -> Any:
 
 def pauses(store: Any, world_size: int = 2, **options: Any) -> Iterator[EvaluationPause]:
     for rank in range(world_size):
-        yield EvaluationPause(Coordinator(store, rank, world_size, supervised=True), **options)
+        coordinator = Coordinator(store, rank, world_size, supervised=True)
+        yield EvaluationPause(coordinator, **{"inform": pytest.fail, **options})
 
 
 def test_a_rank_that_has_done_as_many_steps_begins_none_before_the_evaluation_is_over(
@@ -68,6 +69,11 @@ def test_nobody_waits_for_the_dead(store: Any) -> None:
     assert dead.is_evaluating is False
 
 
-def test_a_leader_that_is_never_followed_gives_up(store: Any) -> None:
-    leader, _ = pauses(store, patience_s=0.0)
-    assert leader.begin(7, 1.0) == 1.0
+def test_a_leader_that_is_not_followed_evaluates_and_says_so_once(store: Any) -> None:
+    told: list[str] = []
+    leader, other = pauses(store, patience_s=0.0, inform=told.append)
+    other.step_done(3, 0.5)
+    assert [leader.begin(step, 1.0) for step in (7, 8)] == [1.0, 1.0]
+    (notice,) = told
+    assert notice.startswith("what was measured after 7 steps is of a model with fewer")
+    assert "3 steps of worker 1" in notice

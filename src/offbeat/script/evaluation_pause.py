@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from offbeat.lab.coordination import Coordinator
@@ -32,15 +33,23 @@ class EvaluationPause:
 
     Args:
         coordinator: of this run's ranks.
+        inform: is told, once, that the leader has evaluated although ranks were behind.
         patience_s: for how long the leader waits for others.
 
     Attributes:
         is_evaluating: whether this rank leads and evaluates.
     """
 
-    def __init__(self, coordinator: Coordinator, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        inform: Callable[[str], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._coordinator = coordinator
+        self._inform = inform
         self._patience_s = patience_s
+        self._was_told = False
         self.is_evaluating = False
 
     def step_done(self, step: int, seconds: float) -> None:
@@ -57,6 +66,7 @@ class EvaluationPause:
         self.is_evaluating = True
         coordinator.publish("evaluating", json.dumps([coordinator.rank, step]))
         polls = int(self._patience_s / _LOOK_EVERY_S)
+        behind = []
         for rank in range(coordinator.world_size):
             if rank == coordinator.rank:
                 continue
@@ -67,6 +77,14 @@ class EvaluationPause:
                 done, took_s = self._progress(rank)
             if coordinator.takes_part(rank, step):
                 seconds = max(seconds, took_s)
+                behind += [f"{done} steps of worker {rank}"] if done < step else []
+        if behind and not self._was_told:
+            self._was_told = True
+            self._inform(
+                f"what was measured after {step} steps is of a model with fewer: of"
+                f" {', '.join(behind)} after {self._patience_s:g} s of waiting; let all workers do"
+                " equally many steps"
+            )
         return seconds
 
     def end(self) -> None:

@@ -181,7 +181,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         )
         self._pauses = Pauses(run, self._recorder, self._turns, threading.Event())
         if self._turns.ends_turns and attached.session.averages_alone:
-            self._pause = EvaluationPause(coordinator)
+            self._pause = EvaluationPause(coordinator, run.notices.append)
         self._pauses.wait_for_turn(step)
         self._recorder.restart_clock()
 
