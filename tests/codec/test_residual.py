@@ -157,8 +157,9 @@ def test_sending_everything_pays_what_was_owed(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_at_once_comes_to_the_sum_of_steps(
-    densities: tuple[int, ...], continues: bool, looks: bool, dtype: torch.dtype
+    densities: tuple[int, ...], continues: bool, looks: bool, dtype: torch.dtype, nesterov: bool
 ) -> None:
     n, factor = 10, 0.5
     state = ErrorFeedback(
@@ -166,7 +167,7 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
         dtype=dtype,
         device=torch.device("cpu"),
         selector=SELECTORS["exact"],
-        momentum=factor,
+        momentum=Momentum([MomentumRange(end=n, factor=factor, nesterov=nesterov)]),
         masking=False,
     )
     sent, given = torch.zeros(n), torch.zeros(n)
@@ -184,8 +185,9 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
     velocity = state.velocity
     assert velocity is not None
     assert bool(velocity.any()) is (densities[-1] == 5)
-    # What velocity is left has yet to move the parameters, by factor / (1 - factor) of itself.
-    all_of_it = sent + state.residual + velocity * factor / (1 - factor)
+    # What velocity is left has yet to move the parameters: 1/2 + 1/4 + ... of itself, and by one
+    # term less where Nesterov's momentum has looked ahead.
+    all_of_it = sent + state.residual + velocity * (0.5 if nesterov else 1.0)
     torch.testing.assert_close(all_of_it, given / (1 - factor))
 
 

@@ -21,6 +21,19 @@ MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def with_buffers(state: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """A buffer of zeros is as good as none."""
+    buffers = {number: entry["momentum_buffer"] for number, entry in state["state"].items()}
+    return {number: one for number, one in buffers.items() if one is not None and one.any()}
+
+
 def two_groups(net: torch.nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in net.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in net.parameters() if p.requires_grad and p.dim() <= 1]
@@ -60,20 +73,20 @@ SPARSE = offbeat.GTopK(density=0.2, collective="reduce_scatter")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", SEND_ALL)
 def test_where_all_is_sent_it_is_the_plain_loop(name: str, kind: str) -> None:
+    """And what one sees of the optimizer is what PyTorch shows, before, while and afterwards."""
     net, plain = Net(), Net()
     optimizer, plain_optimizer = (OPTIMIZERS[kind](each) for each in (net, plain))
-    with offbeat.attach(net, optimizer, SEND_ALL[name]):
-        train(net, optimizer, range(5))
-        assert all(group["momentum"] == 0 for group in optimizer.param_groups)
     train(plain, plain_optimizer, range(5))
+    with offbeat.attach(net, optimizer, SEND_ALL[name]) as session:
+        assert any("momentum" in notice for notice in session.notices)
+        assert optimizer.state_dict()["state"] == {}
+        train(net, optimizer, range(5))
+        shown, expected = optimizer.state_dict(), plain_optimizer.state_dict()
+        assert shown["param_groups"] == expected["param_groups"]
+        torch.testing.assert_close(with_buffers(shown), with_buffers(expected), **CLOSE)
+        assert options_of(optimizer) == options_of(plain_optimizer)
     assert_same(net, plain, **CLOSE)
-    assert [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ] == [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in plain_optimizer.param_groups
-    ]
+    assert options_of(optimizer) == options_of(plain_optimizer)
 
 
 @pytest.mark.parametrize("kind", ["momentum", "nesterov", "weight decay"])
@@ -119,12 +132,56 @@ def test_it_may_be_switched_off(option: str) -> None:
             train(net, optimizer, range(2))
             optimizer.param_groups[0][option] = 0
             train(net, optimizer, range(2, 4))
-            if option == "weight_decay":  # momentum begins anew, where SGD has kept the old one
-                optimizer.param_groups[0][option] = 0.2
+            optimizer.param_groups[0][option] = 0.2
             train(net, optimizer, range(4, 6))
             optimizer.param_groups[0][option] = 0.0
     assert_same(*nets, **CLOSE)
     assert [optimizer.param_groups[0][option] for optimizer in optimizers] == [0, 0]
+
+
+@pytest.mark.parametrize("option", ["momentum", "weight_decay"])
+def test_it_may_be_changed_relative_to_what_it_is(option: str) -> None:
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["weight decay"](net) for net in nets]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net, optimizer, range(2))
+            for group in optimizer.param_groups:
+                group[option] *= 0.5
+            train(net, optimizer, range(2, 4))
+    assert_same(*nets, **CLOSE)
+
+
+def test_what_the_optimizer_alone_has_saved_is_gone_on_with() -> None:
+    """A script that saves model and optimizer, and resumes with them."""
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["nesterov"](net) for net in nets]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]):
+        train(nets[0], optimizers[0], range(3))
+        saved = copy.deepcopy((nets[0].state_dict(), optimizers[0].state_dict()))
+        train(nets[0], optimizers[0], range(3, 6))
+    nets[1].load_state_dict(saved[0])
+    optimizers[1].load_state_dict(saved[1])
+    train(nets[1], optimizers[1], range(3, 6))  # by PyTorch alone
+    assert_same(*nets, **CLOSE)
+
+
+def test_a_step_that_raises_hides_nothing() -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["weight decay"](net)
+    before = options_of(optimizer)
+
+    def closure() -> torch.Tensor:
+        loss_of(net, 0).backward()
+        raise ZeroDivisionError
+
+    with offbeat.attach(net, optimizer, SPARSE):
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(closure)
+        assert options_of(optimizer) == before
+        net.zero_grad()
+        train(net, optimizer, range(2))
+        assert options_of(optimizer) == before
 
 
 def test_parameters_may_come_later() -> None:
@@ -285,16 +342,19 @@ def test_it_is_said_whether_it_is_taken_over(
 ) -> None:
     net = Net()
     optimizer = make(net)
-    before = [group.get("momentum") for group in optimizer.param_groups]
+    during = list[Any]()
     with offbeat.attach(net, optimizer, strategy) as session:
         remarks = [notice for notice in session.notices if "momentum" in notice]
         if said is None:
             assert not remarks
         else:
             assert said in remarks[0]
-        taken = [group.get("momentum") for group in optimizer.param_groups]
+        before = [group.get("momentum") for group in optimizer.param_groups]
+        optimizer.register_step_pre_hook(  # which comes after the session's own
+            lambda *_: during.extend(group.get("momentum") for group in optimizer.param_groups)
+        )
         train(net, optimizer, range(1))
-    assert (taken != before) == (said is not None and "works before" in said)
+    assert (during != before) == (said is not None and "works before" in said)
 
 
 def test_ranks_stay_alike_and_momentum_is_that_of_each_rank() -> None:

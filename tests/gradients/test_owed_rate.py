@@ -32,7 +32,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
 def test_each_group_has_its_own_rate() -> None:
     """Rates that part, cross and meet again; and a group that comes later."""
     bucket, optimizer = four_parameters()
-    owed, residual = OwedRate(bucket, optimizer), torch.ones(8)
+    owed, residual = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True), torch.ones(8)
     assert owed.follow(residual) == 1.0
     set_rates(optimizer, [0.1, 0.05])
     assert owed.follow(residual) == 2.0
@@ -53,7 +53,7 @@ def test_each_group_has_its_own_rate() -> None:
 
 def test_a_rate_of_zero_is_passed_over() -> None:
     bucket, optimizer = four_parameters()
-    owed, residual = OwedRate(bucket, optimizer), torch.ones(8)
+    owed, residual = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True), torch.ones(8)
     factors = []
     for rates in ([0.0, 0.4], [0.4, 0.0], [0.0, 0.2], [0.2, 0.2]):
         set_rates(optimizer, rates)
@@ -64,11 +64,11 @@ def test_a_rate_of_zero_is_passed_over() -> None:
 
 def test_a_state_of_fewer_groups_may_be_loaded() -> None:
     bucket, optimizer = four_parameters()
-    owed, residual = OwedRate(bucket, optimizer), torch.ones(8)
+    owed, residual = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True), torch.ones(8)
     owed.load({"group_rate_0": 0.2})
     assert owed.follow(residual) == 2.0
     assert residual.tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
-    again = OwedRate(bucket, optimizer)
+    again = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True)
     again.load(owed.state())
     assert again.follow(residual) == 1.0
 

@@ -10,10 +10,12 @@ A gradient moves the parameter by 1 / (1 - factor) of itself in the end, spread 
 or so. Where it waits for longer than that before it is sent, spreading it first only makes it
 later, and late momentum overshoots. So it may be applied at once:
 
-    step     = (weight * gradient + factor * velocity) / (1 - factor)
+    step     = (weight * gradient + share * velocity) / (1 - factor)
     velocity = 0
 
-which comes to the same sum of steps, Nesterov's momentum or not.
+which comes to the same sum of steps. The share is what a velocity without further gradients would
+have added: factor + factor^2 + ... = factor / (1 - factor) times the velocity. Nesterov's momentum
+has looked ahead along it by one term already, so factor^2 + factor^3 + ... is left.
 """
 
 from __future__ import annotations
@@ -93,10 +95,11 @@ Shares: TypeAlias = tuple[float, float, float, float]
 
 def _shares(momentum: MomentumRange, weight: float, *, continues: bool, at_once: bool) -> Shares:
     factor = momentum.factor
-    if factor == 0:  # if there is momentum later, it begins anew
-        return weight, 0.0, 0.0, 0.0
+    if factor == 0:  # as in PyTorch, where a buffer rests while there is no momentum
+        return weight, 0.0, 0.0, 1.0
     if at_once:
-        return weight / (1 - factor), factor / (1 - factor), 0.0, 0.0
+        share = factor * factor if momentum.nesterov else factor
+        return weight / (1 - factor), share / (1 - factor), 0.0, 0.0
     of_gradient = weight * (1 + factor) if momentum.nesterov else weight
     if continues:
         return of_gradient, 0.0, weight, 1.0

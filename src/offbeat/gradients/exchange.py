@@ -117,6 +117,16 @@ class TakenOver(Protocol):
         """
         ...
 
+    def state_is_loaded(self) -> None:
+        """What this keeps for each rank has been loaded from a saved session."""
+        ...
+
+    def leaves_plain_steps(self) -> bool:
+        """Whether what is left of the optimizer's step is the learning rate times what it is given,
+        so that nothing behind the exchange remembers it.
+        """
+        ...
+
     def give_back(self) -> None:
         """The session ends: the optimizer is the user's again."""
         ...
@@ -597,6 +607,10 @@ class GradientExchange(Part):
                 )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
+        if self._taken is not None and any(
+            name.startswith("velocity/") for name in state["additive"]
+        ):
+            self._taken.state_is_loaded()
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
         # Version 0.1 knew no warm-up by the learning rate.

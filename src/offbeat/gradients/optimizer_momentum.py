@@ -2,29 +2,30 @@
 
 Where only the largest entries travel, momentum has to be applied before they are selected
 (momentum correction, DGC, arXiv 1712.01887, section 3.1). So each rank keeps a velocity of its own,
-and the optimizer's momentum is 0 meanwhile. With it goes weight decay, which SGD adds to the
+and the optimizer has no momentum during its step. With it goes weight decay, which SGD adds to the
 gradient before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker.
 
-The optimizer's options are as the user set them again when the session ends, and always in what
-`optimizer.state_dict()` returns. A scheduler may change them meanwhile.
+Outside `optimizer.step()` everything reads as PyTorch would show it: `param_groups` have the values
+that the user has set, and may be changed, and `optimizer.state_dict()` has `momentum_buffer`, which
+is this rank's velocity.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.group_ranges import GroupRanges
+from offbeat.parts.part import Part
 
-_TAKEN: Final = ("momentum", "weight_decay")
 CHANGED_MOMENTUM: Final = (
     "gradients are changed between backward() and step(), as clip_grad_norm_ does, but SGD's"
     " momentum is in them already (momentum_correction='auto'), so the step is limited and not the"
@@ -34,10 +35,6 @@ CHANGED_MOMENTUM: Final = (
 """A warning for whoever does so while momentum is taken over."""
 
 _BUFFER: Final = "momentum_buffer"
-_REST: Final = -0.0
-"""What stands in the optimizer for an option that was taken: no option to PyTorch, and not what a
-user writes who switches it off.
-"""
 
 
 class HasVelocity(Protocol):
@@ -59,7 +56,7 @@ class _Place:
     applied_by: HasVelocity
 
 
-class OptimizerMomentum:
+class OptimizerMomentum(Part):
     """Momentum and weight decay of an SGD optimizer, while they are not the optimizer's.
 
     Nothing is taken before `take` is called.
@@ -69,46 +66,48 @@ class OptimizerMomentum:
         inform: is told what was taken.
     """
 
+    state_key: ClassVar[str] = "optimizer_momentum"  # velocities are saved with the residuals
+    may_begin_anew: ClassVar[bool] = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, *, inform: Callable[[str], None]) -> None:
         self._optimizer = optimizer
         self._inform = inform
-        self._taken: dict[int, dict[str, float]] = {}  # by group: what its options were
         self._places: dict[int, _Place] = {}
         self._handles: list[Any] = []
+        self._options: list[tuple[float, bool]] = []  # by group: momentum, and whether Nesterov's
+        self._decays: list[bool] = []  # by group: whether decay is in the gradient of the next step
+        self._shown: list[tuple[float, float]] = []  # by group, during a step: what the user set
+        self._velocity_is_loaded = False
 
     def of(self, bucket: Bucket) -> Momentum:
         """The momentum of a bucket's elements, as the optimizer has it now."""
-        return Momentum(self._ranges(GroupRanges(bucket, self._optimizer)))
+        return Momentum(self._ranges(GroupRanges(bucket, self._optimizer), self._read()))
 
     def apply_to(self, bucket: Bucket, momentum: Momentum, applied_by: HasVelocity) -> None:
         """Keep `momentum`, which `applied_by` applies to `bucket`, as the user has it."""
         groups = GroupRanges(bucket, self._optimizer)
         self._places[id(bucket)] = _Place(bucket, groups, momentum, applied_by)
 
+    # What the exchange calls
+
     def take(self) -> None:
         """Take over what the optimizer has. Idempotent: a scheduler may have set it anew."""
         if not self._handles:
             self._handles = [
-                self._optimizer.register_state_dict_post_hook(self._show),
+                self._optimizer.register_state_dict_post_hook(self._show_buffers),
                 self._optimizer.register_load_state_dict_post_hook(self._loaded),
             ]
             self._inform(
                 f"momentum_correction='auto': {self._description()} of SGD works before entries"
-                " are selected, so the optimizer's own is 0 until the session ends;"
+                " are selected, and not in the optimizer's step, until the session ends;"
                 " momentum_correction=None leaves it there"
             )
             self._take_buffers()
-        changed = False
-        for number, group in enumerate(self._optimizer.param_groups):
-            if group["momentum"] == 0 and number not in self._taken:
-                continue
-            options = self._taken.setdefault(number, dict.fromkeys(_TAKEN, 0.0))
-            for name in _TAKEN:
-                if not _rests(group[name]):
-                    changed |= options[name] != float(group[name])
-                    options[name], group[name] = float(group[name]), _REST
-        if changed:
-            self._set_ranges()
+        options = self._read()
+        if options != self._options:
+            self._options = options
+            for place in self._places.values():
+                place.momentum.ranges = self._ranges(place.groups, options)
 
     def prepare_(
         self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
@@ -123,73 +122,120 @@ class OptimizerMomentum:
             continues: whether an earlier exchange belongs to the same optimizer step, so that the
                 decay has been added.
         """
-        if continues or not any(options["weight_decay"] for options in self._taken.values()):
+        self._velocity_is_loaded = False
+        if continues:
+            return
+        # Without momentum weight decay can stay where it is.
+        param_groups = self._optimizer.param_groups
+        self._decays = [bool(group["momentum"]) for group in param_groups]
+        decays = [
+            group["weight_decay"] if here else 0.0
+            for group, here in zip(param_groups, self._decays, strict=True)
+        ]
+        if not any(decays):
             return
         groups, views = self._places[id(bucket)].groups.groups, bucket.views
         for position in np.flatnonzero(used).tolist():
             number = groups[position]
-            if number is None or not (decay := self._options(number)["weight_decay"]):
+            if number is None or not (decay := decays[number]):
                 continue
-            if self._optimizer.param_groups[number]["maximize"]:  # which negates what it is given
+            if param_groups[number]["maximize"]:  # which negates what it is given
                 decay = -decay
             views[position].add_(bucket.parameters[position].detach(), alpha=decay * grad_scale)
 
+    def state_is_loaded(self) -> None:
+        """The velocities are those of a saved session: this rank's own. What a script loads into
+        its optimizer besides may be another rank's.
+        """
+        self._velocity_is_loaded = True
+
+    def leaves_plain_steps(self) -> bool:
+        """Whether the optimizer's step is the learning rate times what it is given."""
+        return True
+
     def give_back(self) -> None:
-        """Put the options back. Momentum begins anew then: velocities differ from rank to rank."""
+        """Momentum begins anew in the optimizer, since velocities differ from rank to rank."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._put_into(self._optimizer.param_groups)
-        self._taken.clear()
+        self._show_options()
 
-    def _show(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Have a state dictionary say what the user has set."""
-        self._put_into(state["param_groups"])
+    # Events
 
-    def _put_into(self, groups: Sequence[dict[str, Any]]) -> None:
-        for number, options in self._taken.items():
-            # What a scheduler has set since the last step counts.
-            groups[number].update(
-                {name: v for name, v in options.items() if _rests(groups[number][name])}
-            )
+    @override
+    def on_before_update(self) -> None:
+        """Hide from the optimizer what has been applied."""
+        self._show_options()  # a step that raised was not followed by `on_after_step`
+        groups = self._optimizer.param_groups
+        self._shown = [(group["momentum"], group["weight_decay"]) for group in groups]
+        for group, has_decayed in zip(groups, self._decays, strict=False):
+            group["momentum"] = 0.0
+            if has_decayed:
+                group["weight_decay"] = 0.0
+
+    @override
+    def on_after_step(self) -> None:
+        self._show_options()
+
+    def _show_options(self) -> None:
+        for group, shown in zip(self._optimizer.param_groups, self._shown, strict=False):
+            group["momentum"], group["weight_decay"] = shown
+        self._shown = []
+
+    # The optimizer's state
+
+    def _show_buffers(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        for parameter, velocity, sign in self._velocities():
+            if sign and velocity.any():  # a buffer of zeros is as good as none
+                entry = state["state"].setdefault(numbers[id(parameter)], {})
+                entry[_BUFFER] = (sign * velocity).to(parameter.dtype)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """What was loaded is what the user has set."""
-        self._taken = {number: dict.fromkeys(_TAKEN, 0.0) for number in self._taken}
         self.take()
-        self._set_ranges()
         self._take_buffers()
-
-    def _set_ranges(self) -> None:
-        for place in self._places.values():
-            place.momentum.ranges = self._ranges(place.groups)
 
     def _take_buffers(self) -> None:
         """A momentum that the optimizer has gathered is the same on all ranks, so each begins with
         it.
         """
         state = self._optimizer.state
+        for parameter, velocity, sign in self._velocities():
+            gathered = state[parameter].pop(_BUFFER, None) if parameter in state else None
+            if gathered is not None and not self._velocity_is_loaded:
+                velocity.copy_(sign * gathered)
+
+    def _velocities(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, float]]:
+        """Each parameter, its part of the velocity, and the sign of the optimizer's buffer, which
+        is negative where it maximizes; 0 for parameters that it does not have.
+        """
+        param_groups = self._optimizer.param_groups
         for place in self._places.values():
             velocity = place.applied_by.velocity
             assert velocity is not None
-            views = place.bucket.views_of(velocity)
-            for view, parameter in zip(views, place.bucket.parameters, strict=True):
-                gathered = state[parameter].pop(_BUFFER, None) if parameter in state else None
-                if gathered is not None:
-                    view.copy_(gathered)
+            for parameter, view, number in zip(
+                place.bucket.parameters,
+                place.bucket.views_of(velocity),
+                place.groups.groups,
+                strict=True,
+            ):
+                if number is None:
+                    yield parameter, view, 0.0
+                else:
+                    yield parameter, view, -1.0 if param_groups[number]["maximize"] else 1.0
 
-    def _options(self, number: int) -> Mapping[str, float]:
-        if number in self._taken:
-            return self._taken[number]
-        group = self._optimizer.param_groups[number]
-        # Without momentum weight decay can stay where it is.
-        return {"momentum": group["momentum"], "weight_decay": 0.0}
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        """In the order in which a state dictionary numbers them."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
 
-    def _ranges(self, groups: GroupRanges) -> list[MomentumRange]:
-        options = [
-            (self._options(number)["momentum"], bool(group["nesterov"]))
-            for number, group in enumerate(self._optimizer.param_groups)
-        ]
+    def _read(self) -> list[tuple[float, bool]]:
+        groups = self._optimizer.param_groups
+        return [(float(group["momentum"]), bool(group["nesterov"])) for group in groups]
+
+    @staticmethod
+    def _ranges(groups: GroupRanges, options: Sequence[tuple[float, bool]]) -> list[MomentumRange]:
         return [
             MomentumRange(end=here.stop, factor=factor, nesterov=nesterov)
             for here, (factor, nesterov) in groups.merged(options, default=(0.0, False))
@@ -227,6 +273,8 @@ def momentum_to_take(
     return OptimizerMomentum(optimizer, inform=inform)
 
 
-def _rests(option: float) -> bool:
-    """Whether an option is as `take` has left it."""
-    return option == 0 and math.copysign(1.0, option) < 0
+def makes_plain_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is the learning rate times the gradient, of which nothing is remembered."""
+    return type(optimizer) is torch.optim.SGD and not any(
+        group["momentum"] for group in optimizer.param_groups
+    )

@@ -21,10 +21,15 @@ Cost per exchange: three buffers of the gradient's size (Adam has two), and as m
 
 Several exchanges in one step count as one gradient, as far as it is known in each of them.
 
-What Adam is given must be a gradient, so nobody may change `param.grad` between `backward()` and
-`step()`, as `torch.nn.utils.clip_grad_norm_` does. Whether the loop does so is looked at in its
-first step, which is Adam's own; if it does, Adam keeps its scaling. So it does where a run goes on
-that was begun without: what is owed then are plain gradients, for whose size nothing is remembered.
+Whoever changes `param.grad` between `backward()` and `step()`, as `torch.nn.utils.clip_grad_norm_`
+does, changes the step then and no gradient. Whether the loop does so is looked at in its first
+step, which is Adam's own; if it does, Adam keeps its scaling. A loop that begins later is warned.
+Adam also keeps its scaling where a run goes on that was begun without: what is owed then are plain
+gradients, for whose size nothing is remembered.
+
+`optimizer.state_dict()` has what Adam would have: m, and for v the estimate above of that of the
+mean. What an optimizer has gathered before it is attached, or what is loaded into it, is gone on
+with.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
-from offbeat.errors import CheckpointError, UnsupportedError
+from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
 from offbeat.gradients.group_ranges import GroupRanges
@@ -48,9 +53,11 @@ from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
-_CHANGED: Final = (
-    "gradients are changed between backward() and step(), as clip_grad_norm_ does; to clip, use the"
-    " strategy's clip_norm"
+_CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
+_CHANGED_LATER: Final = (
+    f"{_CHANGED}, but Adam's scaling is in them already (momentum_correction='auto'), since the"
+    " first step did not do so; so the step is limited and not the gradient. To clip, use the"
+    " strategy's clip_norm, or leave the scaling to the optimizer with momentum_correction=None"
 )
 _IS_SCALED: Final = (
     "the state was saved while the strategy had taken over Adam's scaling, so what is owed in it is"
@@ -90,6 +97,7 @@ class OptimizerScaling(Part):
         stream: for it.
         counts: of the exchange of gradients.
         inform: is told whether the scaling was taken over.
+        warn: is told when gradients are changed after all.
 
     Attributes:
         is_wanted: whether entries travel at all; where everything does, Adam serves better. The
@@ -110,6 +118,7 @@ class OptimizerScaling(Part):
         stream: Stream,
         counts: ExchangeCounts,
         inform: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         self.is_taken: bool | None = None
         self.listener = _Settled(self._settled)
@@ -117,6 +126,9 @@ class OptimizerScaling(Part):
         self._driver = driver
         self._stream = stream
         self._inform = inform
+        self._warn = warn
+        self._handles: list[Any] = []
+        self._state_is_loaded = False
         self.is_wanted: Callable[[], bool] = lambda: True
         self.when_taken: Callable[[], None] = lambda: None
         self._counts = counts
@@ -144,6 +156,13 @@ class OptimizerScaling(Part):
     def take(self) -> None:
         """Whether anything is taken shows in the first step."""
 
+    def state_is_loaded(self) -> None:
+        """All of it is in `load_state_dict`."""
+
+    def leaves_plain_steps(self) -> bool:
+        """Whether the scaling has been taken."""
+        return self.is_taken is True
+
     def prepare_(
         self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
     ) -> None:
@@ -156,6 +175,7 @@ class OptimizerScaling(Part):
             continues: whether an earlier exchange belongs to the same optimizer step: its gradient
                 is part of what counts, and weight decay has been added there.
         """
+        self._state_is_loaded = False
         if self.is_taken is False:
             return
         moments = self._moments[id(bucket)]
@@ -172,6 +192,9 @@ class OptimizerScaling(Part):
         self._show_gradients()
         if self.is_taken:
             self._forget_optimizer_state()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self.is_taken = False
 
     def _settled(self, good: bool) -> None:
@@ -195,17 +218,13 @@ class OptimizerScaling(Part):
             self._decide()  # the step that is under way is Adam's in any case
         elif self.is_taken:
             if self._is_changed:
-                raise UnsupportedError(
-                    f"{_CHANGED}. GTopK and TopK have taken over Adam's scaling, because the first"
-                    " step did not do so; pass momentum_correction=None to leave it to the"
-                    " optimizer"
-                )
+                self._warn(_CHANGED_LATER)
             self._update()
 
     @override
     def on_after_step(self) -> None:
-        if self.is_taken and self._num_steps == 0:
-            self._forget_optimizer_state()  # which nobody reads until the session ends
+        if self.is_taken:
+            self._forget_optimizer_state()  # of the first step, which was Adam's
         if self._has_gradient and self.is_taken is not False:
             self._remember()
         self._has_gradient = self._is_changed = False
@@ -240,13 +259,14 @@ class OptimizerScaling(Part):
         if self.is_taken is False:
             self._moments.clear()
             return
+        self._state_is_loaded = True
         additive = state["additive"]
         num_ranks = max(1.0, float(additive["num_ranks"]))
         self._num_steps = float(additive["steps"]) / num_ranks
         for kind, name, view in self._named():
             view.copy_(additive[f"{kind}/{name}"]).div_(num_ranks)
         if self.is_taken:
-            self.when_taken()
+            self._taken()
         else:  # all exchanges so far were skipped, or there were none
             self._num_settled = self._counts.exchanges
 
@@ -269,12 +289,7 @@ class OptimizerScaling(Part):
             square = moments.square[here].mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             square.div_(1 - beta2**steps)
             mean = torch.lerp(moments.mean[here], gradient, 1 - beta1).div_(1 - beta1**steps)
-            if noise := beta1 and (1 - beta1) / (1 + beta1):
-                signal = mean.square_().sub_(square, alpha=noise).div_(1 - noise).clamp_min_(0)
-                square.mul_(share).add_(signal, alpha=1 - share)
-            else:  # without a mean there is no telling
-                square.mul_(share)
-            result[here] = square.sqrt_().add_(eps)
+            result[here] = _with_noise(mean, square, beta1, share).sqrt_().add_(eps)
         return result
 
     def _add_decay_(self, moments: _Moments, used: NDArray[np.bool_]) -> None:
@@ -327,7 +342,8 @@ class OptimizerScaling(Part):
             # What is owed from the first step was not scaled.
             moments.feedback.residual.div_(self._denominator(moments))
             moments.watch.begin_anew()
-        self.when_taken()
+        self._take_gathered()
+        self._taken()
         self._inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"
             " selected, on each rank, and Adam's own scaling and momentum rest until the session"
@@ -348,6 +364,85 @@ class OptimizerScaling(Part):
         options = [(*group["betas"], group["eps"]) for group in self._optimizer.param_groups]
         # What the optimizer does not move is scaled as any other.
         return moments.groups.merged(options, default=options[0])
+
+    # The optimizer's state
+
+    def _taken(self) -> None:
+        """From now on Adam remembers nothing by itself."""
+        if not self._handles:
+            self._handles = [
+                self._optimizer.register_state_dict_post_hook(self._show_state),
+                self._optimizer.register_load_state_dict_post_hook(lambda _: self._state_loaded()),
+            ]
+        self.when_taken()
+
+    def _show_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        numbers = {
+            id(parameter): number
+            for number, parameter in enumerate(
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            )
+        }
+        for moments in self._moments.values() if self._num_steps else ():
+            square = moments.square.clone()
+            self._change_noise_(moments, square, 1 / self._driver.world_size)
+            views = map(moments.bucket.views_of, (moments.mean, square))
+            for parameter, mean_view, square_view in zip(
+                moments.bucket.parameters, *views, strict=True
+            ):
+                if square_view.any():
+                    state["state"][numbers[id(parameter)]] = {
+                        "step": torch.tensor(float(self._num_steps)),
+                        "exp_avg": mean_view.to(parameter.dtype, copy=True),
+                        "exp_avg_sq": square_view.to(parameter.dtype, copy=True),
+                    }
+
+    def _state_loaded(self) -> None:
+        """What was loaded into the optimizer is what it has gathered, unless this rank's own was
+        loaded with the session.
+        """
+        if not self._state_is_loaded:
+            self._take_gathered()
+        self._forget_optimizer_state()
+
+    def _take_gathered(self) -> None:
+        """Begin with what the optimizer has gathered, which is the same on all ranks."""
+        for moments in self._moments.values():
+            views = zip(
+                moments.bucket.parameters,
+                moments.bucket.views_of(moments.mean),
+                moments.bucket.views_of(moments.square),
+                strict=True,
+            )
+            is_there = False
+            for parameter, mean, square in views:
+                gathered = self._optimizer.state.get(parameter, {})
+                if "exp_avg" in gathered:
+                    mean.copy_(gathered["exp_avg"])
+                    square.copy_(gathered["exp_avg_sq"])
+                    self._num_steps, is_there = float(gathered["step"]), True
+            if is_there:
+                self._change_noise_(moments, moments.square, self._driver.world_size)
+
+    def _change_noise_(self, moments: _Moments, square: torch.Tensor, factor: float) -> None:
+        """Multiply the noise in the mean square of a bucket, in place."""
+        for here, (beta1, beta2, _) in self._ranges(moments):
+            grown = 1 - beta1**self._num_steps, 1 - beta2**self._num_steps
+            mean = moments.mean[here] / grown[0]
+            square[here] = _with_noise(mean, square[here] / grown[1], beta1, factor) * grown[1]
+
+
+def _with_noise(
+    mean: torch.Tensor, square: torch.Tensor, beta1: float, factor: float
+) -> torch.Tensor:
+    """`square`, a mean square, with `factor` times the noise in it; both arguments, which Adam has
+    corrected for their beginning, are overwritten.
+    """
+    noise = beta1 and (1 - beta1) / (1 + beta1)
+    if not noise:  # without a mean there is no telling
+        return square.mul_(factor)
+    signal = mean.square_().sub_(square, alpha=noise).div_(1 - noise).clamp_min_(0)
+    return square.mul_(factor).add_(signal, alpha=1 - factor)
 
 
 class LeftScaling(Part):

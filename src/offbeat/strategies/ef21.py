@@ -169,6 +169,7 @@ class EF21(GradientStrategy):
             if not workspace.has_scaler:  # which changes gradients itself
                 warn = partial(workspace.warn, CHANGED_MOMENTUM)
                 others.append(ChangedGradients(exchange.buckets, counts=counts, when_changed=warn))
+            others.append(taken)
             taken.take()  # last, when nothing can fail any more
         return [exchange, *others]
 

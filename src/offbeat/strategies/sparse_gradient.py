@@ -34,6 +34,7 @@ from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import (
     CHANGED_MOMENTUM,
     OptimizerMomentum,
+    makes_plain_steps,
     momentum_to_take,
 )
 from offbeat.gradients.optimizer_scaling import (
@@ -258,7 +259,7 @@ class SparseGradientStrategy(GradientStrategy):
     def build(self, workspace: Workspace) -> Sequence[Part]:
         counts = ExchangeCounts()
         taken = self._taken_over(workspace, counts)
-        pairs, others = self._parts(workspace, counts, taken)
+        pairs, others = self._parts(workspace, counts, taken, is_followed=False)
         exchange, others = self.exchange_of(pairs, others, workspace, counts, taken=taken)
         self._listen(exchange, others)
         others += self._beside(taken, exchange, workspace, counts)
@@ -282,11 +283,14 @@ class SparseGradientStrategy(GradientStrategy):
                 ),
                 taken,
             ]
-        if taken is None or workspace.has_scaler:  # which changes gradients itself
+        if taken is None:
             return [LeftScaling()]
+        if workspace.has_scaler:  # which changes gradients itself
+            return [taken, LeftScaling()]
         warn = partial(workspace.warn, CHANGED_MOMENTUM)
         return [
             ChangedGradients(exchange.buckets, counts=counts, when_changed=warn),
+            taken,
             LeftScaling(),
         ]
 
@@ -313,6 +317,7 @@ class SparseGradientStrategy(GradientStrategy):
                 stream=workspace.new_stream(),
                 counts=counts,
                 inform=inform,
+                warn=workspace.warn,
             )
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
@@ -341,13 +346,15 @@ class SparseGradientStrategy(GradientStrategy):
     def parts(
         self, workspace: Workspace, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
-        return self._parts(workspace, counts, None)
+        return self._parts(workspace, counts, None, is_followed=True)
 
     def _parts(
         self,
         workspace: Workspace,
         counts: ExchangeCounts,
         taken: OptimizerMomentum | OptimizerScaling | None,
+        *,
+        is_followed: bool,
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         choose, others = self.chooser(workspace)
         auto = next((part for part in others if isinstance(part, AutoDensity)), None)
@@ -384,6 +391,7 @@ class SparseGradientStrategy(GradientStrategy):
                     is_sparse,
                     auto,
                     taken,
+                    is_followed=is_followed,
                     rides=piggyback if bucket is small else None,
                     carries=piggyback if bucket is buckets[-1] else None,
                 ),
@@ -410,6 +418,7 @@ class SparseGradientStrategy(GradientStrategy):
         auto: AutoDensity | None,
         taken: OptimizerMomentum | OptimizerScaling | None,
         *,
+        is_followed: bool,
         rides: Piggyback | None,
         carries: Piggyback | None,
     ) -> SparseReduction:
@@ -438,6 +447,12 @@ class SparseGradientStrategy(GradientStrategy):
             return ExchangePlan(
                 k=k, collective=None if everything else choose(kind, k), at_once=at_once
             )
+
+        def leads_to_plain_steps() -> bool:
+            if taken is not None:
+                return taken.leaves_plain_steps()
+            # What follows, a preconditioner for example, changes gradients before the step.
+            return not is_followed and optimizer is not None and makes_plain_steps(optimizer)
 
         momentum = None
         if isinstance(taken, OptimizerMomentum):
@@ -468,7 +483,9 @@ class SparseGradientStrategy(GradientStrategy):
             wire=self._wire(bucket, PiggybackSize() if carries is None else carries.size),
             plan=plan,
             watch=watch,
-            owed_rate=None if optimizer is None else OwedRate(bucket, optimizer),
+            owed_rate=None
+            if optimizer is None
+            else OwedRate(bucket, optimizer, leads_to_plain_steps=leads_to_plain_steps),
             rides=rides,
             carries=carries,
         )

@@ -1,0 +1,242 @@
+"""Sparse strategies under every habit that people have with learning rates, momentum and weight
+decay: none of them may end far below `AllReduce`, nor explode on the way.
+
+An oracle, not a test of a file: it knows strategies by their public names alone.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch.optim import lr_scheduler
+
+import offbeat
+from offbeat.errors import OffbeatWarning
+from offbeat.strategies.base import Strategy
+from ranks_support.launch import RunRanks
+
+WORLD_SIZE, STEPS, BATCH = 2, 480, 32
+DENSITY = 0.01
+MAX_NORM = 1.0
+MOST_POINTS_BELOW = 5.0
+MOST_TIMES_THE_WORST_LOSS = 10.0
+
+
+class PlainSubclass(torch.optim.SGD):
+    """What a strategy must not take for SGD, since it may do anything."""
+
+
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def matrices_by(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.dim() == 2]
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "plain SGD": lambda net: torch.optim.SGD(net.parameters(), 0.5, weight_decay=1e-4),
+    "SGD": lambda net: torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4),
+    "Nesterov": lambda net: torch.optim.SGD(
+        net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4, nesterov=True
+    ),
+    "dampening": lambda net: torch.optim.SGD(
+        net.parameters(), 0.3, momentum=0.9, weight_decay=1e-4, dampening=0.8
+    ),
+    "subclass": lambda net: PlainSubclass(net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4),
+    "AdamW": lambda net: torch.optim.AdamW(net.parameters(), 0.003),
+    "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), 0.005, weight_decay=1e-4),
+    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), 0.003, weight_decay=1e-4),
+    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), 0.03, weight_decay=1e-4),
+    "Muon": lambda net: torch.optim.Muon(matrices_by(net), 0.01),
+}
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def set_momentum(group: dict[str, Any]) -> None:
+    if "momentum" in group:
+        group["momentum"] = 0.5
+    if "betas" in group:
+        group["betas"] = (0.8, 0.99)
+
+
+def scale_momentum(group: dict[str, Any]) -> None:
+    if "momentum" in group:
+        group["momentum"] *= 0.6
+    if "betas" in group:
+        group["betas"] = tuple(beta * 0.99 for beta in group["betas"])
+
+
+def set_decay(group: dict[str, Any]) -> None:
+    group["weight_decay"] = 5e-3
+
+
+def scale_decay(group: dict[str, Any]) -> None:
+    group["weight_decay"] *= 20
+
+
+class Once:
+    """Changes options halfway, as a callback of a training loop would."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, change: Change) -> None:
+        self._optimizer, self._change, self._num_steps = optimizer, change, 0
+
+    def step(self) -> None:
+        self._num_steps += 1
+        if self._num_steps == STEPS // 2:
+            for group in self._optimizer.param_groups:
+                self._change(group)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    rate = optimizer.param_groups[0]["lr"]
+    cycles = any(key in optimizer.defaults for key in ("momentum", "betas"))
+    return lr_scheduler.OneCycleLR(optimizer, rate, total_steps=STEPS + 1, cycle_momentum=cycles)
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> Any:
+    rate = optimizer.param_groups[0]["lr"]
+    return lr_scheduler.CyclicLR(
+        optimizer, rate / 10, rate, step_size_up=STEPS // 8, cycle_momentum=False
+    )
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "constant": lambda optimizer: Once(optimizer, lambda group: None),
+    "OneCycle": one_cycle,
+    "CyclicLR": cyclic,
+    "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(
+        optimizer, T_0=STEPS // 2, eta_min=1e-6
+    ),
+    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, STEPS // 3, gamma=0.1),
+    "momentum set": lambda optimizer: Once(optimizer, set_momentum),
+    "momentum scaled": lambda optimizer: Once(optimizer, scale_momentum),
+    "decay set": lambda optimizer: Once(optimizer, set_decay),
+    "decay scaled": lambda optimizer: Once(optimizer, scale_decay),
+}
+SCHEDULES |= {
+    "clipped": SCHEDULES["constant"],
+    "clipped now and then": SCHEDULES["constant"],
+    "warm restarts, clipped": SCHEDULES["warm restarts"],
+}
+CLIPS: dict[str, Callable[[int], bool]] = {
+    "clipped": lambda step: True,
+    "clipped now and then": lambda step: step % 25 == 24,
+    "warm restarts, clipped": lambda step: True,
+}
+"""Whether the loop clips the norm of the gradient in a step."""
+
+
+def sparse(**options: Any) -> dict[str, Strategy]:
+    return {
+        "gtopk": offbeat.GTopK(density=DENSITY, collective="reduce_scatter", **options),
+        "gtopk all_gather": offbeat.GTopK(density=DENSITY, collective="all_gather", **options),
+        "gtopk tree": offbeat.GTopK(density=DENSITY, collective="tree", **options),
+        "topk": offbeat.TopK(density=DENSITY, **options),
+    }
+
+
+STRATEGIES: dict[str, Strategy] = {
+    **sparse(),
+    "spdkfac over topk": offbeat.SPDKFAC(exchange=offbeat.TopK(density=DENSITY)),
+}
+UNCORRECTED: dict[str, Strategy] = {
+    f"{name}, uncorrected": strategy for name, strategy in sparse(momentum_correction=None).items()
+}
+TAKEN_OVER = ("SGD", "Nesterov", "AdamW")
+"""Optimizers of which something works before entries are selected; of the others nothing does, so
+that there is nothing to correct.
+"""
+
+IN_SHORT = {
+    ("SGD", "decay scaled"),
+    ("subclass", "warm restarts"),
+    ("AdamW", "clipped now and then"),
+}
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, y = load_digits(return_X_y=True)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    inputs, labels = torch.tensor(x, dtype=torch.float32)[order] / 16, torch.tensor(y)[order]
+    return inputs[:1400], labels[:1400], inputs[1400:], labels[1400:]
+
+
+def trained(rank: int, strategy: Strategy, optimizer: str, schedule: str) -> tuple[float, float]:
+    """Returns the accuracy in percent on unseen digits, and the largest loss on the way."""
+    inputs, labels, unseen, truth = digits()
+    torch.manual_seed(0)
+    bias = optimizer != "Muon"  # which takes matrices only
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 64, bias=bias), torch.nn.Tanh(), torch.nn.Linear(64, 10, bias=bias)
+    )
+    opt = OPTIMIZERS[optimizer](net)
+    scheduler = SCHEDULES[schedule](opt)
+    generator = torch.Generator().manual_seed(1)
+    worst = 0.0
+    with offbeat.attach(net, opt, strategy):
+        for step in range(STEPS):
+            rows = torch.randint(len(inputs), (WORLD_SIZE, BATCH), generator=generator)[rank]
+            loss = torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows])
+            loss.backward()
+            if schedule in CLIPS and CLIPS[schedule](step):
+                torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+            opt.step()
+            opt.zero_grad()
+            scheduler.step()
+            worst = max(worst, loss.item()) if loss.isfinite() else math.inf
+    with torch.no_grad():
+        return 100 * float((net(unseen).argmax(1) == truth).float().mean()), worst
+
+
+def by_strategy(
+    rank: int, world_size: int, *, optimizer: str, schedule: str
+) -> dict[str, tuple[float, float]]:
+    """What `trained` returns, `AllReduce`'s first."""
+    strategies = {"allreduce": offbeat.AllReduce(), **STRATEGIES}
+    if optimizer in TAKEN_OVER:
+        strategies |= UNCORRECTED
+    with warnings.catch_warnings():  # a loop that clips is told so
+        warnings.filterwarnings("ignore", "gradients are changed between", OffbeatWarning)
+        return {
+            name: trained(rank, strategy, optimizer, schedule)
+            for name, strategy in strategies.items()
+        }
+
+
+def cell(optimizer: str, schedule: str) -> Any:
+    marks = () if (optimizer, schedule) in IN_SHORT else (pytest.mark.outside,)
+    return pytest.param(optimizer, schedule, marks=marks, id=f"{optimizer}, {schedule}")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"), [cell(*each) for each in product(OPTIMIZERS, SCHEDULES)]
+)
+def test_no_sparse_strategy_falls_behind_or_explodes(
+    optimizer: str, schedule: str, run_ranks: RunRanks
+) -> None:
+    results = run_ranks(
+        by_strategy, WORLD_SIZE, timeout_s=240, optimizer=optimizer, schedule=schedule
+    )
+    mean = {
+        name: [sum(of_rank[name][i] for of_rank in results) / WORLD_SIZE for i in range(2)]
+        for name in results[0]
+    }
+    accuracy, worst_loss = mean.pop("allreduce")
+    assert accuracy > 90, "the task is too hard for this optimizer to tell anything"
+    behind = {name: each for name, each in mean.items() if each[0] < accuracy - MOST_POINTS_BELOW}
+    assert not behind, f"accuracy and worst loss; AllReduce has {accuracy}"
+    exploded = {
+        name: each
+        for name, each in mean.items()
+        if not each[1] <= MOST_TIMES_THE_WORST_LOSS * worst_loss
+    }
+    assert not exploded, f"accuracy and worst loss; AllReduce has {worst_loss}"
