@@ -23,7 +23,6 @@ def feedback(
     dtype: torch.dtype = torch.float32,
     selection: str = "exact",
     momentum: Momentum | float | None = None,
-    masking: bool = True,
 ) -> ErrorFeedback:
     return ErrorFeedback(
         num_elements,
@@ -31,7 +30,6 @@ def feedback(
         device=CPU,
         selector=SELECTORS[selection],
         momentum=momentum,
-        masking=masking,
     )
 
 
@@ -108,8 +106,7 @@ def test_buffers_are_traded_not_copied() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("masking", [True, False])
-def test_momentum_correction_follows_the_papers_recipe(masking: bool, nesterov: bool) -> None:
+def test_momentum_correction_follows_the_papers_recipe(nesterov: bool) -> None:
     n, k = 5000, 50
     ranges = [
         MomentumRange(end=3000, factor=0.5),
@@ -117,7 +114,7 @@ def test_momentum_correction_follows_the_papers_recipe(masking: bool, nesterov: 
     ]
     momentum = np.repeat([0.5, 0.25], [3000, 2000])
     looks_ahead = np.arange(n) >= (3000 if nesterov else n)
-    state = feedback(n, torch.float64, momentum=Momentum(ranges), masking=masking)
+    state = feedback(n, torch.float64, momentum=Momentum(ranges))
     flat = torch.zeros(n, dtype=torch.float64)
     u, v = np.zeros(n), np.zeros(n)
     for step in range(6):
@@ -130,8 +127,6 @@ def test_momentum_correction_follows_the_papers_recipe(masking: bool, nesterov: 
         np.testing.assert_array_equal(picked.indices, largest)
         np.testing.assert_array_equal(picked.values, v[largest])
         v[largest] = 0
-        if masking:
-            u[largest] = 0
         flat = state.commit(nothing(n, flat.dtype))
         assert state.velocity is not None
         np.testing.assert_array_equal(state.velocity.numpy(), u)
@@ -168,7 +163,6 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
         device=torch.device("cpu"),
         selector=SELECTORS["exact"],
         momentum=Momentum([MomentumRange(end=n, factor=factor, nesterov=nesterov)]),
-        masking=False,
     )
     sent, given = torch.zeros(n), torch.zeros(n)
     for step, k in enumerate(densities):
@@ -191,18 +185,8 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
     torch.testing.assert_close(all_of_it, given / (1 - factor))
 
 
-def test_nothing_is_masked_where_all_entries_are_sent() -> None:
-    state, flat = feedback(10, momentum=0.5, masking=True), integers(10, 0)
-    gradient = flat.clone()
-    state.stage(flat, 10)
-    state.commit(nothing(10, torch.float32))
-    assert state.velocity is not None
-    assert torch.equal(state.velocity, gradient)
-
-
-@pytest.mark.parametrize("masking", [True, False])
-def test_sending_everything_leaves_momentum_alone(masking: bool) -> None:
-    state, flat = feedback(10, momentum=0.5, masking=masking), integers(10, 0)
+def test_sending_everything_leaves_momentum_alone() -> None:
+    state, flat = feedback(10, momentum=0.5), integers(10, 0)
     gradient = flat.clone()
     assert state.stage_all(flat)
     state.commit_all()

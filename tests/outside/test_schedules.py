@@ -25,6 +25,7 @@ from ranks_support.launch import RunRanks
 WORLD_SIZE, STEPS, BATCH = 2, 480, 32
 DENSITY = 0.01
 MAX_NORM = 1.0
+DECAY = 5e-5
 MOST_POINTS_BELOW = 5.0
 MOST_TIMES_THE_WORST_LOSS = 10.0
 
@@ -41,19 +42,19 @@ def matrices_by(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "plain SGD": lambda net: torch.optim.SGD(net.parameters(), 0.5, weight_decay=1e-4),
-    "SGD": lambda net: torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4),
+    "plain SGD": lambda net: torch.optim.SGD(net.parameters(), 0.5, weight_decay=DECAY),
+    "SGD": lambda net: torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=DECAY),
     "Nesterov": lambda net: torch.optim.SGD(
-        net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4, nesterov=True
+        net.parameters(), 0.05, momentum=0.9, weight_decay=DECAY, nesterov=True
     ),
     "dampening": lambda net: torch.optim.SGD(
-        net.parameters(), 0.3, momentum=0.9, weight_decay=1e-4, dampening=0.8
+        net.parameters(), 0.3, momentum=0.9, weight_decay=DECAY, dampening=0.8
     ),
-    "subclass": lambda net: PlainSubclass(net.parameters(), 0.05, momentum=0.9, weight_decay=1e-4),
+    "subclass": lambda net: PlainSubclass(net.parameters(), 0.05, momentum=0.9, weight_decay=DECAY),
     "AdamW": lambda net: torch.optim.AdamW(net.parameters(), 0.003),
-    "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), 0.005, weight_decay=1e-4),
-    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), 0.003, weight_decay=1e-4),
-    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), 0.03, weight_decay=1e-4),
+    "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), 0.005, weight_decay=DECAY),
+    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), 0.003, weight_decay=DECAY),
+    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), 0.03, weight_decay=DECAY),
     "Muon": lambda net: torch.optim.Muon(matrices_by(net), 0.01),
 }
 
@@ -75,7 +76,7 @@ def scale_momentum(group: dict[str, Any]) -> None:
 
 
 def set_decay(group: dict[str, Any]) -> None:
-    group["weight_decay"] = 5e-3
+    group["weight_decay"] = 20 * DECAY
 
 
 def scale_decay(group: dict[str, Any]) -> None:
@@ -143,10 +144,13 @@ def sparse(**options: Any) -> dict[str, Strategy]:
     }
 
 
-STRATEGIES: dict[str, Strategy] = {
-    **sparse(),
-    "spdkfac over topk": offbeat.SPDKFAC(exchange=offbeat.TopK(density=DENSITY)),
+STRATEGIES = sparse()
+KFAC: dict[str, Strategy] = {
+    "spdkfac over topk": offbeat.SPDKFAC(exchange=offbeat.TopK(density=DENSITY))
 }
+WITH_KFAC = ("plain SGD", "SGD", "Nesterov", "dampening", "subclass")
+"""Optimizers that take a preconditioned gradient as it is; the others would scale it once more."""
+
 UNCORRECTED: dict[str, Strategy] = {
     f"{name}, uncorrected": strategy for name, strategy in sparse(momentum_correction=None).items()
 }
@@ -156,7 +160,6 @@ that there is nothing to correct.
 """
 
 IN_SHORT = {
-    ("SGD", "decay scaled"),
     ("subclass", "warm restarts"),
     ("AdamW", "clipped now and then"),
 }
@@ -203,6 +206,8 @@ def by_strategy(
     strategies = {"allreduce": offbeat.AllReduce(), **STRATEGIES}
     if optimizer in TAKEN_OVER:
         strategies |= UNCORRECTED
+    if optimizer in WITH_KFAC:
+        strategies |= KFAC
     with warnings.catch_warnings():  # a loop that clips is told so
         warnings.filterwarnings("ignore", "gradients are changed between", OffbeatWarning)
         return {

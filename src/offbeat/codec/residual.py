@@ -5,8 +5,8 @@
     add what other parts dropped or rounded off
 
 With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity,
-where velocity = momentum * velocity + weight * gradient; factor masking clears the velocity
-wherever an entry was sent. Where few entries travel, a gradient's momentum may be applied at once
+where velocity = momentum * velocity + weight * gradient. DGC's factor masking, which clears the
+velocity wherever an entry was sent, takes momentum away and is not there. Where few entries travel, a gradient's momentum may be applied at once
 instead (see `codec.momentum`): the residual spreads it over time anyway.
 
 A step is staged first and committed when it is known to be good everywhere, or discarded without a
@@ -44,7 +44,6 @@ class ErrorFeedback:
         selector: picks what is sent.
         momentum: of DGC's momentum correction: a factor in [0, 1) for all elements, or a
             `Momentum`; None: none.
-        masking: DGC's factor masking; matters with `momentum` only.
 
     Attributes:
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
@@ -58,7 +57,6 @@ class ErrorFeedback:
         device: torch.device,
         selector: Selector,
         momentum: Momentum | float | None = None,
-        masking: bool = True,
     ) -> None:
         if isinstance(momentum, float):
             momentum = Momentum([MomentumRange(end=num_elements, factor=momentum)])
@@ -66,7 +64,6 @@ class ErrorFeedback:
         self._new_selector_state: Mapping[str, float] = self.selector_state
         self._selector = selector
         self._momentum = momentum
-        self._masking = masking
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
@@ -128,9 +125,6 @@ class ErrorFeedback:
             state=self.selector_state,
         )
         self._new_selector_state = selection.state
-        masks = self._masking and not at_once and k < accumulated.numel()
-        if self._momentum is not None and masks:
-            self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
         return selection
 
     def stage_all(

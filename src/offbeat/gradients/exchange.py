@@ -613,7 +613,6 @@ class GradientExchange(Part):
             self._taken.state_is_loaded()
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
-        # Version 0.1 knew no warm-up by the learning rate.
         self.counts.rising_rate = RisingRate(
             rate=float(state["replicated"].get("learning_rate", 0.0)),  # type: ignore[arg-type]
             until=int(state["replicated"].get("warm_until", 0)),  # type: ignore[call-overload]

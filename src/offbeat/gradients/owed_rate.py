@@ -83,8 +83,6 @@ class OwedRate:
         return {f"group_rate_{number}": rate for number, rate in enumerate(self._rates)}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Inverse of `state`. What an older version has written, which is not by group, says
-        nothing: learning rates count from the next exchange on.
-        """
+        """Inverse of `state`."""
         names = takewhile(state.__contains__, (f"group_rate_{number}" for number in count()))
         self._rates = [float(state[name]) for name in names]

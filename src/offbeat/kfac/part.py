@@ -362,8 +362,7 @@ class KFACPart(Part):
         Where another form of inverses is kept by now, all are made in the next step.
         """
         replicated = state["replicated"]
-        # Version 0.1 had what a rank owns among what is local.
-        saved = {**replicated, **state.get("local", {}), **state.get("owned", {})}
+        saved = {**replicated, **state.get("owned", {})}
         self.preconditioner.check_state(saved)  # before anything is changed
         keeps_plan = replicated[
             "world_size"

@@ -11,25 +11,6 @@ from offbeat.errors import CheckpointError
 from offbeat.parts.part import Part, PartState
 from offbeat.session.checkpoint import naming_misfit
 
-STATE_KEYS_OF_0_1 = {
-    "CentreAverage": "central_model",
-    "CheapestCollective": "collective_choice",
-    "DispatchLoader": "loader",
-    "FactorExchange": "kfac",
-    "GradientExchange": "gradients",
-    "GradientGuard": "gradient_guard",
-    "GradientPhase": "start_phase",
-    "GroupAverage": "group_average",
-    "LockstepLoader": "lockstep_loader",
-    "MegaBatches": "mega_batches",
-    "NeighbourAverage": "neighbour_average",
-    "PartialExchange": "partial_gradients",
-    "PeriodicAverage": "periodic_average",
-    "PushSum": "push_sum",
-    "ReplicaCheck": "replica_check",
-}
-"""Version 0.1 kept the state of a part under the name of its class; this is its `state_key` now."""
-
 
 def state_of(parts: Sequence[Part]) -> dict[str, PartState]:
     """The state of each part. Tensors are copies."""
@@ -37,13 +18,13 @@ def state_of(parts: Sequence[Part]) -> dict[str, PartState]:
 
 
 def load_state_of(parts: Sequence[Part], saved: Mapping[str, PartState]) -> None:
-    """Inverse of `state_of`; also reads what version 0.1 wrote.
+    """Inverse of `state_of`.
 
     Raises:
         CheckpointError: the state of a part is missing or does not fit.
     """
     with naming_misfit("the session's state"):
-        by_key = {STATE_KEYS_OF_0_1.get(key, key): state for key, state in saved.items()}
+        by_key = dict(saved)
     for part in parts:
         if part.state_key not in by_key and not part.may_begin_anew:
             raise CheckpointError(

@@ -226,7 +226,6 @@ class EF21(GradientStrategy):
                 device=bucket.flat.device,
                 selector=_EXACT,
                 momentum=momentum,
-                masking=False,
             )
             reduction = SparseReduction(
                 bucket,

@@ -60,14 +60,12 @@ from offbeat.strategies.options import (
 )
 
 AT_ONCE_BELOW: Final = 0.15
-"""The density below which momentum is applied at once, unless the user says otherwise: an entry
-waits for 1 / density exchanges, and momentum is usually spread over ten.
+"""The density below which momentum is applied at once: an entry waits for 1 / density exchanges,
+and momentum is usually spread over ten.
 """
 
 SCALED_BELOW: Final = 0.15
 """The density below which the scaling of Adam is taken over."""
-
-MOMENTUM_RULES: Final = ("auto", "at_once", "masked", "spread")
 
 SMALL: Final = 1024
 """Parameters of fewer elements are small: norms and biases, and often the first and last layer."""
@@ -104,12 +102,6 @@ class SparseGradientStrategy(GradientStrategy):
             below 0.15 (with density="auto", which is at most 0.02 then), where the loop leaves
             gradients alone; a number in [0, 1) needs an optimizer without momentum; None leaves all
             to the optimizer.
-        momentum_rule: how momentum that is applied before selection moves an entry. "spread": over
-            the steps that follow, as SGD's; "masked": likewise, until the entry is sent, when its
-            velocity becomes 0 (DGC's factor masking); "at_once": all of a gradient's momentum with
-            the gradient, as gradient / (1 - momentum); "auto": at once in exchanges of less than
-            0.15 of the entries, where most wait for longer than momentum lasts, else spread. In
-            exchanges of everything momentum is always spread.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
@@ -142,7 +134,6 @@ class SparseGradientStrategy(GradientStrategy):
     density: float | Literal["auto"] = 0.001
     selection: Literal["exact", "reuse"] | Selector = "exact"
     momentum_correction: float | Literal["auto"] | None = "auto"
-    momentum_rule: Literal["auto", "at_once", "masked", "spread"] = "auto"
     warmup: Literal["auto", "paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = (
         "auto"
     )
@@ -176,7 +167,6 @@ class SparseGradientStrategy(GradientStrategy):
                 " len(loader)"
             )
         self._warmup(target=1.0)
-        require_one_of("momentum_rule", self.momentum_rule, MOMENTUM_RULES)
         if isinstance(self.dense_below, str):
             require_one_of("dense_below", self.dense_below, ("auto",))
         else:
@@ -436,8 +426,7 @@ class SparseGradientStrategy(GradientStrategy):
                 density = _while_rising(counts, optimizer, density, workspace.inform)
             # Small parameters, too, though all of them travel: where some have momentum and others
             # have it at once, what the former do is undone by the latter, and accuracy suffers.
-            limit = {"at_once": 1.0, "auto": AT_ONCE_BELOW}.get(self.momentum_rule, 0.0)
-            at_once = momentum is not None and density < limit and is_sparse(density)
+            at_once = momentum is not None and density < AT_ONCE_BELOW and is_sparse(density)
             if is_small:
                 return ExchangePlan(k=bucket.num_elements, collective=None, at_once=at_once)
             k = max(1, round(density * bucket.num_elements))
@@ -466,7 +455,6 @@ class SparseGradientStrategy(GradientStrategy):
             device=bucket.flat.device,
             selector=self._selector(bucket),
             momentum=momentum,
-            masking=self.momentum_rule == "masked",
         )
         watch = ResidualWatch(
             workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None

@@ -363,7 +363,7 @@ class FactorScheduler(ExchangeListener):
         }
 
     def is_planned_by(self, state: Mapping[str, Any]) -> bool:
-        """Whether the plan in `state` is of as many factors. Version 0.1 covered fewer layers.
+        """Whether the plan in `state` is of as many factors: other layers may be covered by now.
         Where ranks look at what they own alone, it must have the same owners, too.
         """
         owners = list(state["owners"])

@@ -71,7 +71,7 @@ class ImagesOptions(ImageOptions):
 
 
 class MnistOptions(ImagesOptions):
-    """Options of `mnist`: those of `images`, with the network of 0.1 and images as they are."""
+    """Options of `mnist`: those of `images`, with a plain network and images as they are."""
 
     model: Literal["cnn", "resnet", "plain"] = Field("plain", description="network, see `images`")
     augment: Literal["none", "crop", "flip_and_crop"] = Field(
