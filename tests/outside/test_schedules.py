@@ -98,7 +98,7 @@ class Once:
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     rate = optimizer.param_groups[0]["lr"]
-    cycles = any(key in optimizer.defaults for key in ("momentum", "betas"))
+    cycles = any(optimizer.defaults.get(key) for key in ("momentum", "betas"))
     return lr_scheduler.OneCycleLR(optimizer, rate, total_steps=STEPS + 1, cycle_momentum=cycles)
 
 

@@ -4,10 +4,11 @@
     send the k largest of acc; what is left is the new residual
     add what other parts dropped or rounded off
 
-With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity,
-where velocity = momentum * velocity + weight * gradient. DGC's factor masking, which clears the
-velocity wherever an entry was sent, takes momentum away and is not there. Where few entries travel, a gradient's momentum may be applied at once
-instead (see `codec.momentum`): the residual spreads it over time anyway.
+With momentum correction (DGC, arXiv 1712.01887, section 3.1), acc = residual + velocity, where
+velocity = momentum * velocity + weight * gradient. DGC's factor masking (section 3.2), which clears
+the velocity wherever an entry was sent, takes momentum away and is left out. Where few entries
+travel, a gradient's momentum may be applied at once instead (see `codec.momentum`): the residual
+spreads it over time anyway.
 
 A step is staged first and committed when it is known to be good everywhere, or discarded without a
 trace. Staging copies nothing: residual and gradient trade buffers on commit.
