@@ -164,11 +164,14 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
         selector=SELECTORS["exact"],
         momentum=Momentum([MomentumRange(end=n, factor=factor, nesterov=nesterov)]),
     )
-    sent, given = torch.zeros(n), torch.zeros(n)
+    sent, given, longer = torch.zeros(n), torch.zeros(n), 1.0
     for step, k in enumerate(densities):
         gradient = integers(n, step, dtype)
         given += gradient.float()
-        sent += torch.from_numpy(
+        # The optimizer's step is so many times as long, and what is owed keeps its unit.
+        before, longer = longer, 1 / (1 - factor) if k < 5 else 1.0
+        state.residual.mul_(before / longer)
+        sent += longer * torch.from_numpy(
             state.stage(
                 gradient.clone(), k, continues=continues and step == 1, at_once=k < 5
             ).sparse.to_dense()
@@ -181,7 +184,7 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
     assert bool(velocity.any()) is (densities[-1] == 5)
     # What velocity is left has yet to move the parameters: 1/2 + 1/4 + ... of itself, and by one
     # term less where Nesterov's momentum has looked ahead.
-    all_of_it = sent + state.residual + velocity * (0.5 if nesterov else 1.0)
+    all_of_it = sent + longer * state.residual + velocity * (0.5 if nesterov else 1.0)
     torch.testing.assert_close(all_of_it, given / (1 - factor))
 
 

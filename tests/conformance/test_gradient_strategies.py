@@ -44,9 +44,6 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk with threshold reuse": offbeat.GTopK(
         density=0.2, collective="reduce_scatter", selection="reuse"
     ),
-    "gtopk with momentum correction": offbeat.GTopK(
-        density=0.2, collective="reduce_scatter", momentum_correction=0.9
-    ),
     "gtopk with a norm that no gradient has, in small buckets": offbeat.GTopK(
         density=0.2, collective="reduce_scatter", clip_norm=1e9, bucket_mib=1e-4
     ),
@@ -62,7 +59,6 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "ef21": offbeat.EF21(density=0.2),
     "ef21 with momentum, in small buckets": offbeat.EF21(
         density=0.2,
-        momentum_correction=0.9,
         selection="reuse",
         values="float8",
         bucket_mib=1e-4,
@@ -459,13 +455,6 @@ def test_a_foreign_optimizer_is_refused() -> None:
         offbeat.attach(net, torch.optim.SGD(other.parameters()), offbeat.AllReduce())
 
 
-def test_momentum_twice_is_refused() -> None:
-    net = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
-    with pytest.raises(ConfigError, match="momentum=0"):
-        offbeat.attach(net, optimizer, offbeat.GTopK(momentum_correction=0.9))
-
-
 def test_a_parameter_unfrozen_later_is_refused(attached: Callable) -> None:
     net, _, _ = attached(offbeat.AllReduce())
     net.frozen.requires_grad_(True)
@@ -497,14 +486,6 @@ def test_the_class_in_place_of_an_instance_is_refused() -> None:
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="did you pass the class"):
         offbeat.attach(net, torch.optim.SGD(net.parameters()), offbeat.GTopK)  # type: ignore[arg-type]
-
-
-def test_momentum_correction_on_the_dense_path_is_momentum(attached: Callable) -> None:
-    net, optimizer, _ = attached(offbeat.GTopK(collective="dense", momentum_correction=0.9))
-    plain = Net()
-    train(net, optimizer, range(4))
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), range(4))
-    assert_same(net, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

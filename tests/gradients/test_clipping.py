@@ -80,7 +80,7 @@ def test_one_bad_batch_ruins_a_run_that_is_clipped_afterwards_and_no_other() -> 
     assert before < 0.3
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_mib": 1e-3}, {"momentum_correction": 0.0}])
+@pytest.mark.parametrize("options", [{}, {"bucket_mib": 1e-3}, {"momentum_correction": None}])
 @pytest.mark.parametrize("scale", [1.0, 1e25])
 def test_each_rank_contributes_its_share_of_the_norm_at_most(
     options: dict[str, object], scale: float

@@ -11,7 +11,7 @@ import torch
 import offbeat
 from offbeat.errors import OffbeatWarning
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.group_ranges import GroupRanges
+from offbeat.gradients.group_ranges import GroupRanges, rates_of
 from offbeat.gradients.owed_rate import OwedRate
 from offbeat.gradients.residual_watch import LOOK_INTERVAL, ResidualWatch
 
@@ -24,6 +24,14 @@ def four_parameters() -> tuple[Bucket, torch.optim.Optimizer]:
     return Bucket(named, [0, 1, 2, 3]), optimizer
 
 
+def follower(bucket: Bucket, optimizer: torch.optim.Optimizer) -> OwedRate:
+    return OwedRate(
+        GroupRanges(bucket, optimizer),
+        rates=lambda: rates_of(optimizer),
+        leads_to_plain_steps=lambda: True,
+    )
+
+
 def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -32,7 +40,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
 def test_each_group_has_its_own_rate() -> None:
     """Rates that part, cross and meet again; and a group that comes later."""
     bucket, optimizer = four_parameters()
-    owed, residual = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True), torch.ones(8)
+    owed, residual = follower(bucket, optimizer), torch.ones(8)
     assert owed.follow(residual) == 1.0
     set_rates(optimizer, [0.1, 0.05])
     assert owed.follow(residual) == 2.0
@@ -53,7 +61,7 @@ def test_each_group_has_its_own_rate() -> None:
 
 def test_a_rate_of_zero_is_passed_over() -> None:
     bucket, optimizer = four_parameters()
-    owed, residual = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True), torch.ones(8)
+    owed, residual = follower(bucket, optimizer), torch.ones(8)
     factors = []
     for rates in ([0.0, 0.4], [0.4, 0.0], [0.0, 0.2], [0.2, 0.2]):
         set_rates(optimizer, rates)
@@ -64,11 +72,11 @@ def test_a_rate_of_zero_is_passed_over() -> None:
 
 def test_a_state_of_fewer_groups_may_be_loaded() -> None:
     bucket, optimizer = four_parameters()
-    owed, residual = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True), torch.ones(8)
+    owed, residual = follower(bucket, optimizer), torch.ones(8)
     owed.load({"group_rate_0": 0.2})
     assert owed.follow(residual) == 2.0
     assert residual.tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
-    again = OwedRate(bucket, optimizer, leads_to_plain_steps=lambda: True)
+    again = follower(bucket, optimizer)
     again.load(owed.state())
     assert again.follow(residual) == 1.0
 

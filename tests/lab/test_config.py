@@ -67,7 +67,7 @@ def test_a_sparse_strategy_clips_as_the_task_does() -> None:
         ({"steps": 3, "epochs": 3}, "give one of them"),
         ({"workers": 64}, "64 workers"),
         ({"settings": ["density=2"]}, "density"),
-        ({"settings": ["momentum_correction=0.9"]}, "momentum"),
+        ({"settings": ["momentum_correction=0.9"]}, "momentum_correction"),
         ({"strategy": "adaptive", "settings": ["skew=0.3"]}, "skew= would change nothing"),
         ({"settings": ["batch_shares=1/1/0"]}, "'1/1/0'; allowed are numbers above 0 for each"),
         ({"settings": ["batch_shares=1,1,1,1"]}, "such as 1/1/0.5/0.5"),

@@ -10,12 +10,14 @@ A gradient moves the parameter by 1 / (1 - factor) of itself in the end, spread 
 or so. Where it waits for longer than that before it is sent, spreading it first only makes it
 later, and late momentum overshoots. So it may be applied at once:
 
-    step     = (weight * gradient + share * velocity) / (1 - factor)
+    step     = weight * gradient + share * velocity
     velocity = 0
 
-which comes to the same sum of steps. The share is what a velocity without further gradients would
-have added: factor + factor^2 + ... = factor / (1 - factor) times the velocity. Nesterov's momentum
-has looked ahead along it by one term already, so factor^2 + factor^3 + ... is left.
+where the optimizer's learning rate has to be 1 / (1 - factor) times as high. That comes to the same
+sum of steps, and whoever clips the step clips the gradient. The share is (1 - factor) times what a
+velocity without further gradients would have added: factor + factor^2 + ... = factor / (1 - factor)
+times itself. Nesterov's momentum has looked ahead along it by one term already, so factor^2 +
+factor^3 + ... is left.
 """
 
 from __future__ import annotations
@@ -77,8 +79,8 @@ class Momentum:
             new_velocity: same shape, dtype and device; overwritten.
             continues: whether the gradient belongs to the same optimizer step as the last one: then
                 the velocity has lost its share already, and only what is new is passed on.
-            at_once: whether the step is all that gradient and velocity will ever move the
-                parameters by, and nothing of the velocity is left.
+            at_once: whether the step, at a learning rate of 1 / (1 - factor) times the user's, is
+                all that gradient and velocity will ever move the parameters by.
         """
         mix = mix_by_kernel if flat.device.type == "cpu" else mix_by_torch
         begin = 0
@@ -98,8 +100,7 @@ def _shares(momentum: MomentumRange, weight: float, *, continues: bool, at_once:
     if factor == 0:  # as in PyTorch, where a buffer rests while there is no momentum
         return weight, 0.0, 0.0, 1.0
     if at_once:
-        share = factor * factor if momentum.nesterov else factor
-        return weight / (1 - factor), share / (1 - factor), 0.0, 0.0
+        return weight, factor * factor if momentum.nesterov else factor, 0.0, 0.0
     of_gradient = weight * (1 + factor) if momentum.nesterov else weight
     if continues:
         return of_gradient, 0.0, weight, 1.0

@@ -205,10 +205,9 @@ class ErrorFeedback:
             return accumulated, weight
         if at_once and self._has_no_velocity is None:
             self._has_no_velocity = not self._velocity.any()
-        factors = {each.factor for each in self._momentum.ranges}
-        if at_once and self._has_no_velocity and len(factors) == 1:
+        if at_once and self._has_no_velocity:
             self._moves_velocity = False
-            return accumulated, weight / (1 - factors.pop())
+            return accumulated, weight
         self._momentum.apply(
             accumulated,
             self._velocity,

@@ -127,6 +127,10 @@ class TakenOver(Protocol):
         """
         ...
 
+    def rates(self) -> list[float]:
+        """By group, what the optimizer's next step multiplies what it is given by."""
+        ...
+
     def give_back(self) -> None:
         """The session ends: the optimizer is the user's again."""
         ...

@@ -95,3 +95,8 @@ class GroupRanges:
                 begin = self._ranges.pop().begin
             self._ranges.append(GroupRange(begin, end, group))
             begin = end
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of each group; 0 for one that has none."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]

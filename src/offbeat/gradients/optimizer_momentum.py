@@ -4,6 +4,8 @@ Where only the largest entries travel, momentum has to be applied before they ar
 (momentum correction, DGC, arXiv 1712.01887, section 3.1). So each rank keeps a velocity of its own,
 and the optimizer has no momentum during its step. With it goes weight decay, which SGD adds to the
 gradient before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker.
+Where momentum is applied at once (see `codec.momentum`) the learning rate is `1 / (1 - momentum)`
+times as high during the step.
 
 Outside `optimizer.step()` everything reads as PyTorch would show it: `param_groups` have the values
 that the user has set, and may be changed, and `optimizer.state_dict()` has `momentum_buffer`, which
@@ -23,7 +25,7 @@ from typing_extensions import override
 
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.group_ranges import GroupRanges
+from offbeat.gradients.group_ranges import GroupRanges, rates_of
 from offbeat.parts.part import Part
 
 CHANGED_MOMENTUM: Final = (
@@ -35,6 +37,7 @@ CHANGED_MOMENTUM: Final = (
 """A warning for whoever does so while momentum is taken over."""
 
 _BUFFER: Final = "momentum_buffer"
+_HIDDEN: Final = ("lr", "momentum", "weight_decay")
 
 
 class HasVelocity(Protocol):
@@ -64,6 +67,10 @@ class OptimizerMomentum(Part):
     Args:
         optimizer: a `torch.optim.SGD` with momentum, which it does not dampen.
         inform: is told what was taken.
+
+    Attributes:
+        may_apply_at_once: whether few enough entries travel in the coming exchange.
+        at_once: whether momentum is applied at once in this one.
     """
 
     state_key: ClassVar[str] = "optimizer_momentum"  # velocities are saved with the residuals
@@ -76,7 +83,9 @@ class OptimizerMomentum(Part):
         self._handles: list[Any] = []
         self._options: list[tuple[float, bool]] = []  # by group: momentum, and whether Nesterov's
         self._decays: list[bool] = []  # by group: whether decay is in the gradient of the next step
-        self._shown: list[tuple[float, float]] = []  # by group, during a step: what the user set
+        self._shown: list[dict[str, Any]] = []  # by group, during a step: what the user set
+        self.may_apply_at_once: Callable[[], bool] = lambda: False
+        self.at_once = False
         self._velocity_is_loaded = False
 
     def of(self, bucket: Bucket) -> Momentum:
@@ -123,8 +132,9 @@ class OptimizerMomentum(Part):
                 decay has been added.
         """
         self._velocity_is_loaded = False
-        if continues:
+        if continues:  # what belongs to one step is added up, so all of it has the same unit
             return
+        self.at_once = self.may_apply_at_once()
         # Without momentum weight decay can stay where it is.
         param_groups = self._optimizer.param_groups
         self._decays = [bool(group["momentum"]) for group in param_groups]
@@ -153,6 +163,13 @@ class OptimizerMomentum(Part):
         """Whether the optimizer's step is the learning rate times what it is given."""
         return True
 
+    def rates(self) -> list[float]:
+        """Learning rates as the optimizer has them during its step."""
+        rates = rates_of(self._optimizer)
+        if not self.at_once:
+            return rates
+        return [rate / (1 - factor) for rate, (factor, _) in zip(rates, self._options, strict=True)]
+
     def give_back(self) -> None:
         """Momentum begins anew in the optimizer, since velocities differ from rank to rank."""
         for handle in self._handles:
@@ -167,8 +184,10 @@ class OptimizerMomentum(Part):
         """Hide from the optimizer what has been applied."""
         self._show_options()  # a step that raised was not followed by `on_after_step`
         groups = self._optimizer.param_groups
-        self._shown = [(group["momentum"], group["weight_decay"]) for group in groups]
+        self._shown = [{name: group[name] for name in _HIDDEN} for group in groups]
         for group, has_decayed in zip(groups, self._decays, strict=False):
+            if self.at_once and group["momentum"]:
+                group["lr"] = group["lr"] / (1 - group["momentum"])
             group["momentum"] = 0.0
             if has_decayed:
                 group["weight_decay"] = 0.0
@@ -179,7 +198,7 @@ class OptimizerMomentum(Part):
 
     def _show_options(self) -> None:
         for group, shown in zip(self._optimizer.param_groups, self._shown, strict=False):
-            group["momentum"], group["weight_decay"] = shown
+            group.update(shown)
         self._shown = []
 
     # The optimizer's state

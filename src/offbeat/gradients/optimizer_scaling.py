@@ -47,7 +47,7 @@ from offbeat.codec.residual import ErrorFeedback
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
-from offbeat.gradients.group_ranges import GroupRanges
+from offbeat.gradients.group_ranges import GroupRanges, rates_of
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
@@ -162,6 +162,10 @@ class OptimizerScaling(Part):
     def leaves_plain_steps(self) -> bool:
         """Whether the scaling has been taken."""
         return self.is_taken is True
+
+    def rates(self) -> list[float]:
+        """The user's learning rates."""
+        return rates_of(self._optimizer)
 
     def prepare_(
         self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool

@@ -13,8 +13,8 @@ the entries that are sent are old / new times as large; a momentum or a mean squ
 applies them later at another rate, and a warm restart then destroys the model. There the residual
 stays in units of gradients, as in DGC and gTop-k S-SGD.
 
-Without it (`benchmarks/parity.py`, GTopK at 0.01): text 9% of bits worse (three seeds), images 0.5 points
-(twelve seeds).
+Without it (`benchmarks/parity.py`, GTopK at 0.01): text 9% of bits worse (three seeds), images 0.5
+points (twelve seeds).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from itertools import count, takewhile
 
 import torch
 
-from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.group_ranges import GroupRanges
 
 
@@ -32,22 +31,22 @@ class OwedRate:
     """Follows the learning rates of one bucket's parameters.
 
     Args:
-        bucket: whose residual it is.
-        optimizer: the user's; parameters without an `lr` are left alone.
+        groups: to which groups of the optimizer the bucket's elements belong.
+        rates: by group, what the optimizer's next step is multiplied by; 0 where it has none.
         leads_to_plain_steps: whether nothing behind the exchange remembers what was sent; asked at
             each exchange.
     """
 
     def __init__(
         self,
-        bucket: Bucket,
-        optimizer: torch.optim.Optimizer,
+        groups: GroupRanges,
         *,
+        rates: Callable[[], Sequence[float]],
         leads_to_plain_steps: Callable[[], bool],
     ) -> None:
+        self._places = groups
+        self._rates_now = rates
         self._leads_to_plain_steps = leads_to_plain_steps
-        self._optimizer = optimizer
-        self._places = GroupRanges(bucket, optimizer)
         self._rates: Sequence[float] = ()
 
     def follow(self, residual: torch.Tensor) -> float:
@@ -60,7 +59,7 @@ class OwedRate:
             The largest factor, 1.0 where no rate has changed. A rate of 0 changes nothing: when it
             is above 0 again, what counts is the last one before.
         """
-        now = [float(group.get("lr", 0.0)) for group in self._optimizer.param_groups]
+        now = self._rates_now()
         # A group that is new, or was not there when the state was saved, owes nothing yet.
         before = [*self._rates[: len(now)], *now[len(self._rates) :]]
         factors = [

@@ -41,7 +41,6 @@ from typing import ClassVar, Final, Literal
 import torch
 
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
-from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import SELECTORS, Selector
 from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
@@ -63,13 +62,11 @@ from offbeat.strategies.options import (
     object_of,
     require_at_least,
     require_density,
-    require_fraction_below_one,
     require_one_of,
     require_positive,
 )
 from offbeat.strategies.sparse_gradient import (
     SMALL_SHARE,
-    require_one_momentum,
     require_real,
     whole_below,
     wire_of,
@@ -88,8 +85,8 @@ class EF21(GradientStrategy):
         momentum_correction: momentum that each rank applies to its gradient before changes are
             looked for, which keeps the noise of single batches out of the estimates. "auto": that
             of `torch.optim.SGD`, with its weight decay, taken over until the session ends; other
-            optimizers keep theirs. A number in [0, 1) needs an optimizer without momentum. None:
-            the optimizer works on the estimate.
+            optimizers keep theirs. None: the optimizer works on
+            the estimate.
         selection: "exact" takes exactly the k largest changes; "reuse" adapts the last step's
             threshold and takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
         dense_below: parameters of fewer elements are sent whole in a bucket of their own, as
@@ -110,7 +107,7 @@ class EF21(GradientStrategy):
     name: ClassVar[str] = "ef21"
 
     density: float = 0.01
-    momentum_correction: float | Literal["auto"] | None = "auto"
+    momentum_correction: Literal["auto"] | None = "auto"
     selection: Literal["exact", "reuse"] | Selector = "exact"
     dense_below: int | Literal["auto"] = "auto"
     values: Literal["float32", "bfloat16", "float8"] | ValueCodec = "float32"
@@ -121,10 +118,8 @@ class EF21(GradientStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_density("density", self.density)
-        if isinstance(self.momentum_correction, str):
+        if self.momentum_correction is not None:
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
-        elif self.momentum_correction is not None:
-            require_fraction_below_one("momentum_correction", self.momentum_correction)
         object_of("selection", self.selection, SELECTORS, Selector)
         self.codecs()
         if isinstance(self.dense_below, str):
@@ -139,7 +134,6 @@ class EF21(GradientStrategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
         require_real(model)
-        require_one_momentum(self.momentum_correction, optimizer)
 
     def codecs(self) -> tuple[ValueCodec, IndexCodec]:
         """How values and indices travel. Raises `ConfigError` for options that name none."""
@@ -206,12 +200,7 @@ class EF21(GradientStrategy):
         *,
         is_small: bool,
     ) -> Reduction:
-        momentum = None
-        if taken is not None:
-            momentum = taken.of(bucket)
-        elif isinstance(self.momentum_correction, float | int):
-            factor = float(self.momentum_correction)
-            momentum = Momentum([MomentumRange(end=bucket.num_elements, factor=factor)])
+        momentum = None if taken is None else taken.of(bucket)
         wire = wire_of(bucket, *self.codecs())
         driver, stream = workspace.driver, workspace.new_stream()
         k = max(1, round(self.density * bucket.num_elements))

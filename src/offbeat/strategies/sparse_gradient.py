@@ -16,7 +16,6 @@ import torch
 
 from offbeat.codec.by_layer import ByLayer
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
-from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import SELECTORS, Selector
 from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
@@ -30,6 +29,7 @@ from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density_choice import FEW, AutoDensity
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
+from offbeat.gradients.group_ranges import GroupRanges, rates_of
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import (
     CHANGED_MOMENTUM,
@@ -54,7 +54,6 @@ from offbeat.strategies.options import (
     object_of,
     require_at_least,
     require_density,
-    require_fraction_below_one,
     require_one_of,
     require_positive,
 )
@@ -100,8 +99,7 @@ class SparseGradientStrategy(GradientStrategy):
             before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
             it weight decay, until the session ends, and the scaling of Adam and AdamW at densities
             below 0.15 (with density="auto", which is at most 0.02 then), where the loop leaves
-            gradients alone; a number in [0, 1) needs an optimizer without momentum; None leaves all
-            to the optimizer.
+            gradients alone; None leaves all to the optimizer.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
@@ -133,7 +131,7 @@ class SparseGradientStrategy(GradientStrategy):
 
     density: float | Literal["auto"] = 0.001
     selection: Literal["exact", "reuse"] | Selector = "exact"
-    momentum_correction: float | Literal["auto"] | None = "auto"
+    momentum_correction: Literal["auto"] | None = "auto"
     warmup: Literal["auto", "paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = (
         "auto"
     )
@@ -155,10 +153,8 @@ class SparseGradientStrategy(GradientStrategy):
             require_density("density", self.density)
         object_of("selection", self.selection, SELECTORS, Selector)
         self.codecs()
-        if isinstance(self.momentum_correction, str):
+        if self.momentum_correction is not None:
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
-        elif self.momentum_correction is not None:
-            require_fraction_below_one("momentum_correction", self.momentum_correction)
         if self.bucket_mib is not None:
             require_positive("bucket_mib", self.bucket_mib)
         if self.warmup in ("paper", "exponential") and self.steps_per_epoch is None:
@@ -178,7 +174,6 @@ class SparseGradientStrategy(GradientStrategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
         require_real(model)
-        require_one_momentum(self.momentum_correction, optimizer)
 
     def codecs(self) -> tuple[ValueCodec, IndexCodec]:
         """How values and indices travel. Raises `ConfigError` for options that name none."""
@@ -366,6 +361,24 @@ class SparseGradientStrategy(GradientStrategy):
             """Whether entries travel, or all of the gradient."""
             return choose(largest, max(1, round(density * largest.num_elements))) is not None
 
+        optimizer = workspace.optimizer
+
+        def density_now() -> float:
+            target = 1.0 if self.density == "auto" else self.density
+            target = target if auto is None else auto.density
+            density = self.density_at(counts.exchanges, target)
+            # Scaled gradients are of one size from the first step on, and need no warm-up.
+            scales = isinstance(taken, OptimizerScaling) and taken.is_taken is not False
+            if self.warmup == "auto" and optimizer is not None and not scales:
+                density = _while_rising(counts, optimizer, density, workspace.inform)
+            return density
+
+        if isinstance(taken, OptimizerMomentum):
+            # Small parameters, too, though all of them travel: where some have momentum and others
+            # have it at once, what the former do is undone by the latter, and accuracy suffers.
+            taken.may_apply_at_once = lambda: (
+                (density := density_now()) < AT_ONCE_BELOW and is_sparse(density)
+            )
         if isinstance(taken, OptimizerScaling):
             taken.is_wanted = lambda: is_sparse(FEW if self.density == "auto" else self.density)
             if auto is not None:
@@ -376,10 +389,8 @@ class SparseGradientStrategy(GradientStrategy):
                 self._reduction(
                     bucket,
                     workspace,
-                    counts,
                     choose,
-                    is_sparse,
-                    auto,
+                    density_now,
                     taken,
                     is_followed=is_followed,
                     rides=piggyback if bucket is small else None,
@@ -402,10 +413,8 @@ class SparseGradientStrategy(GradientStrategy):
         self,
         bucket: Bucket,
         workspace: Workspace,
-        counts: ExchangeCounts,
         choose: Choose,
-        is_sparse: Callable[[float], bool],
-        auto: AutoDensity | None,
+        density_now: Callable[[], float],
         taken: OptimizerMomentum | OptimizerScaling | None,
         *,
         is_followed: bool,
@@ -417,18 +426,10 @@ class SparseGradientStrategy(GradientStrategy):
         is_small = all(parameter.numel() < small_below for parameter in bucket.parameters)
 
         def plan() -> ExchangePlan:
-            target = 1.0 if self.density == "auto" else self.density
-            target = target if auto is None else auto.density
-            density = self.density_at(counts.exchanges, target)
-            # Scaled gradients are of one size from the first step on, and need no warm-up.
-            scales = isinstance(taken, OptimizerScaling) and taken.is_taken is not False
-            if self.warmup == "auto" and optimizer is not None and not scales:
-                density = _while_rising(counts, optimizer, density, workspace.inform)
-            # Small parameters, too, though all of them travel: where some have momentum and others
-            # have it at once, what the former do is undone by the latter, and accuracy suffers.
-            at_once = momentum is not None and density < AT_ONCE_BELOW and is_sparse(density)
+            at_once = isinstance(taken, OptimizerMomentum) and taken.at_once
             if is_small:
                 return ExchangePlan(k=bucket.num_elements, collective=None, at_once=at_once)
+            density = density_now()
             k = max(1, round(density * bucket.num_elements))
             # A density of 1 that the user named for the whole run goes through the collective that
             # the user named; one that was chosen, or begins a warm-up, need not.
@@ -443,12 +444,7 @@ class SparseGradientStrategy(GradientStrategy):
             # What follows, a preconditioner for example, changes gradients before the step.
             return not is_followed and optimizer is not None and makes_plain_steps(optimizer)
 
-        momentum = None
-        if isinstance(taken, OptimizerMomentum):
-            momentum = taken.of(bucket)
-        elif isinstance(self.momentum_correction, float | int):
-            factor = float(self.momentum_correction)
-            momentum = Momentum([MomentumRange(end=bucket.num_elements, factor=factor)])
+        momentum = taken.of(bucket) if isinstance(taken, OptimizerMomentum) else None
         feedback = ErrorFeedback(
             bucket.num_elements,
             dtype=bucket.flat.dtype,
@@ -473,7 +469,11 @@ class SparseGradientStrategy(GradientStrategy):
             watch=watch,
             owed_rate=None
             if optimizer is None
-            else OwedRate(bucket, optimizer, leads_to_plain_steps=leads_to_plain_steps),
+            else OwedRate(
+                GroupRanges(bucket, optimizer),
+                rates=partial(rates_of, optimizer) if taken is None else taken.rates,
+                leads_to_plain_steps=leads_to_plain_steps,
+            ),
             rides=rides,
             carries=carries,
         )
@@ -504,20 +504,6 @@ def require_real(model: torch.nn.Module) -> None:
             f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
             " real numbers only; train its real and imaginary parts as two parameters, or use"
             " offbeat.AllReduce()"
-        )
-
-
-def require_one_momentum(
-    momentum_correction: float | str | None, optimizer: torch.optim.Optimizer
-) -> None:
-    """Raise `ConfigError` where a number is given and the optimizer has momentum, too."""
-    momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
-    if isinstance(momentum_correction, float | int) and any(momenta):
-        raise ConfigError(
-            f"momentum_correction={momentum_correction} applies momentum before selection,"
-            f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
-            " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
-            " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
         )
 
 
