@@ -148,7 +148,7 @@ def trained(
 
     def job(driver: ThreadDriver) -> tuple[dict[str, Any], Vector]:
         model = make_model(torch.float32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
         with session_on(driver, model, optimizer, strategy) as session:
             if states is not None:
                 session.load_state_dict(offbeat.reshard(states, driver.world_size, driver.rank))

@@ -209,6 +209,19 @@ def test_momentum_without_end_stays_in_the_optimizer() -> None:
     assert all(bool(p.isfinite().all()) for p in net.parameters())
 
 
+def test_where_momentum_is_applied_at_once_who_clips_clips_the_gradient() -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["momentum"](net)
+    with offbeat.attach(net, optimizer, offbeat.GTopK(density=0.1, collective="reduce_scatter")):
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        loss_of(net, 0).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        optimizer.step()
+    moved = [after - start for start, after in zip(before, net.parameters(), strict=True)]
+    norm = float(torch.linalg.vector_norm(torch.cat([each.flatten() for each in moved]).detach()))
+    assert norm == pytest.approx(0.05 * 1e-3 / (1 - 0.9), rel=1e-2)  # as SGD's in the end
+
+
 @pytest.mark.parametrize("norm", [1e-3, 1e9])
 def test_who_clips_what_momentum_has_entered_is_warned(norm: float) -> None:
     net = Net()

@@ -201,6 +201,13 @@ class OptimizerMomentum(Part):
             group.update(shown)
         self._shown = []
 
+    def gradients_are_changed(self, warn: Callable[[str], None]) -> None:
+        """The loop has changed what the exchange left: where momentum is in it already, it did not
+        change the gradient.
+        """
+        if not self.at_once:
+            warn(CHANGED_MOMENTUM)
+
     # The optimizer's state
 
     def _show_buffers(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

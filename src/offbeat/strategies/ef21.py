@@ -50,7 +50,6 @@ from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import ExchangeCounts, Reduction
 from offbeat.gradients.gradient_estimates import EstimateReduction
 from offbeat.gradients.optimizer_momentum import (
-    CHANGED_MOMENTUM,
     OptimizerMomentum,
     momentum_to_take,
 )
@@ -161,8 +160,10 @@ class EF21(GradientStrategy):
         exchange, others = self.exchange_of(pairs, [], workspace, counts, taken=taken)
         if taken is not None:
             if not workspace.has_scaler:  # which changes gradients itself
-                warn = partial(workspace.warn, CHANGED_MOMENTUM)
-                others.append(ChangedGradients(exchange.buckets, counts=counts, when_changed=warn))
+                when_changed = partial(taken.gradients_are_changed, workspace.warn)
+                others.append(
+                    ChangedGradients(exchange.buckets, counts=counts, when_changed=when_changed)
+                )
             others.append(taken)
             taken.take()  # last, when nothing can fail any more
         return [exchange, *others]

@@ -32,7 +32,6 @@ from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reducti
 from offbeat.gradients.group_ranges import GroupRanges, rates_of
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import (
-    CHANGED_MOMENTUM,
     OptimizerMomentum,
     makes_plain_steps,
     momentum_to_take,
@@ -272,9 +271,9 @@ class SparseGradientStrategy(GradientStrategy):
             return [LeftScaling()]
         if workspace.has_scaler:  # which changes gradients itself
             return [taken, LeftScaling()]
-        warn = partial(workspace.warn, CHANGED_MOMENTUM)
+        when_changed = partial(taken.gradients_are_changed, workspace.warn)
         return [
-            ChangedGradients(exchange.buckets, counts=counts, when_changed=warn),
+            ChangedGradients(exchange.buckets, counts=counts, when_changed=when_changed),
             taken,
             LeftScaling(),
         ]
