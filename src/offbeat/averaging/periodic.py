@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from offbeat.errors import CheckpointError
 from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.optimizer_state import average_optimizer_state_
+from offbeat.weights.optimizer_state import average_optimizer_state_, notice_of_local_states
 
 
 def steps_between(num_local: int, *, period: int, warmup: int) -> int:
@@ -55,6 +55,7 @@ class PeriodicAverage(Part):
         outer: what is done with the mean; None: it is taken as it is.
         optimizer: whose state is averaged with the weights; None: it stays local.
         weight: this rank's in the mean.
+        notify: tells the user what of the optimizer's state is not averaged.
     """
 
     state_key: ClassVar[str] = "periodic_average"
@@ -71,7 +72,9 @@ class PeriodicAverage(Part):
         outer: OuterOptimizer | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         weight: float = 1.0,
+        notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
+        self._notify = notify
         self._weights = weights
         self._driver = driver
         self._stream = stream
@@ -124,6 +127,10 @@ class PeriodicAverage(Part):
             self._encode_s += average_optimizer_state_(
                 self._optimizer, parameters, driver=driver, stream=stream, weight=weight
             )
+            if not self._num_averages:
+                remark = notice_of_local_states(self._optimizer, parameters)
+                if remark is not None:
+                    self._notify(remark)
         self._num_averages += 1
 
     def _begin(self) -> None:
