@@ -248,8 +248,9 @@ def check(ranks: list[dict[str, Any]]) -> None:
         assert set(outcome["preconditioned"]) == PRECONDITIONED
 
 
+@pytest.mark.timeout(600)
 def test_one_module_of_each_kind_trains_as_in_a_single_process(run_ranks: RunRanks) -> None:
-    check(run_ranks(outcomes, 2, timeout_s=200, one_each=False))
+    check(run_ranks(outcomes, 2, timeout_s=500, one_each=False))
 
 
 @pytest.mark.outside

@@ -155,10 +155,6 @@ def failures(rank: int, world_size: int, *, labels: list[str], with_options: boo
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
     found = []
     for case in cases(with_options=with_options):
-        try:
-            case.optimizer(case.net())
-        except (RuntimeError, ValueError):
-            continue  # PyTorch refuses this itself
         for label in labels:
             reason = REFUSED.get((case.kind.__name__, label))
             try:
@@ -177,8 +173,9 @@ def failures(rank: int, world_size: int, *, labels: list[str], with_options: boo
     return found
 
 
+@pytest.mark.timeout(600)
 def test_every_optimizer_as_it_comes(run_ranks: RunRanks) -> None:
-    found = run_ranks(failures, 2, timeout_s=250, labels=list(STRATEGIES), with_options=False)
+    found = run_ranks(failures, 2, timeout_s=500, labels=list(STRATEGIES), with_options=False)
     assert found == [[], []], "\n".join(found[0])
 
 

@@ -14,7 +14,7 @@ from offbeat.errors import CheckpointError
 from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.optimizer_state import average_optimizer_state_, notice_of_local_states
+from offbeat.weights.optimizer_state import average_optimizer_state_
 
 
 def steps_between(num_local: int, *, period: int, warmup: int) -> int:
@@ -74,7 +74,7 @@ class PeriodicAverage(Part):
         weight: float = 1.0,
         notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
-        self._notify = notify
+        self._notify, self._was_told = notify, False
         self._weights = weights
         self._driver = driver
         self._stream = stream
@@ -125,13 +125,19 @@ class PeriodicAverage(Part):
         if self._optimizer is not None:
             parameters = self._weights.parameters
             self._encode_s += average_optimizer_state_(
-                self._optimizer, parameters, driver=driver, stream=stream, weight=weight
+                self._optimizer,
+                parameters,
+                driver=driver,
+                stream=stream,
+                weight=weight,
+                notify=self._notify_once,
             )
-            if not self._num_averages:
-                remark = notice_of_local_states(self._optimizer, parameters)
-                if remark is not None:
-                    self._notify(remark)
         self._num_averages += 1
+
+    def _notify_once(self, remark: str) -> None:
+        if not self._was_told:
+            self._was_told = True
+            self._notify(remark)
 
     def _begin(self) -> None:
         if self._outer is not None and self._num_steps >= self._start_step:

@@ -34,6 +34,7 @@ def average_optimizer_state_(
     driver: Driver,
     stream: Stream,
     weight: float,
+    notify: Callable[[str], None],
 ) -> float:
     """Replace the states of every parameter, as far as `OptimizerStates` has them, by their
     weighted means over the ranks that have them. Collective.
@@ -47,6 +48,7 @@ def average_optimizer_state_(
         driver: carries collectives out.
         stream: of channels.
         weight: this rank's, >= 0.
+        notify: is told each time which states of this rank are not averaged, if there are any.
 
     Returns:
         Seconds as `average_` counts them.
@@ -76,6 +78,8 @@ def average_optimizer_state_(
         },
     )
     states.take(merged, somewhere)
+    if _OTHER in mine and (remark := notice_of_local_states(optimizer, parameters)) is not None:
+        notify(remark)
     return encode_s
 
 
