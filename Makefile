@@ -12,12 +12,13 @@ TEST_WORKERS = 2
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp
 
-.PHONY: help setup setup-docs docs package demo test test-slow setup-integrations test-integrations test-clusters check bench chaos clean
+.PHONY: help setup setup-docs docs package demo test test-slow test-outside setup-integrations test-integrations test-clusters check bench chaos clean
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
 	@echo "make demo    compare DDP, gTop-k and PowerSGD on four workers behind a slow link"
 	@echo "make test    run the tests; make test-slow runs the long schedules, which take minutes"
+	@echo "make test-outside        run what PyTorch's own tests list, of which make test runs a part"
 	@echo "make test-integrations   run the tests against Lightning, transformers and Accelerate"
 	@echo "make test-clusters       train on a SLURM of two nodes on this machine, which needs root, and on Ray"
 	@echo "make check   lint, formatting, types and the order of imports"
@@ -50,10 +51,13 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m compileall -q src tests  # once, and not in each of the processes that tests start
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow and not outside"
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -n 2 --timeout 3600 -m slow
+
+test-outside: setup
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal tests/outside
 
 setup-integrations: $(INTEGRATIONS_STAMP)
 

@@ -126,10 +126,11 @@ class Model:
         self.closed: list[VersionResult] = []
         self.received: list[tuple[int, Contribution | None]] = []
         self.marked_dead: list[int] = []
-        self.stopped: list[int] = []
+        self.is_final = False
         self.waits_s: list[tuple[int, float]] = []
 
     def contribute(self, version: int) -> Contribution | None:
+        self._check_not_final()
         assert version not in self.open
         assert all(outcome.version != version for outcome in self.closed)
         self.newest = max(self.newest, version)
@@ -156,7 +157,7 @@ class Model:
         )
 
     def invite(self, version: int) -> None:
-        assert self.rank not in self.stopped
+        assert self.rank not in self.world.counts[self.rank].stopped
         self.invited_to = version
 
     def hear_interval(self, member: int, interval: int) -> None:
@@ -175,6 +176,7 @@ class Model:
         self.held_by = late
 
     def close(self, outcome: VersionResult) -> None:
+        self._check_not_final()
         buffer = self.open.pop(outcome.version)
         self.closed.append(outcome)
         covered = [(piece.begin, piece.end) for piece in outcome.pieces]
@@ -185,6 +187,7 @@ class Model:
         self._wake()
 
     def merge_late(self, version: int, piece: Piece) -> None:
+        self._check_not_final()
         assert version not in self.finalized
         outcome = next(outcome for outcome in self.closed if outcome.version == version)
         assert all(piece.begin != other.begin for other in outcome.pieces)
@@ -209,9 +212,14 @@ class Model:
         self.marked_dead.append(rank)
         self._wake()
 
-    def mark_stopped(self, rank: int) -> None:
-        assert rank not in self.stopped
-        self.stopped.append(rank)
+    def mark_final(self) -> None:
+        assert not self.is_final
+        assert not self.open
+        self.is_final = True
+
+    def _check_not_final(self) -> None:
+        # A rank may hear of a version that a member opened whom it takes for dead.
+        assert not (self.is_final and self.world.schedule.nobody_is_lost)
 
     def _wake(self) -> None:
         self.world.cluster.drivers[self.rank].start(Post(b""), TRAIN)
@@ -417,7 +425,7 @@ class World:
             np.testing.assert_allclose(model.values[1::2], 1.0, rtol=1e-9)
             counts = self.counts[rank]
             assert counts.stopped | counts.dead >= set(range(schedule.world_size))
-            assert counts.stopped == set(model.stopped)
+            assert model.is_final
             assert counts.dead == set(model.marked_dead)
             self._check_bytes(rank)
             self._check_waits(rank)

@@ -17,7 +17,7 @@ from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.silence import SILENCE_VARIABLE
 from rank_jobs import megabatch
 from rank_jobs.averaging import make_net, sgd, train
-from rank_jobs.regression import fingerprint
+from rank_jobs.regression import fingerprint, flat
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -130,6 +130,38 @@ def test_a_session_that_ends_well_leaves_the_same_mean_on_every_rank(run_ranks: 
         assert rank["kept"]
         assert any("before the model is saved" in notice for notice in rank["notices"])
     assert len({result["kept"]["prints"][1] for result in results}) == 3
+
+
+def kept_beside(rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks whose weights are apart take steps of length 0, rank 0 far fewer than its peers, which
+    average on its behalf afterwards. By strategy: this rank's weights before and after.
+    """
+    results = {}
+    for label, strategy in BESIDE.items():
+        net = make_net()
+        optimizer = sgd(net)
+        optimizer.param_groups[0]["lr"] = 0.0
+        with offbeat.attach(net, optimizer, strategy, finish="keep"):
+            generator = torch.Generator().manual_seed(rank)
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator))
+            before = flat(list(net.parameters())).tolist()
+            train(net, optimizer, rank, range(1 if rank == 0 else 8))
+        results[label] = {"before": before, "after": flat(list(net.parameters())).tolist()}
+    return results
+
+
+def test_the_mean_of_models_that_ranks_keep_has_every_average_that_began(
+    run_ranks: RunRanks,
+) -> None:
+    results = run_ranks(kept_beside, 3)
+    for label in BESIDE:
+        before, after = (
+            np.mean([result[label][when] for result in results], axis=0)
+            for when in ("before", "after")
+        )
+        np.testing.assert_allclose(after, before, atol=1e-6, err_msg=label)
 
 
 def uneven(rank: int, world_size: int, *, label: str) -> str:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typing_extensions import override
 
 import offbeat
 from offbeat.parts.workspace import Workspace, stream_counter
@@ -36,3 +37,35 @@ def test_a_period_that_grows_is_announced(
     )
     strategy.build(workspace)
     assert ("".join(heard) == "") if said is None else (said in heard[0])
+
+
+class Quantised(torch.optim.SGD):
+    """Keeps codes of a shape of their own."""
+
+    @override
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["codes"] = torch.zeros(3, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_said"),
+    [
+        (offbeat.LocalSGD(period=1), 1),
+        (offbeat.LocalSGD(period=1, optimizer_state="local"), 0),
+        (offbeat.ElasticSGD(mega_batch=4, batch_size=4, optimizer_state="averaged"), 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:no loader of this session feeds the run")
+def test_a_state_that_cannot_be_averaged_is_said_once(
+    strategy: offbeat.LocalSGD | offbeat.ElasticSGD, num_said: int
+) -> None:
+    net = torch.nn.Linear(2, 1)
+    optimizer = Quantised(net.parameters(), lr=0.1, momentum=0.9)
+    with offbeat.attach(net, optimizer, strategy) as session:
+        for _ in range(3):
+            net(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+    said = [notice for notice in session.notices if "'codes' stay each rank's own" in notice]
+    assert len(said) == num_said

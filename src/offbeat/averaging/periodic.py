@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +55,7 @@ class PeriodicAverage(Part):
         outer: what is done with the mean; None: it is taken as it is.
         optimizer: whose state is averaged with the weights; None: it stays local.
         weight: this rank's in the mean.
+        notify: tells the user what of the optimizer's state is not averaged.
     """
 
     state_key: ClassVar[str] = "periodic_average"
@@ -71,7 +72,9 @@ class PeriodicAverage(Part):
         outer: OuterOptimizer | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         weight: float = 1.0,
+        notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
+        self._notify, self._was_told = notify, False
         self._weights = weights
         self._driver = driver
         self._stream = stream
@@ -122,9 +125,19 @@ class PeriodicAverage(Part):
         if self._optimizer is not None:
             parameters = self._weights.parameters
             self._encode_s += average_optimizer_state_(
-                self._optimizer, parameters, driver=driver, stream=stream, weight=weight
+                self._optimizer,
+                parameters,
+                driver=driver,
+                stream=stream,
+                weight=weight,
+                notify=self._notify_once,
             )
         self._num_averages += 1
+
+    def _notify_once(self, remark: str) -> None:
+        if not self._was_told:
+            self._was_told = True
+            self._notify(remark)
 
     def _begin(self) -> None:
         if self._outer is not None and self._num_steps >= self._start_step:

@@ -560,11 +560,11 @@ class MergeProtocol:
                     for state, share in zip(own.states(name), shares[name], strict=True)
                 ]
                 # Of a state the same rows are merged as of its parameter. A single number, such as
-                # that of steps, has no rows.
+                # that of steps, has no rows, and Adafactor's means of columns are of all rows.
                 rows |= {
                     len(whole) + number: rows[number]
                     for number, state in enumerate(states[name])
-                    if number in rows and state.dim()
+                    if number in rows and state.shape[:1] == whole[number].shape[:1]
                 }
                 whole = [*whole, *states[name]]
             tensors = [

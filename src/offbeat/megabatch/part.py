@@ -38,7 +38,11 @@ from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.learning_rates import StepRates
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.optimizer_state import OptimizerStates, divides_by_squares
+from offbeat.weights.optimizer_state import (
+    OptimizerStates,
+    divides_by_squares,
+    notice_of_local_states,
+)
 from offbeat.weights.statistics import warm
 
 RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
@@ -200,7 +204,7 @@ class MegaBatchPart(DispatchPolicy):
         self._pace, self._missed_rounds = Pace(), False
         self._pace_before = Pace()  # without what is being merged
         self._binding: Mapping[int, str] = {}
-        self._said_that_rates_differ = False
+        self._said_that_rates_differ = self._said_what_stays_local = False
         self._momentum = (
             MergeMomentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
         )
@@ -546,6 +550,7 @@ class MegaBatchPart(DispatchPolicy):
         )
         self.ranks = tuple(proposal.rank for proposal in staying)
         self._compare_learning_rates(staying)
+        self._tell_what_stays_local()
         merged = self._merged_round(outcome)
         has_rest = merged is not None and (bool(merged.claim_round.later) or merged.is_cut_short)
         ends = claim_round is None or (claim_round.retry == 0 and not has_rest)
@@ -614,6 +619,14 @@ class MegaBatchPart(DispatchPolicy):
             " of batches, so a scheduler that is stepped for each batch is further on one rank than"
             " on another; step it with session.on_merge(scheduler.step), and count mega-batches"
         )
+
+    def _tell_what_stays_local(self) -> None:
+        if self._said_what_stays_local or not self._plan.merges_optimizer_state:
+            return
+        remark = notice_of_local_states(self._optimizer, self._weights.parameters)
+        if remark is not None:
+            self._said_what_stays_local = True
+            self._notify(remark)
 
     def _merge_weights(self, proposals: Sequence[MergeProposal]) -> Sequence[float]:
         shares = [proposal.report.share for proposal in proposals]

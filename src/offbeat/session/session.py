@@ -547,7 +547,8 @@ class Session:
         """Say that this rank takes no more steps. Returns when every living rank has said so.
 
         For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models
-        afterwards, and no rank waits any more for this one to train. `close` does it too. With the
+        afterwards, the model has what was averaged on its behalf after its last step, and no rank
+        waits any more for this one to train. `close` does it too. With the
         other strategies there is nothing to do.
         """
         self._check_open("finish")
@@ -650,10 +651,12 @@ class Session:
         try:
             self._events.report_failed_pass()
             self._events.session_ends()
-            if self.strategy.replicas_differ and not self._keeps_own_model:
-                if average:
+            if self.strategy.replicas_differ:
+                if average and not self._keeps_own_model:
                     self._take_mean()
-                elif self.world_size > 1:
+                elif self.averages_alone and self._network is not None:
+                    self.finish()  # what peers have averaged on this rank's behalf is its own, too
+                if not average and not self._keeps_own_model and self.world_size > 1:
                     self._notices.notify(
                         "the session ends without an average, so this rank's model is its own;"
                         " close the session, or use a with block, before the model is saved"

@@ -225,6 +225,7 @@ class LocalSGD(AveragingStrategy):
             start_step=self.start_step,
             outer=None if outer is None else OuterOptimizer(workspace.parameters, make=outer),
             optimizer=workspace.optimizer if self.averages_state else None,
+            notify=workspace.notify,
         )
         return [*self._gradient_phase(workspace), average]
 

@@ -5,7 +5,7 @@ momenta alone, as tensors that a background average takes along.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ def average_optimizer_state_(
     driver: Driver,
     stream: Stream,
     weight: float,
+    notify: Callable[[str], None],
 ) -> float:
     """Replace the states of every parameter, as far as `OptimizerStates` has them, by their
     weighted means over the ranks that have them. Collective.
@@ -47,6 +48,7 @@ def average_optimizer_state_(
         driver: carries collectives out.
         stream: of channels.
         weight: this rank's, >= 0.
+        notify: is told each time which states of this rank are not averaged, if there are any.
 
     Returns:
         Seconds as `average_` counts them.
@@ -64,7 +66,10 @@ def average_optimizer_state_(
     encode_s = average_(
         here,
         # A state may have another type than its parameter, which a rank without it cannot know.
-        [tensors[i] if state.dim() else state for (_, i), state in zip(places, here, strict=True)],
+        [
+            _like(name, tensors[i]) if state.dim() else state
+            for (name, i), state in zip(places, here, strict=True)
+        ],
         driver=driver,
         stream=stream,
         weight=weight,
@@ -73,6 +78,8 @@ def average_optimizer_state_(
         },
     )
     states.take(merged, somewhere)
+    if _OTHER in mine and (remark := notice_of_local_states(optimizer, parameters)) is not None:
+        notify(remark)
     return encode_s
 
 
@@ -82,16 +89,56 @@ ends in ":tensor", ":int" or ":float", which is what it is kept as.
 """
 
 
+def notice_of_local_states(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> str | None:
+    """For the user, where states stay each rank's own although states are to be averaged; None:
+    there are none.
+    """
+    local = OptimizerStates(optimizer, list(parameters.values())).local_names()
+    if not local:
+        return None
+    return (
+        f"of {type(optimizer).__name__}'s state {', '.join(map(repr, local))} stay each rank's own"
+        " where the rest is averaged: only real tensors of their parameter's shape, Adafactor's"
+        " means of rows and columns, and single numbers beside them have means that are known to be"
+        " right; optimizer_state='local' averages none"
+    )
+
+
+_MEANS: Mapping[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
+    "row_var": lambda shape: (*shape[:-1], 1),
+    "col_var": lambda shape: (*shape[:-2], 1, shape[-1]),
+}
+"""The states of Adafactor that are means of squared gradients over rows and over columns, and their
+shapes by that of the parameter. The mean over ranks of such a mean is that of the ranks' squares.
+"""
+
+
+def _shape(key: str, parameter: torch.Tensor) -> tuple[int, ...]:
+    """That of a merged state of `parameter`."""
+    if key in _MEANS and parameter.dim() > 1:
+        return _MEANS[key](parameter.shape)
+    return tuple(parameter.shape)
+
+
+def _like(key: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of a merged state, for nobody to look into or to write to."""
+    shape = _shape(key, parameter)
+    return parameter if shape == parameter.shape else parameter.detach().new_empty(shape)
+
+
 class OptimizerStates:
     """The states of an optimizer as tensors that are merged beside the model: those that have their
-    parameter's shape, and single numbers, such as the number of steps by which Adam corrects its
-    moments. Each is merged over the ranks that have it, and a rank without it is given the mean.
+    parameter's shape, Adafactor's means of rows and columns, and single numbers, such as the number
+    of steps by which Adam corrects its moments. Each is merged over the ranks that have it, and a
+    rank without it is given the mean.
 
     A number of steps is merged because the moments are: a rank that counted on with its own would
     correct its peers' moments by it, and take steps of a wrong length. It is rounded.
 
-    States of other shapes stay local, as Adafactor's do. Of a parameter that has one, a rank
-    without states is given none, since its optimizer could not go on with some of them.
+    States of other shapes stay local. Of a parameter that has one, a rank without states is given
+    none, since its optimizer could not go on with some of them.
 
     Args:
         optimizer: the user's.
@@ -110,6 +157,21 @@ class OptimizerStates:
         names = sorted({name for each in found for name in each})
         return {name: [name in each for each in found] for name in names}
 
+    def local_names(self) -> list[str]:
+        """The states that this rank has and that are not merged, ascending."""
+        local = set()
+        for parameter in self._parameters:
+            state, merged = (
+                dense_state(self._optimizer, parameter),
+                _names(self._optimizer, parameter),
+            )
+            local |= {
+                key
+                for key, value in state.items()
+                if value is not None and _name(parameter, key, value) not in merged - {_OTHER}
+            }
+        return sorted(local)
+
     def tensors(self, name: str) -> list[torch.Tensor]:
         """One tensor a parameter: its state of this name, or a copy of a single number, of shape
         (). Zeros where it has none.
@@ -122,7 +184,7 @@ class OptimizerStates:
         if kind:
             return _numbers([float(value or 0) for value in found], self._parameters)
         return [
-            torch.zeros_like(parameter.detach()) if value is None else value
+            torch.zeros_like(_like(key, parameter.detach())) if value is None else value
             for value, parameter in zip(found, self._parameters, strict=True)
         ]
 
@@ -130,7 +192,7 @@ class OptimizerStates:
         """As `tensors` where no parameter has the state. Looks at no state."""
         if ":" in name:
             return _numbers([0.0] * len(self._parameters), self._parameters)
-        return [torch.zeros_like(parameter.detach()) for parameter in self._parameters]
+        return [torch.zeros_like(_like(name, each.detach())) for each in self._parameters]
 
     def kept(self, name: str, num_steps: int) -> list[float | None]:
         """Which part of a running average is left after so many steps of the optimizer, for each
@@ -194,7 +256,7 @@ def _names(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> set[str
 
 def _name(parameter: torch.Tensor, key: str, value: object) -> str:
     if isinstance(value, torch.Tensor):
-        if value.dim() and value.shape == parameter.shape and value.is_floating_point():
+        if value.dim() and value.shape == _shape(key, parameter) and value.is_floating_point():
             return key
         is_single = not value.dim() and not value.is_complex() and value.dtype != torch.bool
     else:

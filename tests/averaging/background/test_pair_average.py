@@ -110,7 +110,7 @@ class PublishedModel:
     def mark_dead(self, rank: int) -> None:
         self.marked_dead.append(rank)
 
-    def mark_stopped(self, rank: int) -> None:
+    def mark_final(self) -> None:
         pass
 
     def _merge(self, piece: Piece) -> None:

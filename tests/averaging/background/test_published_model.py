@@ -226,14 +226,11 @@ def test_a_model_that_does_not_arrive_is_left_out(published: PublishedModel) -> 
     )
 
 
-def test_waiting_until_peers_stop_ends_when_the_last_one_stops_or_dies(
+def test_waiting_for_the_last_average_ends_when_the_protocol_says_so(
     published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
-    published.protocol.mark_stopped(1)
-    waiting = in_thread(
-        published.membership.wait_until_stopped, frozenset({1, 2}), published.membership.epoch
-    )
-    published.protocol.mark_dead(2)
+    waiting = in_thread(published.membership.wait_until_final, published.membership.epoch)
+    published.protocol.mark_final()
     waiting.join(60)
     assert not waiting.is_alive()
 

@@ -232,6 +232,9 @@ class BackgroundPart(Part):
         self._publish()
         self._averager.confirm_membership()
         self._averager.progress.stop_stepping()
+        # Averages on this rank's behalf have arrived since its last step, and peers have their
+        # parts of them.
+        self._load()
         counts = self._trainer.counts
         if counts.contributions:
             self._averager.inform(

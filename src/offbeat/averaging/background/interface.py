@@ -205,9 +205,10 @@ class ProtocolPort(Protocol):
         """
         ...
 
-    def mark_stopped(self, rank: int) -> None:
-        """Member `rank`, which may be this rank, takes no more steps. It still contributes when
-        peers need it. Called once for each.
+    def mark_final(self) -> None:
+        """No living member takes a step any more, and every average that this rank contributed to
+        has arrived. Its model changes no more, unless by a version of a member that it takes for
+        dead. Called once.
         """
         ...
 

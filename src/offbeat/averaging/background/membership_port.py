@@ -150,13 +150,13 @@ class MembershipPort:
                 rank: model for rank in sorted(members) if (model := received.get(rank)) is not None
             }
 
-    def wait_until_stopped(self, members: frozenset[int], epoch: int) -> bool:
-        """Wait until all of `members` that live take no more steps. Returns False when the
-        generation has changed.
+    def wait_until_final(self, epoch: int) -> bool:
+        """Wait until no member that lives takes a step any more and all averages have arrived here.
+        Returns False when the generation has changed.
         """
         state = self._state
         with state.changed:
-            return self._wait_in(epoch, lambda: members <= state.dead | state.stopped)
+            return self._wait_in(epoch, lambda: state.averages_are_over)
 
     def _wait_in(
         self, epoch: int, until: Callable[[], bool], timeout_s: float | None = None

@@ -132,13 +132,15 @@ class ProgressThread:
         return self._served.settings.group_of(version).min_arrivals > 1
 
     def stop_stepping(self) -> None:
-        """This rank takes no more steps. Returns when no living member does."""
+        """This rank takes no more steps. Returns when no living member does and every average that
+        this rank contributed to has arrived.
+        """
         self._stopped_stepping = True
         while True:
             with self._switching:
                 served, epoch = self._served, self._membership.epoch
                 served.post(stop_stepping(generation=served.generation.number))
-            if self._membership.wait_until_stopped(served.peers, epoch):
+            if self._membership.wait_until_final(epoch):
                 return
 
     def mean(self) -> MeanModel:

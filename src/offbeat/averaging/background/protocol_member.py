@@ -87,7 +87,7 @@ class ProtocolMember(ABC):
         self._outgoing: list[tuple[int, bytes]] = []
         self._asked: set[int] = set()
         self._requesters: list[int] = []
-        self._fetches_final_models = False
+        self._fetches_final_models = self._said_final = False
         self._finished: set[int] = set()
         self._find_live_peers()
 
@@ -107,9 +107,13 @@ class ProtocolMember(ABC):
 
     def take_outgoing(self) -> list[tuple[int, bytes]]:
         """The messages to send now, each with its receiver."""
-        if self._fetches_final_models and self._is_final:
-            self._fetches_final_models = False
-            self._ask_for_models(self.live_peers)
+        if self._is_final:
+            if not self._said_final:
+                self._said_final = True
+                self._port.mark_final()
+            if self._fetches_final_models:
+                self._fetches_final_models = False
+                self._ask_for_models(self.live_peers)
         # The sender of a request may have merged an average that this rank is about to merge.
         # Without it this model would lag behind, so the answer waits. One that has stopped asks for
         # the final model.
@@ -224,7 +228,6 @@ class ProtocolMember(ABC):
     def _mark_stopped(self, rank: int) -> None:
         if rank not in self.counts.stopped:
             self.counts.stopped.add(rank)
-            self._port.mark_stopped(rank)
             if len(self.counts.stopped) == self._settings.ends_with:
                 self._port.end_training()
 

@@ -136,9 +136,9 @@ class PublishedModelPort(ProtocolPort):
         self._state.on_missing_model(rank)
 
     @override
-    def mark_stopped(self, rank: int) -> None:
+    def mark_final(self) -> None:
         with self._state.changed:
-            self._state.stopped.add(rank)
+            self._state.averages_are_over = True
             self._state.changed.notify_all()
 
     @override

@@ -85,7 +85,7 @@ class PublishedState:
         self.held_by: Set[int] = frozenset()
         self.given_up: Set[int] = frozenset()
         self.dead: set[int] = set()
-        self.stopped: set[int] = set()
+        self.averages_are_over = False
         self.received: dict[int, Contribution | None] = {}
 
     @property
