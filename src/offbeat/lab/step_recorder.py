@@ -70,6 +70,19 @@ class TaskRun(RankRun):
     kept: list[Evaluation] = field(default_factory=list)
 
 
+def phases(step_s: float, encode_s: float, wait_s: float) -> tuple[float, float, float]:
+    """Seconds of one step for computing, encoding and waiting, which add up to `step_s`.
+
+    Args:
+        step_s: of the whole step.
+        encode_s, wait_s: what was counted since the step before. A wait within encoding is counted
+            as both, and here as a wait; what a rank waited between two steps is in neither of them.
+    """
+    wait_s = min(wait_s, step_s)
+    encode_s = min(encode_s, step_s - wait_s)
+    return step_s - wait_s - encode_s, encode_s, wait_s
+
+
 class StepRecorder:
     """Writes the event of each step and reports progress a few times a second."""
 
@@ -217,10 +230,9 @@ class StepRecorder:
         """What has happened since the event before."""
         now_s = time.monotonic()
         run, stats, before = self._run, self._run.attached.session.stats, self._before
-        step_s, encode_s, wait_s = (
-            now_s - self._since_s,
-            stats.encode_s - before.encode_s,
-            stats.wait_s - before.wait_s,
+        step_s = now_s - self._since_s
+        compute_s, encode_s, wait_s = phases(
+            step_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s
         )
         event = StepEvent(
             step=run.schedule.position.step,
@@ -229,7 +241,7 @@ class StepRecorder:
             began_s=self._since_s,
             ready_s=run.attached.session.take_ready_at_s(),
             duration_s=step_s,
-            compute_s=max(0.0, step_s - encode_s - wait_s),
+            compute_s=compute_s,
             encode_s=encode_s,
             wait_s=wait_s,
             padded_s=padded_s,
