@@ -316,6 +316,21 @@ def test_batches_in_proportion_make_the_same_steps_as_equal_ones(npz: Path, tmp_
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+def test_a_model_with_tied_weights_is_compared_where_the_leader_averages_alone(
+    npz: Path, tmp_path: Path
+) -> None:
+    settings = ["max_bytes=65536", "window=8", "batch_size=2"]
+    request = comparing(
+        npz, task="text", strategies=["wagma"], settings=settings, steps=4, eval_every=2
+    )
+    directory, comparison = run_comparison(
+        plan_comparison(request, out=tmp_path / "out"), ComparisonListener(), command=""
+    )
+    assert [contestant.failure for contestant in comparison.contestants] == [None]
+    record = run_of(directory, comparison, "wagma")
+    assert [evaluation.step for evaluation in record.evaluations()] == [0, 2, 4]
+
+
 def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(
     npz: Path, tmp_path: Path
 ) -> None:
