@@ -287,7 +287,7 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
         if following != label:
             changes += 1
             assert began_s >= ended_s, f"{following} trained in the turn of {label}"
-    assert changes >= 8
+    assert changes >= 5  # two turns of each run at least: the first one has three steps
     assert comparison.target is not None
     assert {(d.measure, d.a, d.b) for d in comparison.differences} >= {("step_s", "ddp", "gtopk")}
     assert comparison.verdict

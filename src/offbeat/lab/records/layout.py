@@ -137,7 +137,7 @@ class MegaBatch:
     at_s: float
     duration_s: float
     merge_s: float
-    by_rank: Sequence[Share]
+    by_rank: Annotated[Sequence[Share], Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
