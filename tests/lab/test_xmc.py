@@ -10,31 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from lab_support.data import ROWS, write_rows
 from offbeat.errors import ConfigError
 from offbeat.lab.config import Request, resolve
 from offbeat.lab.tasks import build_task, num_samples_of
 from offbeat.lab.tasks.xmc import Xmc
 from offbeat.xmc.classifier import SparseClassifier
 from offbeat.xmc.rows import SparseBatch
-from offbeat.xmc.synthetic import Synthetic
 from offbeat.xmc.xmlrepo import XmlFiles
-from offbeat.xmc.xmlrepo_writer import convert, write
+from offbeat.xmc.xmlrepo_writer import convert
 
-DATA = Synthetic(num_features=60, num_labels=12, mean_draws=15.0, mean_labels=1.5, seed=1)
 NUM_TRAIN, NUM_TEST = 300, 80
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> dict[str, str]:
     """Options that name files to train on and to test with."""
-    for split, num_rows in (("train", NUM_TRAIN), ("test", NUM_TEST)):
-        files = XmlFiles(path=tmp_path / f"{split}.txt")
-        write(
-            files,
-            DATA.read(num_rows, split="train" if split == "train" else "test"),
-            header=(num_rows, 60, 12),
-        )
-    return {"path": str(tmp_path / "train.txt"), "test_path": str(tmp_path / "test.txt")}
+    return write_rows(tmp_path, num_train=NUM_TRAIN, num_test=NUM_TEST)
 
 
 def train(task: Xmc, num_epochs: int) -> SparseClassifier:
@@ -71,7 +63,7 @@ def test_it_learns_more_than_which_label_is_frequent(
     task = build(options | paths | {"batch_size": "16", "hidden": "16"})
     before = task.evaluate(task.build_model(0))
     after = task.evaluate(train(task, 4))
-    most_frequent = DATA.load(NUM_TEST, split="test").labels.counts().max() / NUM_TEST
+    most_frequent = ROWS.load(NUM_TEST, split="test").labels.counts().max() / NUM_TEST
     assert 0 <= before <= 1
     assert most_frequent < after <= 1
 

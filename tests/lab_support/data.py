@@ -7,6 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.xmc.synthetic import Synthetic
+from offbeat.xmc.xmlrepo import XmlFiles
+from offbeat.xmc.xmlrepo_writer import write
+
+ROWS = Synthetic(num_features=60, num_labels=12, mean_draws=15.0, mean_labels=1.5, seed=1)
+
+
+def write_rows(directory: Path, *, num_train: int, num_test: int) -> dict[str, str]:
+    """Rows of `ROWS` in files. The options of task `xmc` that name them."""
+    for split, num_rows in (("train", num_train), ("test", num_test)):
+        files = XmlFiles(path=directory / f"{split}.txt")
+        read = ROWS.read(num_rows, split="train" if split == "train" else "test")
+        write(files, read, header=(num_rows, ROWS.num_features, ROWS.num_labels))
+    return {"path": str(directory / "train.txt"), "test_path": str(directory / "test.txt")}
+
 
 @pytest.fixture
 def npz(tmp_path: Path) -> Path:

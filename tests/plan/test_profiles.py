@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from offbeat.cli.main import app
 from offbeat.errors import ConfigError
 from offbeat.lab.config import ScriptCommand
+from offbeat.plan import low_rank
 from offbeat.plan.kineto import profile_from_trace
 from offbeat.plan.low_rank import time_low_rank
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
@@ -123,11 +124,19 @@ def test_a_script_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert profile.precondition_s > 0
 
 
-def test_what_powersgd_computes_is_timed_without_a_process_group() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 48), (64,), ())]
-    at_one_s, further_s = time_low_rank(parameters)
-    assert at_one_s > 0
-    assert further_s >= 0
+def test_what_powersgd_computes_is_timed_without_a_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((10, 9), (9,), ())]
+    # A copy alone, and with the hook of rank 1; the same with that of rank 4.
+    times_s = iter([1.0, 6.0, 1.0, 21.0])
+
+    def timed(call: Callable[[], object], device: torch.device) -> float:
+        call()
+        return next(times_s)
+
+    monkeypatch.setattr(low_rank, "usual_s", timed)
+    assert time_low_rank(parameters) == pytest.approx((5.0 / 100, 15.0 / 3 / 100))
     assert not dist.is_initialized()
 
 

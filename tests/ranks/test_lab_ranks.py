@@ -270,10 +270,11 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
             events = list(record.events(rank))
             assert [event.step for event in events] == list(range(1, 61))
             labelled += [(began_s, ended_s, contestant.label) for began_s, ended_s in spans(events)]
+            for event in events:
+                parts_s = event.compute_s, event.encode_s, event.wait_s
+                assert min(parts_s) >= 0
+                assert sum(parts_s) == pytest.approx(event.duration_s)
         assert contestant.measures.keys() == MEASURES.keys() - {"factors_exposed_s", "inversion_s"}
-        assert sum(
-            contestant.measures[name].median or 0 for name in MEASURES if name.startswith("share")
-        ) == pytest.approx(1)
         assert len(contestant.lateness_s) == 2
     alone = Record(directory / "runs/alone-seed-5")
     for rank in range(2):
@@ -286,7 +287,7 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
         if following != label:
             changes += 1
             assert began_s >= ended_s, f"{following} trained in the turn of {label}"
-    assert changes >= 8
+    assert changes >= 5  # two turns of each run at least: the first one has three steps
     assert comparison.target is not None
     assert {(d.measure, d.a, d.b) for d in comparison.differences} >= {("step_s", "ddp", "gtopk")}
     assert comparison.verdict
@@ -313,6 +314,21 @@ def test_batches_in_proportion_make_the_same_steps_as_equal_ones(npz: Path, tmp_
             ]
         )
     np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_a_model_with_tied_weights_is_compared_where_the_leader_averages_alone(
+    npz: Path, tmp_path: Path
+) -> None:
+    settings = ["max_bytes=65536", "window=8", "batch_size=2"]
+    request = comparing(
+        npz, task="text", strategies=["wagma"], settings=settings, steps=4, eval_every=2
+    )
+    directory, comparison = run_comparison(
+        plan_comparison(request, out=tmp_path / "out"), ComparisonListener(), command=""
+    )
+    assert [contestant.failure for contestant in comparison.contestants] == [None]
+    record = run_of(directory, comparison, "wagma")
+    assert [evaluation.step for evaluation in record.evaluations()] == [0, 2, 4]
 
 
 def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(
@@ -400,9 +416,23 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
 
 
 def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(
-    npz: Path, tmp_path: Path
+    npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it stands still nobody finishes a step, so training time stands still too."""
+    """While it stands still nobody finishes a step, so training time stands still too, and would
+    never come to the moment at which the worker goes on.
+    """
+    sent: list[tuple[int, int]] = []
+    pids: dict[int, int] = {}
+
+    def noting(group: int, number: int, *, send: Any = os.killpg) -> None:
+        sent.append((group, number))
+        send(group, number)
+
+    def hear(report: WorkerProgress | MembershipChange) -> None:
+        if isinstance(report, WorkerProgress):
+            pids[report.rank] = report.pid
+
+    monkeypatch.setattr(os, "killpg", noting)
     stopped = Cluster(
         workers=2,
         step_s=0.01,
@@ -420,8 +450,7 @@ def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(
         eval_every=None,
         settings=[f"path={npz}", "batch_size=4"],
     )
-    summary = train(plan(request, out=tmp_path / "run"), lambda progress: None)
+    summary = train(plan(request, out=tmp_path / "run"), hear)
     assert summary is not None
     assert (summary.status, summary.steps) == ("finished", 100)
-    longest_s = max(event.duration_s for event in Record(tmp_path / "run").events(0))
-    assert longest_s > 0.25
+    assert sent[:2] == [(pids[1], signal.SIGSTOP), (pids[1], signal.SIGCONT)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 from offbeat.errors import PeerError
@@ -135,6 +135,34 @@ class Coordinator:
                 raise PeerError(
                     f"worker {rank} did not come to {name!r}: it is dead, or hangs", rank=rank
                 )
+
+    def meet(self, name: str, step: int, *, give_up: Callable[[], bool]) -> None:
+        """Wait until every rank that lives has come here too, has said that it does no more steps,
+        or `give_up` says so.
+
+        Args:
+            name: of this meeting; serves once.
+            step: a rank that came back is waited for if it took part in this step.
+            give_up: is asked now and then.
+        """
+        self._store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
+        for rank in range(self.world_size):
+            pause_s = 2e-4
+            while not self._has_come(name, rank, step) and not give_up():
+                _never.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def take_no_more_steps(self) -> None:
+        """No rank is to wait for this one in `meet` any more."""
+        self.publish(f"no more steps/{self.rank}", "")
+
+    def _has_come(self, name: str, rank: int, step: int) -> bool:
+        lives = self._is_alive(rank, step)  # before looking, as in `_text`
+        return (
+            self.published(f"{name}/{rank}") is not None
+            or not lives
+            or self.published(f"no more steps/{rank}") is not None
+        )
 
     @property
     def leader(self) -> int:

@@ -8,6 +8,9 @@
 A machine that drifts while this goes on slows all strategies down alike. Where the workers of all
 strategies do not fit into memory together, as many as fit take turns, and the order is rotated from
 seed to seed.
+
+A turn is over when the last rank has done its steps, and the other ranks wait for it
+(`offbeat.lab.pauses`). A run by itself has no such waits: where they are long, turns become longer.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from offbeat.lab.supervisor import WorkerGroup
 
 _POLL_S = 0.1
 _FIRST_TURN_STEPS = 3
+_MOST_MET = 0.05
+"""The part of a turn that its end may take, from the first rank's last step to the last one's."""
+
 _ALONE_STEPS = 30
 
 
@@ -71,7 +77,21 @@ class _InterleavedRun:
     step_s: float = 0.0
     last_s: float = 0.0
     last_step: int = 0
+    met_s: float = 0.0
     reported: bool = False
+
+
+def turn_steps(turn_s: float, step_s: float, met_s: float) -> int:
+    """How many steps the next turn has.
+
+    Args:
+        turn_s: how long it takes at least.
+        step_s: how long a step took in the turn before; 0: there was none.
+        met_s: for how long the first rank waited at its end for the last one.
+    """
+    if not step_s:
+        return _FIRST_TURN_STEPS
+    return max(1, round(max(turn_s, met_s / _MOST_MET) / step_s))
 
 
 class InterleavedRuns:
@@ -165,15 +185,12 @@ class InterleavedRuns:
         group = run.group
         if (done := group.paused_at) is not None:
             self._listener.turn(run.label)
-            turn_s = self._plan.request.turn_s
-            group.run_until(
-                done + (max(1, round(turn_s / run.step_s)) if run.step_s else _FIRST_TURN_STEPS)
-            )
+            group.run_until(done + turn_steps(self._plan.request.turn_s, run.step_s, run.met_s))
         while not group.has_ended and group.paused_at is None:
             self._poll([run], started, interrupted)
         if (paused_at := group.paused_at) is not None and paused_at > run.last_step:
             run.step_s = (group.seconds - run.last_s) / (paused_at - run.last_step)
-            run.last_s, run.last_step = group.seconds, paused_at
+            run.last_s, run.last_step, run.met_s = group.seconds, paused_at, group.met_s
 
     def _poll(
         self,

@@ -66,6 +66,7 @@ class LocalWorker:
         failure: why it gave up, if it reported so.
         seconds: its training time.
         paused_at: the step at which it waits until it may train on.
+        met_s: for how long it has waited for the others to end their turn.
         death_recorded: whether the supervisor has recorded its death.
     """
 
@@ -78,6 +79,7 @@ class LocalWorker:
     failure: Failure | None = None
     seconds: float = 0.0
     paused_at: int | None = None
+    met_s: float = 0.0
     death_recorded: bool = False
     _unread: bytes = b""
 

@@ -31,7 +31,8 @@ def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
             run.attached.weigh(num_samples_of(batch))
         loss = _step(run, recorder, batch, step + 1)
         schedule.advance()
-        recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
+        met_s = pauses.end_turn(step + 1)
+        recorder.step_done(loss=loss, batch_size=num_samples_of(batch), met_s=met_s)
         _save_and_evaluate(run, recorder, schedule.position.step - 1)
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.lab.records import Evaluation
 from offbeat.lab.step_recorder import StepRecorder, TaskRun
 
@@ -86,11 +86,8 @@ def _keep(run: TaskRun, recorder: StepRecorder) -> None:
     at = recorder.evaluation(math.nan, {})
     path = _path(run, at.step, run.coordinator.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: each.detach().contiguous() for name, each in run.attached.model.state_dict().items()
-    }
     draft = path.with_suffix(".draft")
-    save_file(state, draft, metadata={_SECONDS: repr(at.seconds)})
+    draft.write_bytes(to_bytes(run.attached.model.state_dict(), {_SECONDS: repr(at.seconds)}))
     draft.replace(path)  # the leader takes what is there to be whole
     run.kept.append(at)
 

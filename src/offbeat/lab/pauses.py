@@ -1,9 +1,16 @@
-"""What makes a rank pause between steps, or stop for good."""
+"""What makes a rank pause between steps, or stop for good.
+
+While other runs have their turn, a rank's clock stands still. Where ranks wait for each other, but
+not in every step or not all for all, one that has come to the end of a turn before the others would
+get for nothing what it has to wait for them, and the slow ones would catch up meanwhile. So a turn
+is over when the last rank has done its steps, and until then every rank's clock goes on.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 
 from offbeat.lab.step_recorder import RankRun, StepRecorder
 
@@ -58,6 +65,8 @@ class Pauses:
         recorder: of its steps.
         limit: the steps that it may do.
         stop_requested: is set when this rank has been asked to stop.
+        meets: whether the ends of turns are waited for together. Not where ranks have nothing to do
+            with each other.
     """
 
     def __init__(
@@ -66,7 +75,10 @@ class Pauses:
         recorder: StepRecorder,
         limit: StepLimit,
         stop_requested: threading.Event,
+        *,
+        meets: bool,
     ) -> None:
+        self._meets = meets
         self._run = run
         self._recorder = recorder
         self._limit = limit
@@ -75,6 +87,27 @@ class Pauses:
     def is_next(self, steps_done: int) -> bool:
         """Whether `wait_for_turn` would wait."""
         return self._limit.is_reached(steps_done)
+
+    def end_turn(self, steps_done: int) -> float:
+        """Wait for the other ranks, if the turn is over with `steps_done` steps and the run is not;
+        return for how many seconds, which are this run's.
+        """
+        coordinator = self._run.coordinator
+        if (
+            not (self._meets and self._limit.ends_turns and self._limit.is_reached(steps_done))
+            or steps_done >= self._run.schedule.target
+        ):
+            return 0.0
+        begin_s = time.monotonic()
+        with self._run.attached.resting():
+            coordinator.meet(
+                f"turn/{steps_done}",
+                steps_done,
+                give_up=lambda: (
+                    self._stop_requested.is_set() or coordinator.stop_step() is not None
+                ),
+            )
+        return time.monotonic() - begin_s
 
     def wait_for_turn(self, steps_done: int) -> None:
         """Wait until this rank may do more than `steps_done` steps. Asks no other rank."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pydantic
 
 from offbeat.errors import RecordError
-from offbeat.lab.records import Record, complete_lines
+from offbeat.lab.records import Record, complete_lines, describe
 from offbeat.lab.records.writing import naming_failed_file
 from offbeat.parts.profile import FactorAssignment, Span, StepProfile
 
@@ -87,9 +87,7 @@ def _profiles_of(record: Record, rank: int) -> list[Profiled]:
         try:
             profile = _PROFILED.validate_python(values)
         except pydantic.ValidationError as error:
-            raise RecordError(
-                f"{path} holds a line that is no profile: {error.errors()[0]['msg']}"
-            ) from None
+            raise RecordError(f"{path} holds a line that is no profile{describe(error)}") from None
         if all(
             profile.step <= later.start_step for later in record.attempts[profile.attempt + 1 :]
         ):

@@ -90,11 +90,13 @@ class Paused:
         rank: which one.
         step: optimizer steps done.
         seconds: training time of this attempt.
+        met_s: the last part of it, in which it waited for the others to end their turn.
     """
 
     rank: int
     step: int
     seconds: float
+    met_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

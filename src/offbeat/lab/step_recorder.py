@@ -70,6 +70,19 @@ class TaskRun(RankRun):
     kept: list[Evaluation] = field(default_factory=list)
 
 
+def phases(step_s: float, encode_s: float, wait_s: float) -> tuple[float, float, float]:
+    """Seconds of one step for computing, encoding and waiting, which add up to `step_s`.
+
+    Args:
+        step_s: of the whole step.
+        encode_s, wait_s: what was counted since the step before. A wait within encoding is counted
+            as both, and here as a wait; what a rank waited between two steps is in neither of them.
+    """
+    wait_s = min(wait_s, step_s)
+    encode_s = min(encode_s, step_s - wait_s)
+    return step_s - wait_s - encode_s, encode_s, wait_s
+
+
 class StepRecorder:
     """Writes the event of each step and reports progress a few times a second."""
 
@@ -114,6 +127,7 @@ class StepRecorder:
         self._metric: float | None = None
         self._unmerged: list[StepEvent] = []
         self._merged_s = 0.0
+        self._met_s = 0.0
         self._in_merge: MegaBatch | None = None
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
@@ -142,9 +156,15 @@ class StepRecorder:
         self._live = self._live_metrics()
         self.restart_clock()
 
-    def step_done(self, *, loss: float | None, batch_size: int) -> None:
-        event = self._event(loss=loss, batch_size=batch_size, padded_s=self._run.step_time.slept_s)
-        self._run.step_time.exclude_overhead(event.encode_s, event.wait_s)
+    def step_done(self, *, loss: float | None, batch_size: int, met_s: float = 0.0) -> None:
+        """Record a step. `met_s`: the last part of it, in which this rank waited for the others to
+        end their turn.
+        """
+        event = self._event(
+            loss=loss, batch_size=batch_size, padded_s=self._run.step_time.slept_s, met_s=met_s
+        )
+        self._met_s = met_s
+        self._run.step_time.exclude_overhead(event.encode_s, max(0.0, event.wait_s - met_s))
         self.num_samples += batch_size
         self.last_loss = loss
         if self._live is not None and loss is not None:
@@ -213,14 +233,15 @@ class StepRecorder:
             mega_batch, self._in_merge = self._in_merge, None
             self._add_mega_batch(mega_batch, works, waits=False)
 
-    def _event(self, *, loss: float | None, batch_size: int, padded_s: float) -> StepEvent:
+    def _event(
+        self, *, loss: float | None, batch_size: int, padded_s: float, met_s: float = 0.0
+    ) -> StepEvent:
         """What has happened since the event before."""
         now_s = time.monotonic()
         run, stats, before = self._run, self._run.attached.session.stats, self._before
-        step_s, encode_s, wait_s = (
-            now_s - self._since_s,
-            stats.encode_s - before.encode_s,
-            stats.wait_s - before.wait_s,
+        step_s = now_s - self._since_s
+        compute_s, encode_s, wait_s = phases(
+            step_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s + met_s
         )
         event = StepEvent(
             step=run.schedule.position.step,
@@ -229,7 +250,7 @@ class StepRecorder:
             began_s=self._since_s,
             ready_s=run.attached.session.take_ready_at_s(),
             duration_s=step_s,
-            compute_s=max(0.0, step_s - encode_s - wait_s),
+            compute_s=compute_s,
             encode_s=encode_s,
             wait_s=wait_s,
             padded_s=padded_s,
@@ -328,6 +349,7 @@ class StepRecorder:
                 rank=self._run.coordinator.rank,
                 step=self._run.schedule.position.step,
                 seconds=self.elapsed_s,
+                met_s=self._met_s,
             )
         )
 

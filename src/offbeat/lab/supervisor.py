@@ -174,6 +174,11 @@ class WorkerGroup:
         steps = [worker.paused_at for worker in living if worker.paused_at is not None]
         return min(steps) if living and len(steps) == len(living) else None
 
+    @property
+    def met_s(self) -> float:
+        """For how long the first worker that came to the end of the last turn waited there."""
+        return max((worker.met_s for worker in self._workers if worker.alive), default=0.0)
+
     def run_until(self, until_step: int) -> None:
         """Let the workers train up to `until_step`."""
         self._until_step = until_step
@@ -324,8 +329,9 @@ class WorkerGroup:
                     self._record_return(worker.rank, step)
                 case Remark(text=text):
                     self._on_notice(text)
-                case Paused(step=step, seconds=seconds):
-                    worker.paused_at, worker.seconds, self._training_has_begun = step, seconds, True
+                case Paused(step=step, seconds=seconds, met_s=met_s):
+                    worker.paused_at, worker.seconds, worker.met_s = step, seconds, met_s
+                    self._training_has_begun = True
                 case WorkerProgress():
                     worker.seconds, self._heard_s, self._training_has_begun = (
                         report.seconds,

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from offbeat.lab.attaching import AttachedModel, attach_recipe
+from offbeat.lab.compare_plan import ALONE
 from offbeat.lab.config import RunConfig
 from offbeat.lab.coordination import Coordinator
 from offbeat.lab.emulation.step_time import StepTimeEmulator
@@ -115,11 +116,18 @@ def train_rank(
             report(Joined(rank=coordinator.rank, step=position.step))
         recorder = StepRecorder(run, report)
         try:
-            pauses = Pauses(run, recorder, limit or StepLimit.unlimited(), stop_requested)
+            pauses = Pauses(
+                run,
+                recorder,
+                limit or StepLimit.unlimited(),
+                stop_requested,
+                meets=config.strategy != ALONE,
+            )
             if loader is None:
                 train(run, recorder, pauses)
             else:
                 train_on_claims(run, recorder, pauses, loader)
+            coordinator.take_no_more_steps()
         finally:
             recorder.close()
         session.finish()

@@ -32,6 +32,7 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
+from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.errors import CheckpointError, ConfigError, WireError
 from offbeat.transport.operations import Payload
 
@@ -230,9 +231,7 @@ class MergeMomentum:
             key: torch.view_as_real(tensor) if tensor.is_complex() else tensor
             for key, tensor in self.state().items()
         }
-        return safetensors.torch.save(
-            {key: tensor.cpu().contiguous() for key, tensor in real.items()}
-        )
+        return to_bytes(real)
 
     def from_bytes(self, payload: Payload) -> None:
         """Inverse of `to_bytes`. Raises `WireError` for what does not fit the parameters."""

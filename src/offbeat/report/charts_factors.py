@@ -80,9 +80,8 @@ def _timeline(contestant: int, position: int, run: RunResults) -> FactorTimeline
         {one.step: one.spans for one in in_force(run.profiles.get(rank, ()))}
         for rank in range(workers)
     ]
-    common = (
-        set(by_rank[0]).intersection(*by_rank[1:], run.steps.step.tolist()) if by_rank else set()
-    )
+    done = run.steps.step[run.steps.done.all(axis=0)].tolist()  # a line of the record may be torn
+    common = set(by_rank[0]).intersection(*by_rank[1:], done) if by_rank else set()
     numbers: list[int] = []
     left = MAX_SPANS
     for step in sorted(common, reverse=True)[

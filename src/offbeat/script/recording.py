@@ -23,6 +23,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.lab.attaching import AttachedModel
+from offbeat.lab.compare_plan import ALONE
 from offbeat.lab.coordination import Coordinator
 from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.pauses import Pauses, StepLimit
@@ -179,7 +180,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._recorder = StepRecorder(
             run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
         )
-        self._pauses = Pauses(run, self._recorder, self._turns, threading.Event())
+        # Where ranks average alone they would wait for the leader's evaluation too.
+        meets = config.strategy != ALONE and not attached.session.averages_alone
+        self._pauses = Pauses(run, self._recorder, self._turns, threading.Event(), meets=meets)
         if self._turns.ends_turns and attached.session.averages_alone:
             self._pause = EvaluationPause(coordinator, run.notices.append)
         self._pauses.wait_for_turn(step)
@@ -225,7 +228,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         step = self._length.position.step
         loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
         self._losses_seen = self._losses_seen or loss is not None
-        recorder.step_done(loss=loss, batch_size=self._num_samples)
+        met_s = pauses.end_turn(step)
+        recorder.step_done(loss=loss, batch_size=self._num_samples, met_s=met_s)
         if self._pause is not None:
             self._pause.step_done(step, recorder.elapsed_s)
         if loss is not None:
@@ -267,6 +271,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self._is_over = True
         self._end_pause()
+        run.coordinator.take_no_more_steps()
         try:
             # Of ranks that came back none took part in step 0: they have begun the script anew.
             ends = gather_ends(run, recorder, [], patience_s=self._patience_s, step=0)

@@ -33,6 +33,7 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
+from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.errors import MALFORMED, CheckpointError, OffbeatError
 
 SCHEMA = 1
@@ -105,7 +106,7 @@ def save(
         "metadata": json.dumps(dict(metadata or {})),
     }
     path = directory / f"{name}.safetensors"
-    _write_durably(path, safetensors.torch.save(tensors, header))
+    _write_durably(path, to_bytes(tensors, header))
     return path
 
 
@@ -402,8 +403,7 @@ def _encode(tree: Tree, where: str, tensors: dict[str, torch.Tensor]) -> Json:
 
 def _add_tensor(tensor: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> str:
     name = f"{len(tensors)}:{where}"
-    # A copy each: safetensors refuses tensors that share memory, as views of a flat buffer do.
-    tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    tensors[name] = tensor
     return name
 
 

@@ -22,7 +22,7 @@ from offbeat.lab.records.layout import (
     Summary,
     WorkerLoss,
 )
-from offbeat.lab.records.reading import Record, complete_lines, last_step, read_versioned
+from offbeat.lab.records.reading import Record, complete_lines, describe, last_step, read_versioned
 from offbeat.lab.records.writing import (
     EventWriter,
     add_to_summary,
@@ -49,6 +49,7 @@ __all__ = [
     "begin_attempt",
     "complete_lines",
     "create",
+    "describe",
     "environment",
     "last_step",
     "lock",

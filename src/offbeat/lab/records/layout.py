@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
 from offbeat.transport.wrappers import Arrival
+
+Count: TypeAlias = Annotated[int, Field(ge=0)]
+"""How many, or which one."""
 
 SCHEMA: Final = 2
 """Version of the layout. A reader refuses a newer one."""
@@ -44,9 +47,9 @@ class StepEvent:
         arrivals: when this rank came to each collective.
     """
 
-    step: int
+    step: Count
     loss: float | None
-    batch_size: int
+    batch_size: Count
     began_s: float
     ready_s: float | None
     duration_s: float
@@ -54,8 +57,8 @@ class StepEvent:
     encode_s: float
     wait_s: float
     padded_s: float
-    bytes_sent: int
-    messages_sent: int
+    bytes_sent: Count
+    messages_sent: Count
     skipped: bool
     arrivals: Sequence[Arrival] = ()
 
@@ -76,14 +79,14 @@ class Evaluation:
         without: the living ranks whose models the measured mean lacks; empty where it is whole.
     """
 
-    step: int
+    step: Count
     seconds: float
-    bytes_sent: int
+    bytes_sent: Count
     metric: float
     at_s: float
-    rank: int = 0
+    rank: Count = 0
     others: Mapping[str, float] = field(default_factory=dict)
-    without: Sequence[int] = ()
+    without: Sequence[Count] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,14 +104,14 @@ class Share:
         claims: in order, each a list of (begin, end) in the epoch's order of samples.
     """
 
-    rank: int
-    batch_size: int
-    updates: int
-    samples: int
+    rank: Count
+    batch_size: Count
+    updates: Count
+    samples: Count
     weight: float
     computing_s: float
     idle_s: float
-    claims: Sequence[Sequence[tuple[int, int]]]
+    claims: Sequence[Sequence[tuple[Count, Count]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +130,14 @@ class MegaBatch:
         by_rank: of those that took part.
     """
 
-    number: int
-    epoch: int
-    step: int
+    number: Count
+    epoch: Count
+    step: Count
     seconds: float
     at_s: float
     duration_s: float
     merge_s: float
-    by_rank: Sequence[Share]
+    by_rank: Annotated[Sequence[Share], Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,11 +152,11 @@ class Head:
             from the beginning.
     """
 
-    attempt: int
+    attempt: Count
     host: str
     pid: int
     monotonic_to_unix_s: float
-    start_step: int | None = None
+    start_step: Count | None = None
 
 
 EVENT_FIELDS: Final = tuple(field.name for field in fields(StepEvent))
@@ -175,13 +178,13 @@ class WorkerLoss(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    rank: int
-    step: int
+    rank: Count
+    step: Count
     seconds: float
     cause: str
-    num_left: int
-    num_workers: int
-    returned_step: int | None = None
+    num_left: Count
+    num_workers: Count
+    returned_step: Count | None = None
     returned_s: float | None = None
 
     def sentence(self) -> str:
@@ -205,9 +208,9 @@ class Summary(BaseModel):
     status: str
     task: str
     strategy: str
-    workers: int
-    world_size: int
-    steps: int
+    workers: Count
+    world_size: Count
+    steps: Count
     metric: float | None
     metric_name: str
     higher_is_better: bool
@@ -218,13 +221,13 @@ class Summary(BaseModel):
     samples_per_s: float
     bytes_sent_per_step: float
     messages_sent_per_step: float
-    peak_memory_bytes: list[int]
-    skipped_steps: int
+    peak_memory_bytes: list[Count]
+    skipped_steps: Count
     mean_entry_age: float | None = None
-    num_parameters: int
+    num_parameters: Count
     parameters_sha256: str
     replicas_identical: bool
-    resumed_from_step: int | None
+    resumed_from_step: Count | None
     notices: list[str]
     losses: list[WorkerLoss] = []
     run_directory: str
@@ -236,8 +239,8 @@ class Attempt(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     started_at: str
-    workers: int
-    start_step: int
+    workers: Count
+    start_step: Count
     emulation: EmulationReport | None = None
 
 

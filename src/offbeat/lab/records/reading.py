@@ -43,6 +43,17 @@ L = TypeVar("L", Evaluation, MegaBatch)
 _EVENT = pydantic.TypeAdapter(StepEvent)
 _EVALUATION = pydantic.TypeAdapter(Evaluation)
 _MEGA_BATCH = pydantic.TypeAdapter(MegaBatch)
+_MOST: Final = 1 << 53
+"""No number is larger but for metrics and losses: arrays hold whole numbers exactly up to here."""
+
+_MOST_MEASURED: Final = 1e40
+"""No metric or loss that is finite is larger; of a run that diverges they come to what float32
+holds.
+"""
+
+_MEASURED: Final = frozenset(
+    {"metric", "loss", "others", "other_metrics", "target", "final_metric"}
+)
 _TAIL_BYTES: Final = 100_000
 _MAX_LINE: Final = 1 << 26
 
@@ -83,13 +94,15 @@ class Record:
         if not (self.path / SUMMARY).exists():
             return None
         try:
-            return Summary.model_validate_json((self.path / SUMMARY).read_bytes())
+            values = json.loads((self.path / SUMMARY).read_bytes())
+            check_numbers(values, str(self.path / SUMMARY))
+            return Summary.model_validate(values)
         except OSError as error:
             raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
         except pydantic.ValidationError as error:
-            raise RecordError(
-                f"{self.path / SUMMARY} is damaged: {error.errors()[0]['msg']}"
-            ) from None
+            raise RecordError(f"{self.path / SUMMARY} is damaged{describe(error)}") from None
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{self.path / SUMMARY} is damaged: {error}") from None
 
     def events(self, rank: int) -> Iterator[StepEvent]:
         """Rank `rank`'s steps in order, without those that a resume took back.
@@ -107,7 +120,7 @@ class Record:
                 event = _EVENT.validate_python(values)
             except pydantic.ValidationError as error:
                 raise RecordError(
-                    f"{path} holds a line that is no event: {error.errors()[0]['msg']}"
+                    f"{path} holds a line that is no event{describe(error)}"
                 ) from None
             if event.step <= limits[place]:
                 yield event
@@ -164,7 +177,14 @@ class Record:
         Raises:
             RecordError: a line that is no mega-batch.
         """
-        return _by_steps(self.path / MEGA_BATCHES, _MEGA_BATCH, "mega-batch")
+        path, workers = self.path / MEGA_BATCHES, self.config.workers
+        found = _by_steps(path, _MEGA_BATCH, "mega-batch")
+        for share in (share for mega_batch in found for share in mega_batch.by_rank):
+            if share.rank >= workers:
+                raise RecordError(
+                    f"{path} is damaged at by_rank: it names rank {share.rank} of {workers}"
+                )
+        return found
 
 
 def last_step(path: Path, rank: int) -> int:
@@ -231,13 +251,49 @@ def read_versioned(
             f"{directory} has {what} schema {content.get('schema_version')!r}, this version reads"
             f" {schema}; use the version of offbeat that wrote it"
         )
+    check_numbers(content, str(path))
     try:
         return model.model_validate(content)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise RecordError(
-            f"{path} is damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from None
+        raise RecordError(f"{path} is damaged{describe(error)}") from None
+
+
+def describe(error: pydantic.ValidationError) -> str:
+    """Where something is wrong, and what."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f" at {'.'.join(map(str, first['loc'])) or 'the top'}: {first['msg']}"
+
+
+def check_numbers(values: object, where: str) -> None:
+    """Refuse numbers that no record holds, so that nothing that is computed from others overflows.
+
+    Args:
+        values: from JSON.
+        where: they come from, for the message.
+
+    Raises:
+        RecordError: it names the field.
+    """
+    pending: list[tuple[str, bool, object]] = [("", False, values)]
+    while pending:
+        name, measured, value = pending.pop()
+        if isinstance(value, dict):
+            pending += (
+                (f"{name}.{key}" if name else str(key), measured or key in _MEASURED, item)
+                for key, item in value.items()
+            )
+        elif isinstance(value, list):
+            pending += ((f"{name}.{place}", measured, item) for place, item in enumerate(value))
+        elif isinstance(value, int | float):
+            fits = (
+                not math.isfinite(value) or abs(value) <= _MOST_MEASURED
+                if measured and isinstance(value, float)
+                else abs(value) <= _MOST
+            )
+            if not fits:
+                raise RecordError(
+                    f"{where} is damaged at {name}: {value!r:.30} is no number that a record holds"
+                )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
@@ -264,9 +320,7 @@ def _by_steps(path: Path, kind: pydantic.TypeAdapter[L], name: str) -> list[L]:
         try:
             line = kind.validate_python(values)
         except pydantic.ValidationError as error:
-            raise RecordError(
-                f"{path}, line {number}, is no {name}: {error.errors()[0]['msg']}"
-            ) from None
+            raise RecordError(f"{path}, line {number}, is no {name}{describe(error)}") from None
         found = [earlier for earlier in found if earlier.step < line.step] + [line]
     return found
 
@@ -289,6 +343,7 @@ def complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[
                     )
                 values = _parsed(line) if having in line else None
                 if isinstance(values, dict):
+                    check_numbers(values, f"{path}, line {number},")
                     yield number, values
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
