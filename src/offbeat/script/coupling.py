@@ -359,6 +359,9 @@ class ScriptSessions(ScriptListener):
                     coupled.stepped.append(optimizer)
         if is_coupled or optimizer in self._steppers:
             return
+        stepped = {id(p) for p in _parameters_of(optimizer) if p.grad is not None}
+        if not stepped:
+            return  # a step that only makes the optimizer's state
         self._steppers.add(optimizer)
         if not (self.trains_without_session or self.num_attached or self.num_ddp_models):
             self.trains_without_session = True
@@ -366,7 +369,6 @@ class ScriptSessions(ScriptListener):
             self.trains_without_ddp = True
             LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
         elif not self._recipe.ddp_exchanges:
-            stepped = {id(p) for p in _parameters_of(optimizer) if p.grad is not None}
             if any(id(p) in stepped for ddp in self._adopted for p in ddp.module.parameters()):
                 raise ConfigError(WITHOUT_WRAPPER.format(script=sys.argv[0]))
 
