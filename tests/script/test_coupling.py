@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -199,6 +200,71 @@ def test_a_step_without_a_forward_pass_of_the_wrapper_is_refused_at_once(stack: 
     ddp.module(X).sum().backward()
     with pytest.raises(ConfigError, match=re.escape("call the wrapper, model(x)")):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.AllReduce(), offbeat.GTopK(density=0.5), offbeat.LocalSGD(period=2)]
+)
+def test_what_ddp_was_told_to_ignore_has_no_part_in_a_strategy(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    script = Script(strategy, stack)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    ignored = {"0.bias", "1.running_mean", "2.weight"}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert not ignored & script.session.averaged_tensors().keys()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    assert ignored < before.keys() == model.state_dict().keys()
+    for name in ignored:
+        assert torch.equal(model.state_dict()[name], before[name])
+
+
+def test_kfac_refuses_a_layer_that_is_in_part_a_ranks_own(stack: ExitStack) -> None:
+    Script(offbeat.SPDKFAC(), stack)
+    model = nn.Linear(3, 1)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, {"bias"})
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="told to ignore parameters"):
+        step(ddp, optimizer)
+
+
+def test_of_wrappers_around_each_other_the_innermost_one_is_served(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(DistributedDataParallel(nn.Linear(3, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert script.heard.optimizers == [optimizer]
+    assert script.session.stats.exchanges == 3
+
+
+def test_replicate_is_served_where_gradients_are_exchanged(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    model = replicate(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    assert script.session.stats.steps == script.session.stats.exchanges == 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [(offbeat.LocalSGD(), "has to see the model"), (offbeat.SPDKFAC(), "layer")],
+)
+def test_replicate_is_refused_where_the_model_itself_is_needed(
+    stack: ExitStack, strategy: Strategy, reason: str
+) -> None:
+    Script(strategy, stack)
+    model = replicate(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OffbeatError, match=reason):
+        step(model, optimizer)
 
 
 @pytest.mark.parametrize("keeps_first", [False, True])

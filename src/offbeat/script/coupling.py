@@ -277,8 +277,8 @@ class ScriptSessions(ScriptListener):
 
     @override
     def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
-        if not torch.is_grad_enabled():
-            return
+        if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
+            return  # of several wrappers around each other the innermost one has the model
         self._listener.samples_seen(args)
         coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
         candidates = self._made.living_optimizers()

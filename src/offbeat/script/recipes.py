@@ -119,6 +119,12 @@ class StrategyRecipe(ScriptRecipe):
                 " DistributedDataParallel divides its data itself; call offbeat.attach and"
                 " session.loader in the script, or choose another strategy"
             )
+        if self.replicas_differ and isinstance(ddp.module, torch.nn.ParameterList):
+            raise UnsupportedError(
+                "replicate() hands DistributedDataParallel a list of parameters, and"
+                f" {self.name}, whose models differ between ranks, has to see the model when the"
+                " script evaluates and saves it; wrap the model in DistributedDataParallel"
+            )
         strategy = self._strategy.for_plain_script()
         if optimizer is None and self.needs_optimizer:
             strategy = AllReduce()
