@@ -368,9 +368,10 @@ class ScriptSessions(ScriptListener):
             _refuse_what_nobody_exchanges(optimizer)
             self.trains_without_ddp = True
             LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
-        elif not self._recipe.ddp_exchanges:
-            if any(id(p) in stepped for ddp in self._adopted for p in ddp.module.parameters()):
-                raise ConfigError(WITHOUT_WRAPPER.format(script=sys.argv[0]))
+        elif not self._recipe.ddp_exchanges and any(
+            id(p) in stepped for ddp in self._adopted for p in ddp.module.parameters()
+        ):
+            raise ConfigError(WITHOUT_WRAPPER.format(script=sys.argv[0]))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
