@@ -243,8 +243,6 @@ SOME = (
     "test_accumulate_gradients_no_sync_allreduce_hook",
     "test_ddp_broadcast_buffer",
     "test_ddp_ignore_params_arg",
-    "test_ddp_namedtuple",
-    "test_output_unused_in_loss_dict_module",
 )
 
 
