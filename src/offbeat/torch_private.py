@@ -213,6 +213,13 @@ and it tells `active_ddp_module`. Neither holds where another exchange takes DDP
 public name switches it off.
 """
 
+PREPARES_FORWARD_OF_DDP: Final = "_pre_forward"
+"""The method of DistributedDataParallel that prepares each forward pass.
+
+A hook on the module does not see `ddp.forward(x)`, nor `torch.distributed._composable.replicate`,
+which calls this method and never the module; and no public name is called by all of them.
+"""
+
 REGISTERS_BUILTIN_HOOK: Final = "_register_builtin_comm_hook"
 """The method of DistributedDataParallel by which a script chooses one of its communication hooks in
 C++. It has no public name, and it hands the reducer to C++.

@@ -313,10 +313,25 @@ def test_a_second_synchronised_pass_exchanges_only_what_is_new(
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_an_unsynchronised_pass_after_a_synchronised_one_is_refused_and_harms_nothing(
-    lossless: GradientStrategy, attached: Callable
+def test_an_unsynchronised_pass_after_a_synchronised_one_adds_to_its_gradient(
+    attached: Callable,
 ) -> None:
-    net, _, session = attached(lossless)
+    net, _, session = attached(offbeat.AllReduce())
+    plain = Net()
+    for step, synchronised in enumerate((True, False, True)):
+        with contextlib.nullcontext() if synchronised else session.no_sync():
+            loss_of(net, step).backward()
+        loss_of(plain, step).backward()
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert session.stats.exchanges == 2
+
+
+@pytest.mark.parametrize("collective", ["tree", "reduce_scatter"])
+def test_what_is_sent_once_is_not_sent_again_after_an_unsynchronised_pass(
+    attached: Callable, collective: str
+) -> None:
+    net, _, session = attached(offbeat.GTopK(density=1.0, collective=collective))
     loss_of(net, 0).backward()
     before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
     with (

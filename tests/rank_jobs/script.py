@@ -13,3 +13,21 @@ def name_of_ddps_reducer() -> str:
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
     return type(model.reducer).__name__
+
+
+def step_around_the_wrapper() -> None:
+    """Trains a model that is wrapped, and never calls the wrapper."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.module(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def step_by_hand() -> None:
+    """Trains one step without any optimizer."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    model(torch.randn(8, 4)).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.1 * parameter.grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -145,6 +147,145 @@ def test_an_optimizer_that_is_stepped_in_the_place_of_the_first_one_is_attached_
     step(ddp, second)
     assert script.heard.optimizers == [first, second]
     assert script.session.stats.steps == 1
+
+
+def test_until_there_is_an_optimizer_gradients_are_exchanged_and_that_is_said(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(offbeat.GTopK(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    ddp(X).sum().backward()
+    assert "gtopk begins when one has stepped them" in caplog.text
+    late = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    late.step()
+    late.zero_grad()
+    assert script.heard.sessions == []
+    step(ddp, late)
+    assert script.heard.optimizers == [late]
+    assert script.session.strategy == offbeat.GTopK()
+
+
+def test_late_optimizers_of_several_models_are_all_found(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(), stack)
+    models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]
+    for model in models:
+        model(X).sum().backward()
+    late = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for optimizer in late:
+        optimizer.step()
+        optimizer.zero_grad()
+    for model in models:
+        model(X).sum().backward()
+    assert script.heard.optimizers == late
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complains"), [(offbeat.GTopK(), True), (offbeat.AllReduce(), False)]
+)
+def test_without_any_optimizer_only_what_needs_none_has_done_something(
+    stack: ExitStack, strategy: Strategy, complains: bool
+) -> None:
+    script = Script(strategy, stack)
+    DistributedDataParallel(nn.Linear(3, 1))(X).sum().backward()
+    script.sessions.close(None)
+    complaint = script.sessions.complaint("mine.py")
+    assert ("gtopk has done nothing" in str(complaint)) == complains
+
+
+def test_a_step_without_a_forward_pass_of_the_wrapper_is_refused_at_once(stack: ExitStack) -> None:
+    Script(offbeat.GTopK(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+    optimizer.step()  # without gradients, as it is done to make the optimizer's state
+    ddp.module(X).sum().backward()
+    with pytest.raises(ConfigError, match=re.escape("call the wrapper, model(x)")):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.AllReduce(), offbeat.GTopK(density=0.5), offbeat.LocalSGD(period=2)]
+)
+def test_what_ddp_was_told_to_ignore_has_no_part_in_a_strategy(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    script = Script(strategy, stack)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    ignored = {"0.bias", "1.running_mean", "2.weight"}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert not ignored & script.session.averaged_tensors().keys()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    assert ignored < before.keys() == model.state_dict().keys()
+    for name in ignored:
+        assert torch.equal(model.state_dict()[name], before[name])
+
+
+def test_kfac_refuses_a_layer_that_is_in_part_a_ranks_own(stack: ExitStack) -> None:
+    Script(offbeat.SPDKFAC(), stack)
+    model = nn.Linear(3, 1)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, {"bias"})
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="told to ignore parameters"):
+        step(ddp, optimizer)
+
+
+def test_of_wrappers_around_each_other_the_innermost_one_is_served(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(DistributedDataParallel(nn.Linear(3, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert script.heard.optimizers == [optimizer]
+    assert script.session.stats.exchanges == 3
+
+
+def test_replicate_is_served_where_gradients_are_exchanged(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    model = replicate(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    assert script.session.stats.steps == script.session.stats.exchanges == 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [(offbeat.LocalSGD(), "has to see the model"), (offbeat.SPDKFAC(), "layer")],
+)
+def test_replicate_is_refused_where_the_model_itself_is_needed(
+    stack: ExitStack, strategy: Strategy, reason: str
+) -> None:
+    Script(strategy, stack)
+    model = replicate(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OffbeatError, match=reason):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_a_model_that_is_wrapped_anew_gets_a_new_session(
+    stack: ExitStack, keeps_first: bool
+) -> None:
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    wrappers = [DistributedDataParallel(model)]
+    step(wrappers[0], torch.optim.SGD(model[1].parameters(), lr=0.1))
+    first = script.session
+    model[0].requires_grad_(True)
+    if not keeps_first:
+        wrappers.clear()
+    wrappers.append(DistributedDataParallel(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(wrappers[-1], optimizer)
+    assert (script.session is first, script.session.stats.steps) == (False, 1)
+    with pytest.raises(ConfigError, match="closed"):
+        first.log(loss=1.0)
 
 
 def test_two_models_have_a_session_each(stack: ExitStack) -> None:

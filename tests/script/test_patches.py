@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import UnsupportedError
@@ -25,6 +26,7 @@ from offbeat.script import patches
 from offbeat.script.patches import IdleReducer, beside_the_group, patched, processes_wrapped
 from offbeat.torch_private import (
     CALLS_MODULE_OF_DDP,
+    PREPARES_FORWARD_OF_DDP,
     REGISTERS_BUILTIN_HOOK,
     TELLS_WHAT_DDP_LOGGED,
     active_ddp_module,
@@ -63,6 +65,7 @@ PLACES: list[tuple[object, str]] = [
     (dist, "Reducer"),
     (dist, "Logger"),
     (DistributedDataParallel, "__init__"),
+    (DistributedDataParallel, PREPARES_FORWARD_OF_DDP),
     (DistributedDataParallel, CALLS_MODULE_OF_DDP),
     (DistributedDataParallel, "register_comm_hook"),
     (DistributedDataParallel, REGISTERS_BUILTIN_HOOK),
@@ -131,6 +134,30 @@ def test_the_module_does_not_know_that_ddp_calls_it(heard: Heard) -> None:
     ddp.module.register_forward_pre_hook(lambda *_: seen.append(active_ddp_module()))
     ddp(torch.ones(1, 3))
     assert seen == [None]
+
+
+def test_each_way_to_a_forward_pass_is_heard_of(heard: Heard) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
+    replicated = replicate(torch.nn.Linear(3, 1))
+    for call in (ddp, ddp.forward, copy.deepcopy(ddp), replicated):
+        heard.events.clear()
+        call(torch.ones(1, 3))
+        assert heard.names()[-1] == "forward_begins"
+
+
+def test_a_model_that_ddp_did_not_copy_from_rank_0_is_told_from_one_that_it_did(
+    group: None,
+) -> None:
+    said = []
+
+    class Listener(patches.ScriptListener):
+        def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
+            said.append(copied)
+
+    with patched(Listener(), exchanges=False, ddp_options={}):
+        for options in ({}, {"init_sync": True}, {"init_sync": False}):
+            DistributedDataParallel(torch.nn.Linear(3, 1), **options)
+    assert said == [True, True, False]
 
 
 def test_a_communication_hook_is_ignored(heard: Heard) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +25,8 @@ from offbeat.script.children import CHILD_VARIABLE, ChildFunction
 from offbeat.script.plan import script_command, script_config
 from offbeat.script.supervise import ScriptOutcome, run_script, script_program
 from offbeat.transport.interface import PORTS_VARIABLE
-from rank_jobs.script import name_of_ddps_reducer
-from ranks_support.launch import RunRanks
+from rank_jobs.script import name_of_ddps_reducer, step_around_the_wrapper, step_by_hand
+from ranks_support.launch import RanksError, RunRanks
 from transport_support.ports import free_ports
 
 pytestmark = pytest.mark.ranks
@@ -314,16 +315,41 @@ def call_as_child(rank: int, world_size: int, *, pickled: str, config: str) -> s
     return str(function())
 
 
+def as_child_of(directory: Path, function: Callable[[], object], strategy: str) -> dict[str, str]:
+    """What `call_as_child` does where a script under `offbeat run` starts `function`."""
+    script = directory / "train.py"
+    script.touch()
+    config = script_config(script_command([str(script)]), strategy, workers=1)
+    pickled = pickle.dumps(ChildFunction(function)).hex()
+    return {"pickled": pickled, "config": config.model_dump_json()}
+
+
 def test_the_strategy_reaches_ranks_that_the_script_starts_itself(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     """As in the fresh interpreters of `torch.multiprocessing.spawn`, which unpickle what to do."""
-    script = tmp_path / "train.py"
-    script.touch()
-    config = script_config(script_command([str(script)]), "allreduce", workers=1)
-    pickled = pickle.dumps(ChildFunction(name_of_ddps_reducer)).hex()
-    names = run_ranks(call_as_child, 1, pickled=pickled, config=config.model_dump_json())
+    names = run_ranks(call_as_child, 1, **as_child_of(tmp_path, name_of_ddps_reducer, "allreduce"))
     assert names == ["IdleReducer"]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (step_around_the_wrapper, "call the wrapper, model(x)"),
+        (step_by_hand, "stepped it by no optimizer of torch.optim's, so gtopk has done nothing"),
+    ],
+)
+def test_ranks_that_the_script_starts_itself_fail_where_the_strategy_does_nothing(
+    run_ranks: RunRanks, tmp_path: Path, function: Callable[[], None], said: str
+) -> None:
+    with pytest.raises(RanksError, match=re.escape(said)):
+        run_ranks(call_as_child, 1, **as_child_of(tmp_path, function, "gtopk"))
+
+
+def test_a_rank_that_updates_by_hand_is_served_where_gradients_are_all_that_is_exchanged(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    run_ranks(call_as_child, 1, **as_child_of(tmp_path, step_by_hand, "allreduce"))
 
 
 def test_strategies_are_compared_on_a_script_by_turns(tmp_path: Path) -> None:

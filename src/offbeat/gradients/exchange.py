@@ -16,7 +16,8 @@ Rules that keep ranks in step:
 - a sparse gradient is copied as a dense one, and comes out as such: its rows differ from rank to
   rank;
 - gradients that came out of an exchange are stashed before a further backward pass in the same
-  step, so that only what is new is exchanged, and are added back afterwards.
+  step, so that only what is new is exchanged, and are added back afterwards. Where all of them are
+  always sent, a pass inside `no_sync` adds to them instead, as with DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -214,6 +215,7 @@ class GradientExchange(Part):
         self._taken = taken
         self._clipping = clipping
         self._clips = clipping is not None and clipping.is_on
+        self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
         self._launch_order = launch_order or LaunchOrder()
         self._listeners: list[ExchangeListener] = []
         self._pairs = list(pairs)
@@ -263,13 +265,18 @@ class GradientExchange(Part):
         for b in range(len(self._pairs)):
             self._ready[b][:] = False
             self._num_missing[b] = len(self._ready[b])
-            self._stash(b)
+            if synchronised or self._may_keep_entries:
+                self._stash(b)
+            else:
+                # The pass adds to the mean what is this rank's own. The mean of such sums is that
+                # of what is new, added to the mean: they are exchanged as they stand.
+                self._published[b][:] = False
         if not synchronised and any(stashed is not None for stashed in self._stashed):
             self._restore()
             raise UnsupportedError(
                 "a backward pass inside no_sync() follows a synchronised one without zero_grad()"
-                " between them; run the unsynchronised passes of a step first and synchronise the"
-                " last one, as with DistributedDataParallel"
+                " between them, and what that one has sent must not be sent again; run the"
+                " unsynchronised passes of a step first and synchronise the last one"
             )
 
     @override

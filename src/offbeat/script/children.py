@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -54,6 +55,8 @@ class ChildFunction:
                 sessions.close(None if is_good_end(error) else error)
                 raise
             sessions.close(None)
+        if sessions.num_ddp_models and (complaint := sessions.complaint(sys.argv[0])) is not None:
+            raise complaint
         return result
 
 

@@ -1,14 +1,16 @@
 """From what a script makes, DistributedDataParallel and optimizers, to sessions.
 
-    DDP model made          a hook waits for its first forward pass with gradients
     optimizer, scaler made  remembered, weakly
-    that forward pass       attach: DDP's module, and the optimizer that has most of its parameters
-    later ones              `require_backward_grad_sync` is handed on, as it stands
+    DDP prepares a forward  attach: DDP's module, and the optimizer that has most of its parameters
+      pass with gradients
+    later passes            `require_backward_grad_sync` is handed on, as it stands
     group destroyed, end    sessions are closed
 
 All ranks come to the first forward pass together, as DDP's own first broadcast made them, so it is
-the place for what is collective. An optimizer that is made later and stepped in the place of the
-attached one, as by a script that freezes layers at first, has a session attached anew.
+the place for what is collective. Where there is no optimizer yet, or never will be, gradients are
+exchanged as DDP does. An optimizer that is made later and stepped in the place of the attached one,
+as by a script that freezes layers at first, has a session attached anew; so has a model that is
+wrapped anew.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,13 +30,12 @@ from typing_extensions import override
 
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab.native import NativeSession
-from offbeat.parts.module_hook import ModuleHook
 from offbeat.script.carried_state import CarriedStates
 from offbeat.script.children import ChildFunction
 from offbeat.script.evaluation import EvaluationWeights
 from offbeat.script.patches import ScriptListener
 from offbeat.script.recipes import Attached, ScriptRecipe
-from offbeat.session.session import Session
+from offbeat.session.session import Adopted, Session
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import is_in_flat_parameter
 
@@ -52,6 +53,19 @@ WITHOUT_DDP = """\
 {script} makes a process group, but trains with neither DistributedDataParallel nor\
  offbeat.attach, so {strategy} exchanges nothing; wrap the model:\
  torch.nn.parallel.DistributedDataParallel(model)"""
+
+WITHOUT_WRAPPER = """\
+{script} steps the parameters of a DistributedDataParallel model that no forward pass for training\
+ went through, so nothing is exchanged; call the wrapper, model(x) with gradients and in training\
+ mode, and not model.module(x)"""
+
+WITHOUT_OPTIMIZER = """\
+no optimizer of torch.optim's has parameters of the DistributedDataParallel model yet, so gradients\
+ are exchanged as DistributedDataParallel does it; {strategy} begins when one has stepped them"""
+
+NO_OPTIMIZER = """\
+{script} made a DistributedDataParallel model and stepped it by no optimizer of torch.optim's, so\
+ {strategy} has done nothing"""
 
 NO_TRAINING = """\
 {script} came to its end and no training was seen, so {strategy} has done nothing: no optimizer of\
@@ -83,11 +97,28 @@ class ModelListener:
 
 @dataclass(kw_only=True, eq=False)
 class _Coupled:
-    """A DDP model and its session."""
+    """A DDP model and its session.
 
+    Attributes:
+        ddp: may have gone: a script that wraps its model anew keeps the first wrapper no longer.
+        module: what it wraps.
+        parameters: the ids of its parameters.
+        session: at work on that.
+        optimizer: the attached one; None: there was none.
+        evaluation: the mean, where ranks' models differ.
+        stepped: optimizers that have stepped the module's parameters since its last forward pass.
+    """
+
+    ddp: weakref.ref[DistributedDataParallel]
+    module: torch.nn.Module
+    parameters: frozenset[int]
     session: Attached
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     evaluation: EvaluationWeights | None
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        return not self.parameters.isdisjoint(map(id, parameters))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -131,12 +162,13 @@ class ScriptSessions(ScriptListener):
         self._listener = listener
         self._made = _Made()
         self._carried = CarriedStates()
-        self._coupled: weakref.WeakKeyDictionary[DistributedDataParallel, _Coupled] = (
+        self._adopted: weakref.WeakKeyDictionary[DistributedDataParallel, Adopted] = (
             weakref.WeakKeyDictionary()
         )
+        self._coupled: list[_Coupled] = []
         self._evaluations: dict[int, EvaluationWeights] = {}
         self._attached_models: set[int] = set()
-        self._stepped: set[int] = set()
+        self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_told_of_override = False
 
     @property
@@ -147,9 +179,11 @@ class ScriptSessions(ScriptListener):
     # What the script does
 
     @override
-    def ddp_made(self, ddp: DistributedDataParallel) -> None:
+    def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
         self.num_ddp_models += 1
-        ddp.register_forward_pre_hook(ModuleHook(ddp, self._forward_begins))
+        self._adopted[ddp] = (
+            "nothing" if not copied else "model" if ddp.broadcast_buffers else "parameters"
+        )
         if self._recipe.replicas_differ:
             # Rank 0's buffers would replace all ranks' in each forward pass, and tie them together.
             ddp.broadcast_buffers = False
@@ -187,7 +221,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def backward_ended(self) -> None:
-        for coupled in self._coupled.values():
+        for coupled in self._coupled:
             if isinstance(coupled.session, NativeSession):
                 coupled.session.meter.backward_done()
         self._listener.backward_ended()
@@ -224,54 +258,87 @@ class ScriptSessions(ScriptListener):
 
     def close(self, error: BaseException | None) -> None:
         """End all sessions; after `error`, if that ended the script. Idempotent."""
-        for ddp, coupled in list(self._coupled.items()):
-            self._end(ddp, coupled, error)
+        for coupled in list(self._coupled):
+            self._end(coupled, error)
+
+    def complaint(self, script: str) -> ConfigError | None:
+        """Why the strategy has not been at work at all, if it has not."""
+        if self.num_attached:
+            return None
+        if self.num_ddp_models:
+            why = NO_OPTIMIZER
+        elif self.trains_without_ddp:
+            why = WITHOUT_DDP
+        else:
+            why = NOT_DISTRIBUTED if self.trains_without_session else NO_TRAINING
+        return ConfigError(why.format(script=script, strategy=self._recipe.name))
 
     # Forward passes
 
-    def _forward_begins(self, ddp: DistributedDataParallel, args: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
+    @override
+    def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+        if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
+            return  # of several wrappers around each other the innermost one has the model
         self._listener.samples_seen(args)
-        coupled, candidates = self._coupled.get(ddp), self._made.living_optimizers()
-        if coupled is not None and self._stepped and id(coupled.optimizer) not in self._stepped:
-            candidates = [each for each in candidates if id(each) in self._stepped]
-            if self._optimizer_of(ddp, candidates) is not None:
-                self._end(ddp, coupled, None)
-                coupled = None
+        coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
+        candidates = self._made.living_optimizers()
+        if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
+            candidates = coupled.stepped
+            self._end(coupled, None)
+            coupled = None
         if coupled is None:
-            optimizer = self._optimizer_of(ddp, candidates)
-            if optimizer is None:
-                return  # it may be made yet; without one there is no step either
-            coupled = self._attach(ddp, optimizer)
-        self._stepped.clear()
+            coupled = self._attach(ddp, _optimizer_of(ddp, candidates))
+            if coupled is None:
+                return
+        coupled.stepped.clear()
         if coupled.evaluation is not None:
             coupled.evaluation.training_goes_on()
         if isinstance(coupled.session, Session):
             ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
 
-    def _attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> _Coupled:
+    def _attach(
+        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None
+    ) -> _Coupled | None:
         model = ddp.module
-        session = self._recipe.attach(ddp, optimizer, self._made.newest_scaler())
-        evaluation = None
+        if optimizer is None and not model.training:
+            return None  # an evaluation, perhaps on one rank alone
+        for other in list(self._coupled):
+            if other.has_any_of(model.parameters()):
+                self._end(other, None)
+        adopted = self._adopted.get(ddp, "nothing")
+        session = self._recipe.attach(ddp, optimizer, self._made.newest_scaler(), adopted)
+        if session is None:
+            return None
+        coupled = _Coupled(
+            ddp=weakref.ref(ddp),
+            module=model,
+            parameters=frozenset(map(id, model.parameters())),
+            session=session,
+            optimizer=optimizer,
+            evaluation=None,
+        )
+        self._coupled.append(coupled)
+        if optimizer is None:
+            self.num_attached += not self._recipe.needs_optimizer
+            if self._recipe.needs_optimizer:
+                LOGGER.warning("%s", WITHOUT_OPTIMIZER.format(strategy=self._recipe.name))
+            return coupled
         if isinstance(session, Session):
             self._carried.attached(session, optimizer)
             if session.strategy.replicas_differ:
-                evaluation = EvaluationWeights(session, model, optimizer)
-                self._evaluations[id(model)] = evaluation
-        coupled = _Coupled(session=session, optimizer=optimizer, evaluation=evaluation)
-        self._coupled[ddp] = coupled
+                ignored = ddp.parameters_to_ignore
+                coupled.evaluation = EvaluationWeights(session, model, optimizer, ignored)
+                self._evaluations[id(model)] = coupled.evaluation
         self._attached_models.add(id(model))
         self.num_attached += 1
         self._listener.attached(session, model, optimizer)
         return coupled
 
-    def _end(
-        self, ddp: DistributedDataParallel, coupled: _Coupled, error: BaseException | None
-    ) -> None:
-        self._coupled.pop(ddp, None)
-        self._carried.detached(coupled.optimizer)
-        self._evaluations.pop(id(ddp.module), None)
+    def _end(self, coupled: _Coupled, error: BaseException | None) -> None:
+        self._coupled.remove(coupled)
+        if coupled.optimizer is not None:
+            self._carried.detached(coupled.optimizer)
+        self._evaluations.pop(id(coupled.module), None)
         if coupled.evaluation is not None:
             coupled.evaluation.close()
         session, cause = coupled.session, error or sys.exception()
@@ -281,36 +348,54 @@ class ScriptSessions(ScriptListener):
         # Not `finish`: no rank is to wait for one that has come back and begun anew.
         session.__exit__(None, None, None)
 
-    def _optimizer_of(
-        self, ddp: DistributedDataParallel, candidates: Sequence[torch.optim.Optimizer]
-    ) -> torch.optim.Optimizer | None:
-        """The one that has most of the model's trainable parameters; of several the first, since
-        what wraps an optimizer is made before the one inside.
-        """
-        trained = {
-            id(parameter) for parameter in ddp.module.parameters() if parameter.requires_grad
-        }
-
-        def shared(optimizer: torch.optim.Optimizer) -> int:
-            return sum(
-                id(p) in trained for group in optimizer.param_groups for p in group["params"]
-            )
-
-        best = max(candidates, key=shared, default=None)
-        return best if best is not None and shared(best) else None
+    # Steps
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped.add(id(optimizer))
+        is_coupled = False
+        for coupled in self._coupled:
+            if coupled.has_any_of(_parameters_of(optimizer)):
+                is_coupled = True
+                if optimizer not in coupled.stepped:
+                    coupled.stepped.append(optimizer)
+        if is_coupled or optimizer in self._steppers:
+            return
+        stepped = {id(p) for p in _parameters_of(optimizer) if p.grad is not None}
+        if not stepped:
+            return  # a step that only makes the optimizer's state
+        self._steppers.add(optimizer)
         if not (self.trains_without_session or self.num_attached or self.num_ddp_models):
             self.trains_without_session = True
             _refuse_what_nobody_exchanges(optimizer)
             self.trains_without_ddp = True
             LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
+        elif not self._recipe.ddp_exchanges and any(
+            id(p) in stepped for ddp in self._adopted for p in ddp.module.parameters()
+        ):
+            raise ConfigError(WITHOUT_WRAPPER.format(script=sys.argv[0]))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _optimizer_of(
+    ddp: DistributedDataParallel, candidates: Sequence[torch.optim.Optimizer]
+) -> torch.optim.Optimizer | None:
+    """The one that has most of the model's trainable parameters; of several the first, since what
+    wraps an optimizer is made before the one inside.
+    """
+    trained = {id(parameter) for parameter in ddp.module.parameters() if parameter.requires_grad}
+
+    def shared(optimizer: torch.optim.Optimizer) -> int:
+        return sum(id(parameter) in trained for parameter in _parameters_of(optimizer))
+
+    best = max(candidates, key=shared, default=None)
+    return best if best is not None and shared(best) else None
 
 
 def _refuse_what_nobody_exchanges(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the model that `optimizer` steps is sharded, or trained on this rank alone."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = list(_parameters_of(optimizer))
     sharded_by = ""
     if any(map(is_in_flat_parameter, parameters)):
         sharded_by = "FullyShardedDataParallel (FSDP)"

@@ -22,7 +22,7 @@ So what is evaluated and saved is up to one period, or `MEAN_EVERY` steps, old.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Final
@@ -50,16 +50,25 @@ class EvaluationWeights(SessionObserver):
         session: at work on it.
         model: the attached module.
         optimizer: that steps it.
+        ignored: names of parameters and buffers that are each rank's own affair.
     """
 
     def __init__(
-        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        session: Session,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ignored: Collection[str] = (),
     ) -> None:
         self._session = session
         self._model = model
         self._names = {
-            *(plain_name(name) for name, p in model.named_parameters() if p.requires_grad),
-            *persistent_buffers(model),
+            *(
+                plain_name(name)
+                for name, p in model.named_parameters()
+                if p.requires_grad and name not in ignored
+            ),
+            *persistent_buffers(model, ignored),
         }
         self._mean: dict[str, torch.Tensor] | None = None
         self._own: dict[str, torch.Tensor] | None = None

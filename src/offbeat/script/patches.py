@@ -8,6 +8,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/scrip
   names of parameters, `no_sync` and copies stay genuine.
 - `DistributedDataParallel.__init__`: to know each such model, and to refuse options that exchange
   by themselves.
+- `DistributedDataParallel._pre_forward`: a session is attached there, and told what the pass is to
+  do; see `torch_private.PREPARES_FORWARD_OF_DDP`.
 - `DistributedDataParallel._run_ddp_forward`: see `torch_private.CALLS_MODULE_OF_DDP`.
 - `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
@@ -29,8 +31,9 @@ entry fails when a new version of PyTorch changes what it stands on (tests/scrip
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing.process
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
@@ -44,6 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.errors import UnsupportedError
 from offbeat.torch_private import (
     CALLS_MODULE_OF_DDP,
+    PREPARES_FORWARD_OF_DDP,
     REGISTERS_BUILTIN_HOOK,
     TELLS_WHAT_DDP_LOGGED,
 )
@@ -52,8 +56,13 @@ from offbeat.torch_private import (
 class ScriptListener:
     """Hears what a script does. Does nothing unless a subclass overrides it."""
 
-    def ddp_made(self, ddp: DistributedDataParallel) -> None:
-        """The script has wrapped a model."""
+    def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
+        """The script has wrapped a model; `copied`: DDP has made it rank 0's on all ranks, as it
+        does unless it was made with `init_sync=False`.
+        """
+
+    def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+        """A forward pass begins with these arguments."""
 
     def hook_ignored(self, ddp: DistributedDataParallel) -> None:
         """It has registered a communication hook, which is not used."""
@@ -116,6 +125,8 @@ def patched(
 
         ddp = DistributedDataParallel
         put(ddp, "__init__", _ddp_init(ddp.__init__, listener, exchanges, ddp_options))
+        prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener)
+        put(ddp, PREPARES_FORWARD_OF_DDP, prepares)
         if not exchanges:
             put(dist, "Reducer", IdleReducer)
             put(dist, "Logger", IdleReducer)
@@ -206,6 +217,8 @@ def _ddp_init(
     exchanges: bool,
     options: Mapping[str, object],
 ) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
     @wraps(original)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         for option in ("mixed_precision", "delay_all_reduce_named_params"):
@@ -215,9 +228,21 @@ def _ddp_init(
                     " own, which no strategy can take over; leave it out"
                 )
         original(self, *args, **{**kwargs, **options})
-        listener.ddp_made(self)
+        asked = signature.bind(self, *args, **kwargs).arguments
+        listener.ddp_made(self, bool(asked.get("init_sync", True)))
 
     return init
+
+
+def _pre_forward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    tell = torch.compiler.disable(listener.forward_begins)
+
+    @wraps(original)
+    def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        tell(self, args)
+        return original(self, *args, **kwargs)
+
+    return pre_forward
 
 
 def _call_module(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,8 @@ from offbeat.lab.options import Recipe
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.session.attach import attach_through
-from offbeat.session.session import Session
+from offbeat.session.session import Adopted, Session
+from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver
 
@@ -35,6 +36,7 @@ class NoExchange(Strategy):
     """No exchange: every rank trains a model of its own."""
 
     name: ClassVar[str] = ALONE
+    needs_optimizer: ClassVar[bool] = False
 
     @override
     def build(self, workspace: Workspace) -> Sequence[Part]:
@@ -49,9 +51,12 @@ class ScriptRecipe(ABC):
         ddp_exchanges: whether DDP keeps its own reducer.
         ddp_options: options that DDP is made with, in the place of the script's.
         replicas_differ: whether ranks' models differ between steps.
+        needs_optimizer: whether it has nothing to do with a model that no optimizer steps; then
+            such a model's gradients are exchanged as DDP would.
     """
 
     name: str
+    needs_optimizer: bool = True
     ddp_exchanges: bool = False
     ddp_options: Mapping[str, object] = {}
     replicas_differ: bool = False
@@ -64,10 +69,21 @@ class ScriptRecipe(ABC):
     def attach(
         self,
         ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
-    ) -> Attached:
-        """Put it to work on a DDP model. Collective."""
+        adopted: Adopted,
+    ) -> Attached | None:
+        """Put it to work on a DDP model. Collective.
+
+        Args:
+            ddp: the model.
+            optimizer: that steps it; None: no such optimizer is there, perhaps not yet.
+            scaler: of its losses.
+            adopted: what all ranks take of rank 0's model.
+
+        Returns:
+            None where there is nothing to be done without an optimizer.
+        """
 
     @abstractmethod
     def strategy_for_attach(self) -> Strategy:
@@ -86,14 +102,16 @@ class StrategyRecipe(ScriptRecipe):
         super().__init__(wrap_with(delay))
         self.name = strategy.name
         self.replicas_differ = strategy.replicas_differ
+        self.needs_optimizer = strategy.needs_optimizer
         self._strategy = strategy
 
     @override
     def attach(
         self,
         ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
+        adopted: Adopted,
     ) -> Session:
         if self._strategy.shares_samples:
             raise UnsupportedError(
@@ -101,15 +119,26 @@ class StrategyRecipe(ScriptRecipe):
                 " DistributedDataParallel divides its data itself; call offbeat.attach and"
                 " session.loader in the script, or choose another strategy"
             )
+        if self.replicas_differ and isinstance(ddp.module, torch.nn.ParameterList):
+            raise UnsupportedError(
+                "replicate() hands DistributedDataParallel a list of parameters, and"
+                f" {self.name}, whose models differ between ranks, has to see the model when the"
+                " script evaluates and saves it; wrap the model in DistributedDataParallel"
+            )
+        strategy = self._strategy.for_plain_script()
+        if optimizer is None and self.needs_optimizer:
+            strategy = AllReduce()
         # Nothing is averaged at the end: a script has evaluated and saved by then.
         return attach_through(
             self.wrap,
             ddp.module,
             optimizer,
-            self._strategy.for_plain_script(),
+            strategy,
             group=ddp.process_group,
             scaler=scaler,
             finish="keep",
+            ignored=ddp.parameters_to_ignore,
+            adopted=adopted,
         )
 
     @override
@@ -138,9 +167,12 @@ class NativeRecipe(ScriptRecipe):
     def attach(
         self,
         ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
-    ) -> NativeSession:
+        adopted: Adopted,
+    ) -> NativeSession | None:
+        if optimizer is None:
+            return None
         meter = CommunicationMeter(dist.get_world_size(), rank=dist.get_rank(), delay=self._delay)
         return self._native.couple(ddp, optimizer, meter)
 

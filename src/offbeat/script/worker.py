@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import OffbeatError
 from offbeat.lab.attaching import link_delay
 from offbeat.lab.config import RunConfig, ScriptCommand
 from offbeat.lab.interrupts import exit_at_stop_signals
@@ -32,13 +32,7 @@ from offbeat.lab.rendezvous import launched, supervised_coordinator
 from offbeat.script import patches
 from offbeat.script.attach import AttachOverride, overriding
 from offbeat.script.children import CHILD_VARIABLE
-from offbeat.script.coupling import (
-    NO_TRAINING,
-    NOT_DISTRIBUTED,
-    WITHOUT_DDP,
-    ScriptSessions,
-    is_good_end,
-)
+from offbeat.script.coupling import ScriptSessions, is_good_end
 from offbeat.script.recipes import ScriptRecipe, recipe_for
 from offbeat.script.recording import OpenRecord, ScriptRecorder
 from offbeat.script.sharing import shared_record
@@ -105,33 +99,19 @@ class ScriptRun:
         return None
 
     def _end_well(self, *, has_exited: bool) -> int:
-        if not self._sessions.num_attached:
-            return self._complain(has_exited=has_exited)
+        # It may have trained in processes of its own, or have left before it made anything, as at
+        # `--help`.
+        has_trained_elsewhere = self._sessions.num_processes or (
+            has_exited and not self._sessions.has_made_anything
+        )
+        complaint = self._sessions.complaint(self._script.path)
+        if complaint is not None:
+            return 0 if has_trained_elsewhere else self._fail(complaint)
         try:
             self._recorder.end(finished=True)
         except OffbeatError as error:
             LOGGER.warning("the record is not complete: %s", error)
         return 0
-
-    def _complain(self, *, has_exited: bool) -> int:
-        """Say that the strategy has not been at work at all; not of a script that trained in
-        processes of its own, or that left before it made anything, as at `--help`.
-        """
-        if self._sessions.num_processes or (has_exited and not self._sessions.has_made_anything):
-            return 0
-        script = self._script.path
-        if not self._sessions.num_ddp_models:
-            if self._sessions.trains_without_ddp:
-                why = WITHOUT_DDP
-            else:
-                why = NOT_DISTRIBUTED if self._sessions.trains_without_session else NO_TRAINING
-            return self._fail(ConfigError(why.format(script=script, strategy=self._recipe.name)))
-        return self._fail(
-            ConfigError(
-                f"{script} made a DistributedDataParallel model but trained none of its parameters"
-                f" with an optimizer of torch.optim's, so {self._recipe.name} has done nothing"
-            )
-        )
 
     def _fail(self, error: BaseException) -> int:
         """Say what has gone wrong; returns the exit status."""

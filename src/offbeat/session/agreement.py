@@ -7,7 +7,7 @@ them, and nobody hangs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,20 +23,22 @@ Description = Mapping[str, Any]
 
 def describe(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     strategy: Strategy,
     *,
     has_scaler: bool,
     finish: str,
+    ignored: Collection[str] = (),
 ) -> Description:
     """What must be the same on all ranks, as JSON.
 
     Args:
         model: the root module.
-        optimizer: the user's, over parameters of `model`.
+        optimizer: the user's, over parameters of `model`; None: there is none.
         strategy: described by its options.
         has_scaler: whether an enabled GradScaler is in use.
         finish: what becomes of models at the end.
+        ignored: names of parameters and buffers that may differ.
     """
     return {
         "model parameters": {
@@ -45,11 +47,17 @@ def describe(
                 f" {'trainable' if p.requires_grad else 'frozen'}"
             )
             for name, p in model.named_parameters()
+            if name not in ignored
         },
         "model buffers": {
-            name: f"{list(b.shape)} {b.dtype} {b.device.type}" for name, b in model.named_buffers()
+            name: f"{list(b.shape)} {b.dtype} {b.device.type}"
+            for name, b in model.named_buffers()
+            if name not in ignored
         },
-        "optimizer": {"class": type(optimizer).__qualname__, **_hyperparameters(model, optimizer)},
+        "optimizer": {
+            "class": type(optimizer).__qualname__,
+            **({} if optimizer is None else _hyperparameters(model, optimizer)),
+        },
         "strategy": {"options": repr(strategy), "scaler": str(has_scaler), "finish": finish},
     }
 
@@ -116,10 +124,10 @@ def _first_difference(reference: Description, other: Description, first: int) ->
     return None
 
 
-def adopt_rank_0(driver: Driver, stream: Stream, model: torch.nn.Module) -> None:
-    """Overwrite every rank's parameters and buffers with rank 0's. Collective."""
+def adopt_rank_0(driver: Driver, stream: Stream, tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite `tensors` with rank 0's, on every rank. Collective."""
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in tensors:
             driver.run(_broadcast(tensor), stream.next())
 
 

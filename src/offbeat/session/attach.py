@@ -4,7 +4,7 @@ begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import get_args
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
-from offbeat.session.session import ATTACHED_MODELS, Finish, Session
+from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_one_of
 from offbeat.transport.connect import (
@@ -28,19 +28,26 @@ from offbeat.transport.driver import Driver
 def attach_through(
     wrap: Callable[[Driver], Driver],
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     strategy: Strategy,
     *,
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
     finish: Finish = "average",
+    ignored: Collection[str] = (),
+    adopted: Adopted = "model",
 ) -> Session:
     """`offbeat.attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to
     delay, to fail, to record. Collective.
 
     Args:
         wrap: puts the wrapper around the driver that it is given.
-        model, optimizer, strategy, group, scaler, finish: as in `offbeat.attach`.
+        model, strategy, group, scaler, finish: as in `offbeat.attach`.
+        optimizer: as there; None where updates are made in another way, for strategies that need
+            none.
+        ignored: names of parameters and buffers that are each rank's own affair: they are neither
+            copied nor exchanged nor compared.
+        adopted: what all ranks take of rank 0's model at first.
 
     Raises:
         ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is
@@ -49,7 +56,8 @@ def attach_through(
     """
     _refuse_attached(model)
     returns = is_returning()
-    optimizer = _unwrapped(optimizer)
+    if optimizer is not None:
+        optimizer = _unwrapped(optimizer)
     if not returns:
         join_process_group()
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -74,6 +82,8 @@ def attach_through(
             refusal=refusal,
             returns=returns,
             finish=finish,
+            ignored=ignored,
+            adopted=adopted,
         )
     except BaseException as error:
         # All ranks come to a refusal and to the difference between ranks alike. Of anything else
@@ -128,7 +138,7 @@ def _refuse_attached(model: torch.nn.Module) -> None:
 
 def _check(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     strategy: Strategy,
     *,
     world_size: int,
@@ -155,16 +165,8 @@ def _check(
                 f"the model {where} DistributedDataParallel, which exchanges gradients itself; pass"
                 " the plain model that is inside it, and call that one in your loop"
             )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            "optimizer must be one of torch.optim's or made like them, got"
-            f" {type(optimizer).__name__}"
-        )
-    if not _takes_hooks(optimizer):
-        raise ConfigError(
-            f"{type(optimizer).__name__} takes no step hooks, so this session would not see its"
-            " steps; pass the optimizer that it wraps"
-        )
+    if optimizer is not None or strategy.needs_optimizer:
+        _check_optimizer(optimizer, strategy)
     parameters = dict(model.named_parameters())
     sharded = [
         name for name, parameter in parameters.items() if type(parameter.data).__name__ == "DTensor"
@@ -176,16 +178,6 @@ def _check(
             f"the model is sharded (FSDP2 or DTensor{f', see {sharded[0]!r}' if sharded else ''});"
             " offbeat needs every rank to hold whole parameters: pass the model before"
             " fully_shard()"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS runs several backward passes inside step(), each rank as many as it likes; use"
-            " another optimizer"
-        )
-    if strategy.replicas_differ and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise UnsupportedError(
-            "ZeroRedundancyOptimizer lets one rank step each parameter and sends it to all, so"
-            f" nothing is left for {strategy.name} to average; use the optimizer that it wraps"
         )
     lazy = next(
         (
@@ -210,19 +202,44 @@ def _check(
         raise ConfigError(
             "the model has no parameter that requires a gradient, so there is nothing to train"
         )
-    known = {id(parameter) for parameter in parameters.values()}
-    foreign = sum(
-        id(parameter) not in known
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    if foreign:
-        raise ConfigError(
-            f"{foreign} of the optimizer's parameters are not the model's; build the optimizer from"
-            " model.parameters(), after moving the model to its device"
+    if optimizer is not None:
+        known = {id(parameter) for parameter in parameters.values()}
+        foreign = sum(
+            id(parameter) not in known
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         )
-    strategy.check(model, optimizer)
+        if foreign:
+            raise ConfigError(
+                f"{foreign} of the optimizer's parameters are not the model's; build the optimizer"
+                " from model.parameters(), after moving the model to its device"
+            )
+        strategy.check(model, optimizer)
     if (
         not returns
     ):  # such a worker does not know yet how many there are; the others have passed this check
         strategy.check_world(world_size)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, strategy: Strategy) -> None:
+    """Refuse an optimizer that no session, or none with `strategy`, could see the steps of."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "optimizer must be one of torch.optim's or made like them, got"
+            f" {type(optimizer).__name__}"
+        )
+    if not _takes_hooks(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} takes no step hooks, so this session would not see its"
+            " steps; pass the optimizer that it wraps"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS runs several backward passes inside step(), each rank as many as it likes; use"
+            " another optimizer"
+        )
+    if strategy.replicas_differ and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise UnsupportedError(
+            "ZeroRedundancyOptimizer lets one rank step each parameter and sends it to all, so"
+            f" nothing is left for {strategy.name} to average; use the optimizer that it wraps"
+        )

@@ -39,7 +39,7 @@ class EventDispatcher:
 
     Args:
         model: the root module.
-        optimizer: the user's.
+        optimizer: the user's; None: nobody hears of steps.
         parts: who gets the events; may grow.
         parameters: the model's trainable parameters by name, in the model's order.
         frozen: its other parameters by name, which must stay frozen.
@@ -57,7 +57,7 @@ class EventDispatcher:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         parts: Sequence[Part],
         *,
         parameters: Mapping[str, torch.nn.Parameter],
@@ -70,7 +70,7 @@ class EventDispatcher:
     ) -> None:
         self.parts = parts
         self.num_steps = 0
-        self._known = {id(p) for p in (*parameters.values(), *frozen.values())}
+        self._known = {id(parameter) for parameter in model.parameters()}
         self._frozen = frozen
         self._has_scaler = has_scaler
         self._step_ended = step_ended
@@ -78,10 +78,14 @@ class EventDispatcher:
         self._watch = watch
         self._hooks = BackwardHooks(model, list(parameters.values()), self)
         # A loop may compile what steps the optimizer, and what parts do is nothing to be compiled.
-        self._step_handles = [
-            optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
-            optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
-        ]
+        self._step_handles = (
+            []
+            if optimizer is None
+            else [
+                optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
+                optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
+            ]
+        )
         self.sync = GradientSync(model, notify)
 
     def report_failed_pass(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -61,6 +61,11 @@ from offbeat.weights.model_weights import ModelWeights, choose_buffers
 Finish: TypeAlias = Literal["average", "keep"]
 """What a rank's model is when its session has ended well: the mean of all models, or its own."""
 
+Adopted: TypeAlias = Literal["model", "parameters", "nothing"]
+"""What ranks take of rank 0's model when a session begins: parameters and buffers, parameters only,
+or nothing.
+"""
+
 ATTACHED_MODELS: WeakSet[torch.nn.Module] = WeakSet()
 """Models with a session, which exchanges their gradients; a second one would do so twice."""
 
@@ -101,7 +106,7 @@ class Session:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         strategy: Strategy,
         *,
         connection: Connection,
@@ -110,6 +115,8 @@ class Session:
         refusal: OffbeatError | None = None,
         returns: bool = False,
         finish: Finish = "average",
+        ignored: Collection[str] = (),
+        adopted: Adopted = "model",
     ) -> None:
         driver = wrap(connection.driver)
         self.strategy = strategy
@@ -131,32 +138,38 @@ class Session:
         if refusal is not None:
             # What is refused cannot be described in all cases, and the peers need the refusal only.
             agree(driver, control, refusal)
-        description = describe(model, optimizer, strategy, has_scaler=has_scaler, finish=finish)
+        description = describe(
+            model, optimizer, strategy, has_scaler=has_scaler, finish=finish, ignored=ignored
+        )
+        self._ignored = frozenset(ignored)
+        shared = {name: p for name, p in model.named_parameters() if name not in ignored}
         if not returns:
             agree(driver, control, description)
-            adopt_rank_0(driver, control, model)
+            if adopted != "nothing":
+                adopt_rank_0(driver, control, shared.values())
+            if adopted == "model":
+                buffers = [b for name, b in model.named_buffers() if name not in ignored]
+                adopt_rank_0(driver, control, buffers)
         self._network = connection.network
         self._returns = returns
         self._description = json.dumps(
-            {**description, "frozen parameters": {"sha256": digest_of_frozen(model)}}
+            {**description, "frozen parameters": {"sha256": digest_of_frozen(model, ignored)}}
         )
         self._traffic = SessionTraffic(driver, wrap=wrap)
         self._driver: Driver = self._traffic.counting
         self._model = model
-        self._parameters = {
-            plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
-        }
+        self._parameters = {plain_name(name): p for name, p in shared.items() if p.requires_grad}
         self._closed = self._has_finished = False
         self._keeps_own_model = finish == "keep"
         self._handled_before = sys.exception()
         self._on_merge: list[Callable[[], object]] = []
         self.observers: list[SessionObserver] = []
         """Who is told of steps and of what is logged; to be appended to."""
-        self._chosen_buffers = choose_buffers(persistent_buffers(model))
+        self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
         workspace = Workspace(
             parameters=self._parameters,
-            buffers=lambda: persistent_buffers(model),
+            buffers=lambda: self._buffers_of(model),
             optimizer=optimizer,
             model=model,
             driver=self._driver,
@@ -182,11 +195,7 @@ class Session:
                 optimizer,
                 self._parts,
                 parameters=self._parameters,
-                frozen={
-                    plain_name(name): p
-                    for name, p in model.named_parameters()
-                    if not p.requires_grad
-                },
+                frozen={plain_name(name): p for name, p in shared.items() if not p.requires_grad},
                 has_scaler=has_scaler,
                 step_ended=self._step_ended,
                 issue_warnings=self._notices.issue_warnings,
@@ -469,7 +478,7 @@ class Session:
         self._check_open("averaged_model")
         copied = _copy_of(self._model)
         parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
-        self._average(parameters, lambda: persistent_buffers(copied))
+        self._average(parameters, lambda: self._buffers_of(copied))
         return copied
 
     @torch.no_grad()
@@ -479,7 +488,7 @@ class Session:
         """
         self._check_open("averaged_tensors")
         parameters = {name: p.detach().clone() for name, p in self._parameters.items()}
-        buffers = {name: b.clone() for name, b in persistent_buffers(self._model).items()}
+        buffers = {name: b.clone() for name, b in self._buffers_of(self._model).items()}
         self._average(parameters, lambda: buffers)
         return parameters | buffers
 
@@ -673,7 +682,7 @@ class Session:
             return  # nobody was ever connected with this rank
         weights = ModelWeights(
             parameters=self._parameters,
-            buffers=lambda: persistent_buffers(self._model),
+            buffers=lambda: self._buffers_of(self._model),
             chosen=self._chosen_buffers,
         )
         if self._mean_source is not None:
@@ -688,6 +697,10 @@ class Session:
                     stream=self._last_stream,
                     weight=self.averaging_weight,
                 )
+
+    def _buffers_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Those of the attached model, or of a copy, that have to do with other ranks."""
+        return persistent_buffers(model, self._ignored)
 
     def _fail(self, error: BaseException) -> None:
         """Close after `error`: the peers must hear of it before the sockets go, and what goes wrong

@@ -34,6 +34,7 @@ class AllReduce(GradientStrategy):
     """
 
     name: ClassVar[str] = "allreduce"
+    needs_optimizer: ClassVar[bool] = False
 
     bucket_mib: float = 25.0
     first_bucket_mib: float = 1.0

@@ -50,6 +50,8 @@ class Strategy(ABC):
     """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is
     what they stand for.
     """
+    needs_optimizer: ClassVar[bool] = True
+    """Whether the strategy has to do with the optimizer, and not with gradients alone."""
     acts_at_steps: ClassVar[bool] = False
     """Whether the strategy does nothing to a model whose optimizer is never stepped."""
     shares_samples: ClassVar[bool] = False

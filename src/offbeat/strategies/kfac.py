@@ -258,6 +258,13 @@ class KFACStrategy(Strategy):
                 " K-FAC needs them before; build it with fused=False, or use bfloat16 autocast"
                 " without a GradScaler"
             )
+        exchanged = set(map(id, workspace.parameters.values()))
+        if any(p.requires_grad and id(p) not in exchanged for p in model.parameters()):
+            raise UnsupportedError(
+                "DistributedDataParallel was told to ignore parameters of the model, and K-FAC"
+                " preconditions whole layers, the same on all ranks; let it ignore none, freeze"
+                " them, or choose another strategy"
+            )
         found = survey(model, self.options())
         (workspace.notify if found.plain else workspace.inform)(found.notice())
         slots = slots_of(found.blocks)
