@@ -22,15 +22,15 @@ import numpy as np
 
 from _measure import Ratio, Row, add_output_options, figure_of, origin
 from _results import Figure, Origin, ResultFile
-from offbeat.lab.cluster import Cluster
-from offbeat.lab.config import Request
-from offbeat.lab.options import parse_spec
-from offbeat.lab.records import Record
-from offbeat.lab.statistics import Estimate, estimate
-from offbeat.lab.tasks import Task
-from offbeat.lab.tasks.base import Batch
-from offbeat.lab.train import RunPlan, plan, train
 from offbeat.strategies.base import Strategy
+from offbeat_lab.cluster import Cluster
+from offbeat_lab.config import Request
+from offbeat_lab.options import parse_spec
+from offbeat_lab.records import Record
+from offbeat_lab.statistics import Estimate, estimate
+from offbeat_lab.tasks import Task
+from offbeat_lab.tasks.base import Batch
+from offbeat_lab.train import RunPlan, plan, train
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # whose drivers for threads serve here
 

@@ -34,9 +34,9 @@ from scipy.stats import bootstrap
 
 from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
-from offbeat.lab.tasks import build_task
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
+from offbeat_lab.tasks import build_task
 
 Kind = Literal["thread", "process"]
 

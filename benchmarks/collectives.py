@@ -27,12 +27,12 @@ from scipy.stats import norm
 
 from _measure import Ratio, main, ratio, timed
 from _ranks import run_ranks
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts
+from offbeat.callbacks.context import stream_counter
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
-from offbeat.parts.workspace import stream_counter
-from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Recv, Send

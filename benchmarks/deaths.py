@@ -33,12 +33,12 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from offbeat.errors import OffbeatError
-from offbeat.lab.cluster import Cluster, ClusterFault, LinkSpec
-from offbeat.lab.config import Request
-from offbeat.lab.options import parse_spec
-from offbeat.lab.records import Record, StepEvent
-from offbeat.lab.statistics import Estimate, estimate
-from offbeat.lab.train import plan, train
+from offbeat_lab.cluster import Cluster, ClusterFault, LinkSpec
+from offbeat_lab.config import Request
+from offbeat_lab.options import parse_spec
+from offbeat_lab.records import Record, StepEvent
+from offbeat_lab.statistics import Estimate, estimate
+from offbeat_lab.train import plan, train
 
 WORKERS = 8
 STEP_S = 0.1

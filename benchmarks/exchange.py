@@ -19,9 +19,9 @@ import torch.distributed as dist
 import offbeat
 from _measure import Ratio, interleave, main, ratio, timed
 from _ranks import run_ranks
+from offbeat.callbacks.context import Context, stream_counter
 from offbeat.codec.tally import Tally
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.transport.connect import connect
 from offbeat.transport.operations import AllReduceTensor
 
@@ -36,7 +36,7 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
     """Seconds of each exchange by name: the slowest rank's, of every round."""
     driver = connect().driver
     streams = stream_counter()
-    workspace = Workspace(
+    context = Context(
         parameters={"weight": torch.nn.Parameter(torch.zeros(NUM_ELEMENTS))},
         driver=driver,
         grad_scale=lambda: 1.0,
@@ -49,7 +49,7 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
 
     def sparse(collective: str):  # type: ignore[no-untyped-def]
         strategy = offbeat.GTopK(density=0.001, collective=collective)
-        ((bucket, reduction),), _ = strategy.parts(workspace, ExchangeCounts())
+        ((bucket, reduction),), _ = strategy.parts(context, ExchangeCounts())
         tally = Tally(
             weight=1.0, num_nonfinite=0, num_failed=0, used=torch.ones(1, dtype=torch.bool).numpy()
         )

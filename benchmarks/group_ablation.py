@@ -43,6 +43,8 @@ import torch
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from averaging_accuracy import Case, Found, gaps, steps_to_target, target_of
+from offbeat.arithmetic.groups import VersionGroup
+from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.interval_choice import IntervalChoice
@@ -52,18 +54,16 @@ from offbeat.averaging.background.published_model import ModelState, PublishedMo
 from offbeat.averaging.scaled_rate import SquareRootRate
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, Straggling
-from offbeat.lab.options import build_strategy, parse_spec
-from offbeat.lab.statistics import Estimate
-from offbeat.lab.tasks import Batch, Task, build_task
-from offbeat.planning.groups import VersionGroup
-from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.operations import Collective, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat.weights.staging import Staging
+from offbeat_lab.cluster import Cluster, Straggling
+from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.statistics import Estimate
+from offbeat_lab.tasks import Batch, Task, build_task
 
 WORKERS = 8
 BASELINE, JUDGED = "allreduce", "wagma"

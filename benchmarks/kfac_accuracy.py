@@ -47,10 +47,10 @@ import offbeat
 from _measure import Row, add_output_options, present, ratio
 from _results import Figure
 from offbeat.errors import NonFiniteError
-from offbeat.lab.options import build_strategy, parse_spec
-from offbeat.lab.tasks import Task, build_task
-from offbeat.lab.tasks.base import Batch
 from offbeat.strategies.base import Strategy
+from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.tasks import Task, build_task
+from offbeat_lab.tasks.base import Batch
 
 SMOOTHED = 3
 TARGET_AT = 0.9

@@ -34,14 +34,14 @@ from _measure import Row, add_output_options, present
 from _models.architectures import ARCHITECTURES, Architecture
 from _ranks import run_ranks
 from _results import Figure
+from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.blocks import slots_of
 from offbeat.kfac.exchange.costs import equivalent_dim
-from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
-from offbeat.kfac.planning.inverse_order import inversion_order
-from offbeat.kfac.planning.inversion import PolynomialInversion
-from offbeat.kfac.planning.placement import InverseCosts
+from offbeat.kfac.plans.factor_plan import FactorCosts, PlanInputs
+from offbeat.kfac.plans.inverse_order import inversion_order
+from offbeat.kfac.plans.inversion import PolynomialInversion
+from offbeat.kfac.plans.placement import InverseCosts
 from offbeat.kfac.survey import percent, survey
-from offbeat.planning.costs import Channel, LinkCost
 
 WORLD_SIZE = 4
 LINK = LinkCost(alpha_s=2e-4, beta_s_per_byte=8e-9)

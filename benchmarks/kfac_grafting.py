@@ -30,8 +30,8 @@ from _measure import Row, add_output_options, present, ratio
 from _results import Figure
 from offbeat.errors import NonFiniteError
 from offbeat.kfac.options import Grafting
-from offbeat.lab.tasks import build_task
 from offbeat.strategies.base import Strategy
+from offbeat_lab.tasks import build_task
 
 SEEDS = (1, 2, 3)
 AT_MOST = 1.1

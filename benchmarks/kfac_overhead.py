@@ -43,10 +43,10 @@ import offbeat
 from _measure import Ratio, Row, add_output_options, interleave, present, ratio, timed
 from _ranks import run_ranks
 from _results import Figure
+from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.eigen import decompose, multiplies_bfloat16_fast
 from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
 from offbeat.kfac.options import AUTO_STRIDE, FactorOptions
-from offbeat.kfac.part import KFACPart
 from offbeat.kfac.pieces import packed_pieces
 from offbeat.kfac.survey import survey
 from offbeat.session.session import Session
@@ -89,8 +89,8 @@ def make_cnn() -> nn.Module:
     )
 
 
-def part_of(session: Session) -> KFACPart:
-    return next(part for part in session.parts if isinstance(part, KFACPart))
+def part_of(session: Session) -> KFACCallback:
+    return next(part for part in session.parts if isinstance(part, KFACCallback))
 
 
 def floating_operations() -> dict[str, float]:

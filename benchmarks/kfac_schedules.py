@@ -32,9 +32,9 @@ import offbeat
 from _measure import Cells, Ratio, Row, add_output_options, present, ratio
 from _ranks import run_ranks
 from _results import Figure
+from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.exchange import costs as factor_costs
 from offbeat.kfac.inverses import InversionTask, Inverter
-from offbeat.kfac.part import KFACPart
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
@@ -169,8 +169,8 @@ def pad_inversions(s_per_cube: float) -> None:
     )  # a processor's time does not see who sleeps
 
 
-def part_of(session: Session) -> KFACPart:
-    return next(part for part in session.parts if isinstance(part, KFACPart))
+def part_of(session: Session) -> KFACCallback:
+    return next(part for part in session.parts if isinstance(part, KFACCallback))
 
 
 def measure(

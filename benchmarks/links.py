@@ -29,14 +29,14 @@ import numpy as np
 
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
-from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat.lab.comparison import Comparison
-from offbeat.lab.emulation import Emulation, emulate
-from offbeat.lab.findings import between
-from offbeat.lab.progress import WorkerProgress
-from offbeat.lab.rendezvous import StoreServer
-from offbeat.lab.statistics import Estimate
+from offbeat_lab.cluster import Cluster, LinkSpec
+from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.comparison import Comparison
+from offbeat_lab.emulation import Emulation, emulate
+from offbeat_lab.findings import between
+from offbeat_lab.progress import WorkerProgress
+from offbeat_lab.rendezvous import StoreServer
+from offbeat_lab.statistics import Estimate
 
 WORKERS = 4
 STRATEGIES = (

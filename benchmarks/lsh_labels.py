@@ -30,7 +30,6 @@ import torch
 
 from _measure import Ratio, Row, main
 from _results import Figure
-from offbeat.lab.statistics import estimate
 from offbeat.xmc.classifier import SparseClassifier
 from offbeat.xmc.label_loss import Candidates, draw_candidates
 from offbeat.xmc.metrics import RankingMetrics
@@ -38,6 +37,7 @@ from offbeat.xmc.row_optimizers import RowAdagrad
 from offbeat.xmc.rows import Examples, SparseBatch
 from offbeat.xmc.standard_library import load_standard_library
 from offbeat.xmc.synthetic import Synthetic
+from offbeat_lab.statistics import estimate
 
 SEEDS = range(3)
 NUM_HIDDEN = 128

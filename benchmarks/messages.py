@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from _measure import Ratio, interleave, main
-from offbeat.lab.statistics import estimate
 from offbeat.transport.ciphers import Cipher
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
+from offbeat_lab.statistics import estimate
 
 NUM_BYTES = 1_000_000
 MESSAGES = 100

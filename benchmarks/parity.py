@@ -26,7 +26,7 @@ import torch
 from _measure import Ratio, Row, print_rows
 from _paired import Case, Contestant, Result, Runs, add_options, compared, images, keep
 from _results import Figure, ResultFile
-from offbeat.lab.cluster import Cluster, LinkSpec
+from offbeat_lab.cluster import Cluster, LinkSpec
 
 LINK = Cluster(workers=4, link=LinkSpec(rate_bit_per_s=100e6))
 CONTESTANTS = (

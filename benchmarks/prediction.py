@@ -33,12 +33,12 @@ from statistics import median
 from _measure import Row, add_output_options, origin, present
 from _results import CASES, Figure, ResultFile
 from links import Quiet
-from offbeat.lab.cluster import from_flags
-from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat.lab.comparison import read_comparison
-from offbeat.plan.check import WITHIN, CheckedStep, check_comparison
-from offbeat.plan.measure import measure_task
-from offbeat.plan.profile import ModelProfile, read_profile
+from offbeat_lab.cluster import from_flags
+from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.comparison import read_comparison
+from offbeat_lab.plan.check import WITHIN, CheckedStep, check_comparison
+from offbeat_lab.plan.measure import measure_task
+from offbeat_lab.plan.profile import ModelProfile, read_profile
 
 TASK = "digits"
 STRATEGIES = (

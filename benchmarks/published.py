@@ -25,17 +25,17 @@ from typing import Final
 from _measure import Row, main
 from _models.kfac_published import fitted_to_baselines
 from _results import Figure
-from offbeat.kfac.planning.iteration import IterationCosts, dkfac, mpdkfac, spdkfac
-from offbeat.kfac.planning.overlap import fuse_by_rule
-from offbeat.kfac.planning.placement import place_by_rule
-from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat.plan.methods.gradients import DenseGradients
-from offbeat.plan.methods.sparse_gradients import SparseGradients
-from offbeat.plan.predictions import predict_step
-from offbeat.plan.profile import ModelProfile
-from offbeat.plan.shipped import PUBLISHED, shipped_profile
-from offbeat.plan.simulation import Setting, StepMethod
-from offbeat.planning.costs import MESSAGE_S
+from offbeat.arithmetic.costs import MESSAGE_S
+from offbeat.kfac.plans.iteration import IterationCosts, dkfac, mpdkfac, spdkfac
+from offbeat.kfac.plans.overlap import fuse_by_rule
+from offbeat.kfac.plans.placement import place_by_rule
+from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
+from offbeat_lab.plan.methods.gradients import DenseGradients
+from offbeat_lab.plan.methods.sparse_gradients import SparseGradients
+from offbeat_lab.plan.predictions import predict_step
+from offbeat_lab.plan.profile import ModelProfile
+from offbeat_lab.plan.shipped import PUBLISHED, shipped_profile
+from offbeat_lab.plan.simulation import Setting, StepMethod
 
 NODES: Final = (4, 8, 16, 32)
 ETHERNET: Final = LinkSpec(rate_bit_per_s=8 / 9e-9, latency_s=0.436e-3 - MESSAGE_S)

@@ -20,11 +20,11 @@ import torch
 import offbeat
 from _measure import Ratio, main, ratio
 from _ranks import run_ranks
-from offbeat.lab import records
-from offbeat.lab.attaching import AttachedModel
-from offbeat.lab.config import Request, resolve
-from offbeat.lab.emulation.step_time import StepTimeEmulator
-from offbeat.lab.step_recorder import RankRun, StepRecorder
+from offbeat_lab import records
+from offbeat_lab.attaching import AttachedModel
+from offbeat_lab.config import Request, resolve
+from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.step_recorder import RankRun, StepRecorder
 
 WORLD_SIZE = 2
 NUM_STEPS = 1_000

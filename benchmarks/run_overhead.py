@@ -60,7 +60,7 @@ class Contestant:
 
 def commands(name: str, place: str, port: int, out: Path) -> Iterator[tuple[str, list[str], int]]:
     """Who runs the script, how, and as which rank."""
-    here = [sys.executable, "-m", "offbeat.cli", "run", "--strategy", "allreduce"]
+    here = [sys.executable, "-m", "offbeat_lab.cli", "run", "--strategy", "allreduce"]
     script = [str(SCRIPT), place]
     yield RUN, [*here, "--workers", str(WORLD_SIZE), "--out", str(out), *script, RUN, name], 0
     for rank in range(WORLD_SIZE):

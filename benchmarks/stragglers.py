@@ -39,20 +39,20 @@ from numpy.typing import NDArray
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from links import Quiet
-from offbeat.lab.breakdown import Steps, read_steps
-from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat.lab.options import build_strategy, parse_spec
-from offbeat.lab.records import Record
-from offbeat.lab.statistics import Estimate, estimate, num_warm_up
-from offbeat.planning.ceilings import (
+from offbeat.arithmetic.ceilings import (
     Durations,
     Utilisation,
     on_first_call,
     periodic,
     with_neighbours,
 )
-from offbeat.planning.topologies import exponential_peers, ring_weights
+from offbeat.arithmetic.topologies import exponential_peers, ring_weights
+from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
+from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.records import Record
+from offbeat_lab.statistics import Estimate, estimate, num_warm_up
 
 WORKERS = 8
 PERIOD = 10
@@ -518,7 +518,7 @@ def _against(
 
 
 def _num_parameters(size: str) -> int:
-    from offbeat.lab.tasks import build_task
+    from offbeat_lab.tasks import build_task
 
     return build_task(
         "digits", dict(setting.split("=") for setting in size.split(":"))

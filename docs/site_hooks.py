@@ -29,7 +29,7 @@ NAMED: Final = {
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 _SESSIONS: Final = {
-    "attach": "offbeat.script.attach.attach",
+    "attach": "offbeat.run.attach.attach",
     "log": "offbeat.session.metrics.log",
     "Session": "offbeat.session.session.Session",
     "Stats": "offbeat.session.session.Stats",
@@ -41,9 +41,9 @@ _REFERENCE: Final = {
     "reference/records.md": (
         "Records and clusters",
         {
-            "Cluster": "offbeat.lab.cluster.Cluster",
-            "Record": "offbeat.lab.records.Record",
-            "write_report": "offbeat.report.page.write_report",
+            "Cluster": "offbeat_lab.cluster.Cluster",
+            "Record": "offbeat_lab.records.Record",
+            "write_report": "offbeat_lab.report.page.write_report",
         },
     ),
     "reference/errors.md": ("Errors", {"": "offbeat.errors"}),

@@ -369,16 +369,16 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 @pytest.mark.parametrize(
     ("room", "source", "is_fine"),
     [
-        ("codec", "from offbeat.planning import trees", True),
+        ("codec", "from offbeat.arithmetic import trees", True),
         ("codec", "from offbeat.codec.sparse import Sparse", True),
         ("codec", "from offbeat.transport.driver import Driver", False),
         ("codec", "import offbeat.transport", False),
-        ("codec", "def later():\n    from offbeat.lab import train", False),
+        ("codec", "def later():\n    from offbeat_lab import train", False),
         ("session", "from offbeat.session.hooks import Hooks", True),
         ("lab", "import offbeat", True),
         ("lab", "from offbeat import attach", True),
         ("transport", "import offbeat", False),
-        ("", "from offbeat.script.attach import attach", True),
+        ("", "from offbeat.run.attach import attach", True),
         ("", "from offbeat.transport.peers import Peers", False),
     ],
 )

@@ -75,7 +75,7 @@ print(json.dumps({"of Cluster": of_cluster, "failed imports": failed, "trained":
 
 USE_THE_COMMAND_LINE = """
 sys.argv = ["offbeat", "train", "--task", "digits"]
-from offbeat.cli.__main__ import start
+from offbeat_lab.cli.__main__ import start
 
 start()
 """

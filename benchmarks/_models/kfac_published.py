@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offbeat.kfac.planning.inversion import ExponentialInversion, PolynomialInversion
-from offbeat.kfac.planning.iteration import IterationCosts, Layer
-from offbeat.kfac.planning.placement import BYTES_PER_ELEMENT, InverseCosts, packed_bytes
-from offbeat.plan.architectures import factors_of, resnet
-from offbeat.planning.costs import Channel, LinkCost
+from offbeat.arithmetic.costs import Channel, LinkCost
+from offbeat.kfac.plans.inversion import ExponentialInversion, PolynomialInversion
+from offbeat.kfac.plans.iteration import IterationCosts, Layer
+from offbeat.kfac.plans.placement import BYTES_PER_ELEMENT, InverseCosts, packed_bytes
+from offbeat_lab.plan.architectures import factors_of, resnet
 
 WORLD_SIZE = 64
 

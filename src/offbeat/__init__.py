@@ -22,8 +22,7 @@ from offbeat.strategies.registry import REGISTRY as _REGISTRY
 
 if TYPE_CHECKING:  # type checkers read no table; a test compares these lines with it
     from offbeat.errors import OffbeatError as OffbeatError
-    from offbeat.lab.cluster import Cluster as Cluster
-    from offbeat.script.attach import attach as attach
+    from offbeat.run.attach import attach as attach
     from offbeat.session.metrics import log as log
     from offbeat.session.session import Session as Session
     from offbeat.session.state import reshard as reshard
@@ -46,16 +45,17 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.spdkfac import SPDKFAC as SPDKFAC
     from offbeat.strategies.topk import TopK as TopK
     from offbeat.strategies.wagma import WAGMA as WAGMA
+    from offbeat_lab.cluster import Cluster as Cluster
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Cluster": "offbeat.lab.cluster",
+    "Cluster": "offbeat_lab.cluster",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "Schedule": "offbeat.strategies.schedules",
     "Session": "offbeat.session.session",
-    "attach": "offbeat.script.attach",
+    "attach": "offbeat.run.attach",
     "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",
     **{entry.class_name: entry.module for entry in _REGISTRY.entries.values()},

@@ -21,7 +21,7 @@ from _measure import origin
 from _results import DIRECTORY, Figure, Origin, ResultFile
 from chaos_support.matrix import FAULTS, STRATEGIES, Cell
 from chaos_support.play import Outcome, Stage
-from offbeat.lab.emulation.base import MissingMeansError
+from offbeat_lab.emulation.base import MissingMeansError
 
 RESULTS = DIRECTORY / "chaos.jsonl"
 SYNCHRONOUS = "strategies that end with a death"

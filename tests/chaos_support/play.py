@@ -22,13 +22,13 @@ from typing import Any, Final
 from chaos_support.matrix import FAULTS, STEP_S, Cell, Promise
 from chaos_support.worker import serve, train
 from offbeat.errors import OffbeatError
-from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.emulation import Emulation, emulate
-from offbeat.lab.emulation.leftovers import known_names
-from offbeat.lab.emulation.plan import EmulationName
-from offbeat.lab.forking import ForkedProcess
 from offbeat.session.checkpoint import load
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
+from offbeat_lab.cluster import Cluster, LinkSpec
+from offbeat_lab.emulation import Emulation, emulate
+from offbeat_lab.emulation.leftovers import known_names
+from offbeat_lab.emulation.plan import EmulationName
+from offbeat_lab.forking import ForkedProcess
 from ranks_support import references
 from ranks_support.rank import LOOPBACK, Orders
 from ranks_support.templates import Templates

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from chaos_support.matrix import FAULTS, STEP_S, STRATEGIES, Cell, Drawn
 from offbeat.errors import OffbeatError
-from offbeat.lab.network_namespace import enter
 from offbeat.session.attach import attach_through
 from offbeat.session.checkpoint import save
 from offbeat.session.session import Session
@@ -30,6 +29,7 @@ from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import bound_socket
 from offbeat.transport.operations import DenseOperation, Operation, Send
 from offbeat.transport.wrappers.base import Wrapper
+from offbeat_lab.network_namespace import enter
 from rank_jobs import megabatch, regression
 
 EPOCH_S = 0.4

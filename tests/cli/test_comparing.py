@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from offbeat.cli.comparing import ComparisonDisplay
+from offbeat_lab.cli.comparing import ComparisonDisplay
 
 
 def test_what_all_strategies_fail_of_is_said_once() -> None:

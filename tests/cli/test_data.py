@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cli.main import main
+from offbeat_lab.cli.main import main
 
 OLD = "3 6 4\n0,3 1:0.5 5:2\n 2:1\n\n"
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import offbeat
-from offbeat.cli.main import main
+from offbeat_lab.cli.main import main
 
 
 class Outcome:
@@ -42,7 +42,7 @@ def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
     program = f"""
 import sys
 sys.argv = ["offbeat", *{arguments!r}]
-from offbeat.cli.main import main
+from offbeat_lab.cli.main import main
 try:
     main()
 finally:
@@ -93,7 +93,7 @@ def test_commands_stand_in_groups(call) -> None:
     ],
 )
 def test_the_shell_completes_commands_and_strategies(words: str, expected: list[str]) -> None:
-    program = "import sys; sys.argv = ['offbeat']; from offbeat.cli.main import app; app()"
+    program = "import sys; sys.argv = ['offbeat']; from offbeat_lab.cli.main import app; app()"
     told = {
         "_OFFBEAT_COMPLETE": "complete_bash",
         "COMP_WORDS": words,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from offbeat.arithmetic.fusion import owner_of
 from offbeat.codec.sparse import (
     Sparse,
     add,
@@ -24,7 +25,6 @@ from offbeat.codec.sparse import (
     union_disjoint,
 )
 from offbeat.errors import WireError
-from offbeat.planning.fusion import owner_of
 
 NUM_ELEMENTS = 40
 SMALL_INTEGERS = st.integers(-3, 3).map(float)

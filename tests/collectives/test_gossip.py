@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from offbeat.arithmetic.topologies import GossipPeers, exponential_peers, ring_weights
 from offbeat.collectives import gossip
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import PeerError, WireError
-from offbeat.planning.topologies import GossipPeers, exponential_peers, ring_weights
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.wrappers import Failing, ScriptedFault

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
-from offbeat.planning.costs import LinkCost, NetworkCosts
 
 BUCKET = BucketKind(num_elements=1_000_000, element_bytes=4)
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.gradients.density_choice import FIRST, LEAST, AutoDensity, affordable_density
-from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 

@@ -12,6 +12,8 @@ from functools import partial
 
 import numpy as np
 
+from offbeat.arithmetic.groups import VersionGroup
+from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.interval_choice import IntervalChoice
@@ -21,8 +23,6 @@ from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.rounding import Rounding
-from offbeat.planning.groups import VersionGroup
-from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.transport.operations import Collective, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 

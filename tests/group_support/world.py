@@ -19,6 +19,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.arithmetic.groups import VersionGroup, group_of_version
+from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.deadlines import DeadlineRule
 from offbeat.averaging.background.interface import (
@@ -33,8 +35,6 @@ from offbeat.averaging.background.protocol_member import arrive, fetch_model, fi
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import OffbeatError, PeerError
-from offbeat.planning.groups import VersionGroup, group_of_version
-from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink

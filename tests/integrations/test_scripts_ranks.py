@@ -15,12 +15,12 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from integrations_support.ranks import as_launched
-from offbeat.lab.config import ScriptCommand
-from offbeat.lab.options import build_strategy, parse_spec
-from offbeat.lab.rendezvous import StoreServer
-from offbeat.script.coupling import ModelListener, ScriptSessions
-from offbeat.script.recipes import recipe_for
-from offbeat.script.worker import patched_for, run_as_main
+from offbeat.run.coupling import ModelListener, ScriptSessions
+from offbeat.run.recipes import recipe_for
+from offbeat.run.worker import patched_for, run_as_main
+from offbeat_lab.config import ScriptCommand
+from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.rendezvous import StoreServer
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant, write_run
+from offbeat.callbacks.profile import Span, StepProfile
 from offbeat.errors import RecordError
-from offbeat.lab.analysis import AnalysedRun, analyse, common_level, reach
-from offbeat.lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
-from offbeat.lab.profiles import ProfileWriter
-from offbeat.lab.records import Evaluation, Record
-from offbeat.parts.profile import Span, StepProfile
-from offbeat.report.data_comparison import report_of_comparison
-from offbeat.report.page_sections import lateness_bars
+from offbeat_lab.analysis import AnalysedRun, analyse, common_level, reach
+from offbeat_lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
+from offbeat_lab.profiles import ProfileWriter
+from offbeat_lab.records import Evaluation, Record
+from offbeat_lab.report.data_comparison import report_of_comparison
+from offbeat_lab.report.page_sections import lateness_bars
 
 STEPS = 40
 SECOND_ORDER = {"factors_exposed_s", "inversion_s"}

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from offbeat.errors import RecordError
-from offbeat.lab.breakdown import Steps, read_steps
-from offbeat.lab.config import RunConfig
-from offbeat.lab.records import EventWriter, MegaBatch, Record, StepEvent, begin_attempt, create
+from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.config import RunConfig
+from offbeat_lab.records import EventWriter, MegaBatch, Record, StepEvent, begin_attempt, create
 
 EVENT = StepEvent(
     step=1,

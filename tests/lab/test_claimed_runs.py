@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.lab.breakdown import read_steps
-from offbeat.lab.cluster import Cluster
-from offbeat.lab.config import Request
-from offbeat.lab.progress import WorkerProgress
-from offbeat.lab.records import Record, Summary
-from offbeat.lab.train import plan, train
+from offbeat_lab.breakdown import read_steps
+from offbeat_lab.cluster import Cluster
+from offbeat_lab.config import Request
+from offbeat_lab.progress import WorkerProgress
+from offbeat_lab.records import Record, Summary
+from offbeat_lab.train import plan, train
 
 pytestmark = pytest.mark.ranks
 

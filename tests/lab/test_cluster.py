@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import (
+from offbeat.transport.operations import Collective, Recv, Send
+from offbeat.transport.virtual import VirtualCluster, VirtualLink, VirtualRacks
+from offbeat_lab.cluster import (
     PRESETS,
     Cluster,
     ClusterFault,
@@ -31,11 +33,9 @@ from offbeat.lab.cluster import (
     parse_cluster,
     preset,
 )
-from offbeat.lab.cluster.quantities import duration_text, parse_duration, parse_rate, rate_text
-from offbeat.lab.cluster.toml_writer import toml_key
-from offbeat.lab.emulation import emulate
-from offbeat.transport.operations import Collective, Recv, Send
-from offbeat.transport.virtual import VirtualCluster, VirtualLink, VirtualRacks
+from offbeat_lab.cluster.quantities import duration_text, parse_duration, parse_rate, rate_text
+from offbeat_lab.cluster.toml_writer import toml_key
+from offbeat_lab.emulation import emulate
 
 durations = st.floats(0, 86_400)
 lengths = st.floats(0, 86_400, exclude_min=True)
@@ -297,7 +297,7 @@ def test_plain_means_that_there_is_nothing_to_emulate(
 
 
 def test_presets_are_the_packaged_files_and_each_emulates_something() -> None:
-    files = resources.files("offbeat.lab").joinpath("presets").iterdir()
+    files = resources.files("offbeat_lab").joinpath("presets").iterdir()
     assert {Path(file.name).stem for file in files if file.name.endswith(".toml")} == set(PRESETS)
     for name in PRESETS:
         assert preset(name).name == name

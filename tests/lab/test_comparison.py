@@ -13,7 +13,7 @@ import pytest
 
 from lab_support.made import comparison, contestant
 from offbeat.errors import RecordError
-from offbeat.lab.comparison import (
+from offbeat_lab.comparison import (
     FILE,
     SCHEMA,
     Difference,

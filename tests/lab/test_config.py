@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange, Straggling
-from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
+from offbeat_lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange, Straggling
+from offbeat_lab.config import Request, RunConfig, resolve, resolve_resume
 
 
 def asked(**changes: object) -> Request:

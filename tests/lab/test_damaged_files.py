@@ -30,11 +30,11 @@ from fuzz_support import (
 )
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import CheckpointError, ConfigError, RecordError, WireError
-from offbeat.lab import cluster
-from offbeat.lab.comparison import FILE, read_comparison
-from offbeat.lab.local_worker import LocalWorker
-from offbeat.lab.profiles import read_profiles
-from offbeat.lab.progress import (
+from offbeat_lab import cluster
+from offbeat_lab.comparison import FILE, read_comparison
+from offbeat_lab.local_worker import LocalWorker
+from offbeat_lab.profiles import read_profiles
+from offbeat_lab.progress import (
     MAX_REPORT_BYTES,
     Failure,
     Joined,
@@ -45,9 +45,9 @@ from offbeat.lab.progress import (
     decode,
     encode,
 )
-from offbeat.lab.records import Record, last_step
-from offbeat.lab.schedule import Position
-from offbeat.lab.tasks.npz import read_arrays
+from offbeat_lab.records import Record, last_step
+from offbeat_lab.schedule import Position
+from offbeat_lab.tasks.npz import read_arrays
 from report_support.synthetic import mega_batch_of
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.lab.deaths import describe
-from offbeat.lab.progress import Failure
+from offbeat_lab.deaths import describe
+from offbeat_lab.progress import Failure
 
 IN_ANOTHER_PROCESS = """
 

@@ -22,23 +22,23 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from offbeat.cli import doctor as doctor_command
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.collectives import dense, gtopk_tree
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.lab.cluster.reading import load, parse_cluster
-from offbeat.lab.doctor import Diagnosis, diagnose, local
-from offbeat.lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
-from offbeat.lab.doctor.diagnosis import ALONE, analyse
-from offbeat.lab.doctor.facts import Finding, capabilities, find_all
-from offbeat.lab.doctor.kernel import scratch_name, try_kernel, try_writing
-from offbeat.lab.doctor.measure import HostFacts, Measurement
-from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
-from offbeat.lab.doctor.probe import cluster_of
-from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
-from offbeat.plan.predictions import USUAL, PlanRequest, make_plan
-from offbeat.plan.shipped import named_profile
-from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.cli import doctor as doctor_command
+from offbeat_lab.cluster.reading import load, parse_cluster
+from offbeat_lab.doctor import Diagnosis, diagnose, local
+from offbeat_lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
+from offbeat_lab.doctor.diagnosis import ALONE, analyse
+from offbeat_lab.doctor.facts import Finding, capabilities, find_all
+from offbeat_lab.doctor.kernel import scratch_name, try_kernel, try_writing
+from offbeat_lab.doctor.measure import HostFacts, Measurement
+from offbeat_lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
+from offbeat_lab.doctor.probe import cluster_of
+from offbeat_lab.doctor.sockets import Listening, own_sockets, sockets_at
+from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
+from offbeat_lab.plan.shipped import named_profile
 
 
 def network(rate_bit_per_s: float, *, latency_s: float = 1e-4) -> NetworkCosts:

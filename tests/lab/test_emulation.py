@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange
-from offbeat.lab.emulation import Emulation, clean, emulate, leftovers, namespaces
-from offbeat.lab.emulation.base import MissingMeansError
-from offbeat.lab.emulation.check import neighbours
-from offbeat.lab.emulation.commands import NAMESPACES, call_in, run_batch
-from offbeat.lab.emulation.plan import EmulationName, choose_mtu, shape
-from offbeat.lab.emulation.quotas import (
+from offbeat_lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange
+from offbeat_lab.emulation import Emulation, clean, emulate, leftovers, namespaces
+from offbeat_lab.emulation.base import MissingMeansError
+from offbeat_lab.emulation.check import neighbours
+from offbeat_lab.emulation.commands import NAMESPACES, call_in, run_batch
+from offbeat_lab.emulation.plan import EmulationName, choose_mtu, shape
+from offbeat_lab.emulation.quotas import (
     USED_SHARE,
     find_hierarchies,
     needs_quotas,
@@ -176,7 +176,7 @@ def test_without_root_workers_delay_by_themselves(monkeypatch: pytest.MonkeyPatc
 
 def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
-    monkeypatch.setattr("offbeat.lab.emulation.commands.shutil.which", lambda program, path: None)
+    monkeypatch.setattr("offbeat_lab.emulation.commands.shutil.which", lambda program, path: None)
     with pytest.raises(ConfigError, match="'ip' is not installed.*iproute2"):
         emulate(Cluster(link=LINK), mode="namespaces")
 
@@ -403,8 +403,8 @@ def test_what_is_left_of_the_same_name_blocks_nobody(able: None) -> None:
 
 HOLD = """
 import subprocess, sys
-from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.emulation import emulate
+from offbeat_lab.cluster import Cluster, LinkSpec
+from offbeat_lab.emulation import emulate
 emulation = emulate(Cluster(workers=2, link=LinkSpec(rate_bit_per_s=2e7), speeds=(1.0, 0.5)))
 inside = subprocess.Popen([*emulation.placement(0).prefix, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 emulation.admit(0, inside.pid)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from lab_support import fork_server
-from offbeat.lab.forked_workers import WorkerForks
-from offbeat.lab.forking import ForkedProcess, ForkServer, ForkServerError
+from offbeat_lab.forked_workers import WorkerForks
+from offbeat_lab.forking import ForkedProcess, ForkServer, ForkServerError
 
 pytestmark = [
     pytest.mark.ranks,
@@ -201,7 +201,7 @@ def test_the_server_imports_what_it_can_of_what_it_is_told(tmp_path: Path) -> No
 
 SUPERVISOR = """
 import os, sys
-from offbeat.lab.forked_workers import WorkerForks
+from offbeat_lab.forked_workers import WorkerForks
 
 stdin, to_stdin = os.pipe()
 WorkerForks("lab_support.fork_server").fork(

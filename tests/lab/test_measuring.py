@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat.lab.coordination import Coordinator, record_death
-from offbeat.lab.measuring import (
+from offbeat_lab.coordination import Coordinator, record_death
+from offbeat_lab.measuring import (
     evaluate,
     keeps_models,
     mean_of,
     measure_complete,
     measure_rest,
 )
-from offbeat.lab.records import Evaluation
+from offbeat_lab.records import Evaluation
 
 
 class Recorder:

@@ -9,21 +9,21 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigError
-from offbeat.lab.attaching import attach_recipe
-from offbeat.lab.config import Request, resolve, resolve_resume
-from offbeat.lab.native import NATIVE, Native
-from offbeat.lab.native.ddp import PowerSGD
-from offbeat.lab.native.local import Alone, PostLocalSGD
-from offbeat.lab.options import (
+from offbeat.strategies import REGISTRY
+from offbeat.strategies.docstrings import first_sentence
+from offbeat_lab.attaching import attach_recipe
+from offbeat_lab.config import Request, resolve, resolve_resume
+from offbeat_lab.native import NATIVE, Native
+from offbeat_lab.native.ddp import PowerSGD
+from offbeat_lab.native.local import Alone, PostLocalSGD
+from offbeat_lab.options import (
     FROM_TASK,
     RECIPES,
     build_strategy,
     strategy_options,
     strategy_values,
 )
-from offbeat.lab.tasks import TASKS
-from offbeat.strategies import REGISTRY
-from offbeat.strategies.docstrings import first_sentence
+from offbeat_lab.tasks import TASKS
 
 HERE = [
     name for name in NATIVE if not name.startswith("torchft")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offbeat.lab.native import CommunicationMeter, NativeSession
-from offbeat.lab.native import session as native_session
 from offbeat.transport.operations import AllReduceTensor
 from offbeat.transport.wrappers.delaying import Delivery
+from offbeat_lab.native import CommunicationMeter, NativeSession
+from offbeat_lab.native import session as native_session
 
 
 class Clock:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.lab.config import Request, resolve
-from offbeat.lab.options import (
+from offbeat.strategies import REGISTRY
+from offbeat_lab.config import Request, resolve
+from offbeat_lab.options import (
     build_strategy,
     parse_spec,
     route,
@@ -14,8 +15,7 @@ from offbeat.lab.options import (
     strategy_values,
     task_options,
 )
-from offbeat.lab.tasks import TASKS
-from offbeat.strategies import REGISTRY
+from offbeat_lab.tasks import TASKS
 
 
 def test_settings_are_divided_between_task_and_strategy() -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from offbeat.lab.pauses import StepLimit
+from offbeat_lab.pauses import StepLimit
 
 AT_MOST_S = 60.0
 

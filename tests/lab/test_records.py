@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RecordError
-from offbeat.lab.config import Request, RunConfig, resolve
-from offbeat.lab.records import (
+from offbeat_lab.config import Request, RunConfig, resolve
+from offbeat_lab.records import (
     EventWriter,
     MegaBatch,
     Record,

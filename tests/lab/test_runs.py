@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from offbeat.cli import main as command_line
 from offbeat.errors import CheckpointError, PeerError, RecordError
-from offbeat.lab.config import Request
-from offbeat.lab.forked_workers import WorkerForks
-from offbeat.lab.forking import ForkServerError
-from offbeat.lab.progress import WorkerProgress
-from offbeat.lab.records import Record, Summary
-from offbeat.lab.rendezvous import StoreServer
-from offbeat.lab.train import plan, train
 from offbeat.session.checkpoint import latest, verify
+from offbeat_lab.cli import main as command_line
+from offbeat_lab.config import Request
+from offbeat_lab.forked_workers import WorkerForks
+from offbeat_lab.forking import ForkServerError
+from offbeat_lab.progress import WorkerProgress
+from offbeat_lab.records import Record, Summary
+from offbeat_lab.rendezvous import StoreServer
+from offbeat_lab.train import plan, train
 from ranks_support.launch import Place, launch_in_places
 from ranks_support.process import StartProcess, start_process
 from ranks_support.templates import Templates

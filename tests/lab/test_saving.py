@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 import offbeat
 from offbeat.errors import CheckpointError
-from offbeat.lab.attaching import attach_recipe
-from offbeat.lab.config import Request
-from offbeat.lab.coordination import Coordinator
-from offbeat.lab.records import Record, begin_attempt
-from offbeat.lab.saving import mean_of_models, restore
-from offbeat.lab.train import plan, train
 from offbeat.session.checkpoint import latest, read_shard
+from offbeat_lab.attaching import attach_recipe
+from offbeat_lab.config import Request
+from offbeat_lab.coordination import Coordinator
+from offbeat_lab.records import Record, begin_attempt
+from offbeat_lab.saving import mean_of_models, restore
+from offbeat_lab.train import plan, train
 
 
 def part(weight: float, **tensors: torch.Tensor) -> dict[str, object]:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError
-from offbeat.lab.config import Request, RunConfig, resolve
-from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule, Position
-from offbeat.lab.tasks import TASKS
 from offbeat.megabatch.loader import mega_batch_span, num_mega_batches
+from offbeat_lab.config import Request, RunConfig, resolve
+from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, Position
+from offbeat_lab.tasks import TASKS
 
 
 class Numbers(TASKS["digits"]):  # type: ignore[misc, valid-type]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offbeat.lab.statistics import Estimate, blocks, compare, estimate
+from offbeat_lab.statistics import Estimate, blocks, compare, estimate
 
 positive = st.floats(1e-3, 1e3)
 samples = st.lists(positive, min_size=2, max_size=12)

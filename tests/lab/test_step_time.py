@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.lab.cluster import Cluster, SpeedChange, Straggling
-from offbeat.lab.emulation import step_time as step_time_module
-from offbeat.lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.cluster import Cluster, SpeedChange, Straggling
+from offbeat_lab.emulation import step_time as step_time_module
+from offbeat_lab.emulation.step_time import StepTimeEmulator
 
 
 class Clock:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import PeerError
-from offbeat.lab.breakdown import read_steps
-from offbeat.lab.cluster import Cluster, ClusterFault
-from offbeat.lab.config import Request
-from offbeat.lab.progress import MembershipChange, WorkerProgress
-from offbeat.lab.records import Record, Summary
-from offbeat.lab.train import plan, train
-from offbeat.report.page import write_report
 from offbeat.session.checkpoint import latest, verify
+from offbeat_lab.breakdown import read_steps
+from offbeat_lab.cluster import Cluster, ClusterFault
+from offbeat_lab.config import Request
+from offbeat_lab.progress import MembershipChange, WorkerProgress
+from offbeat_lab.records import Record, Summary
+from offbeat_lab.report.page import write_report
+from offbeat_lab.train import plan, train
 
 pytestmark = pytest.mark.ranks
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat.lab.tasks import TASKS, Task, build_task, digits
-from offbeat.lab.tasks.dealing import label_shares
-from offbeat.lab.tasks.gpt import Gpt
+from offbeat_lab.tasks import TASKS, Task, build_task, digits
+from offbeat_lab.tasks.dealing import label_shares
+from offbeat_lab.tasks.gpt import Gpt
 
 LIMITS = {
     "tiny": (0.08e6, 0.2e6),

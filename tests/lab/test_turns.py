@@ -15,9 +15,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.lab.coordination import Coordinator, record_death
-from offbeat.lab.interleaving import turn_steps
-from offbeat.lab.pauses import Pauses, StepLimit
+from offbeat_lab.coordination import Coordinator, record_death
+from offbeat_lab.interleaving import turn_steps
+from offbeat_lab.pauses import Pauses, StepLimit
 
 AT_MOST_S = 60.0
 

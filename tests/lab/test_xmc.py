@@ -12,13 +12,13 @@ import torch
 
 from lab_support.data import ROWS, write_rows
 from offbeat.errors import ConfigError
-from offbeat.lab.config import Request, resolve
-from offbeat.lab.tasks import build_task, num_samples_of
-from offbeat.lab.tasks.xmc import Xmc
 from offbeat.xmc.classifier import SparseClassifier
 from offbeat.xmc.rows import SparseBatch
 from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat.xmc.xmlrepo_writer import convert
+from offbeat_lab.config import Request, resolve
+from offbeat_lab.tasks import build_task, num_samples_of
+from offbeat_lab.tasks.xmc import Xmc
 
 NUM_TRAIN, NUM_TEST = 300, 80
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from offbeat.lab.forking import Order, import_where_possible, serve, set_command_line
+from offbeat_lab.forking import Order, import_where_possible, serve, set_command_line
 
 FAILS = "TEST_SERVER_FAILS"
 HAS_A_THREAD = "TEST_SERVER_HAS_A_THREAD"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from offbeat.lab.cluster import Cluster
-from offbeat.lab.comparison import ComparedStrategy, Comparison, Difference, Measure
-from offbeat.lab.config import RunConfig
-from offbeat.lab.emulation import EmulationReport
-from offbeat.lab.records import (
+from offbeat_lab.cluster import Cluster
+from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
+from offbeat_lab.config import RunConfig
+from offbeat_lab.emulation import EmulationReport
+from offbeat_lab.records import (
     Evaluation,
     EventWriter,
     StepEvent,
@@ -18,7 +18,7 @@ from offbeat.lab.records import (
     create,
     write_summary,
 )
-from offbeat.lab.statistics import Estimate, estimate
+from offbeat_lab.statistics import Estimate, estimate
 
 _ALWAYS: Sequence[Measure] = ("time_to_target_s", "step_s", "final_metric")
 NO_EMULATION = EmulationReport(kind="none", network="loopback", compute="this machine's cores")

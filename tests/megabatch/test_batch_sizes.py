@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from offbeat.arithmetic.dispatch import dispatch
 from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
@@ -25,7 +26,6 @@ from offbeat.megabatch.batch_sizes import (
     spread,
     square_root_rate,
 )
-from offbeat.planning.dispatch import dispatch
 
 EQUAL = (1.0, 1.0, 1.0, 1.0)
 GAP_OF_32_PERCENT = (1.0, 0.92, 0.84, 0.76)

@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import Bounds, Hogbatch
+from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan, RateScaling
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
-from offbeat.megabatch.part import MegaBatchPart, MegaBatchPlan, RateScaling
 from offbeat.membership.agreement import Generation, Member
 from offbeat.weights.model_weights import BufferNames, ModelWeights
 from thread_support.world import ThreadDriver, results_of
@@ -27,7 +27,7 @@ class Run:
     def __init__(
         self, ranks: Sequence[int], *, scaling: RateScaling = "auto", kind: str = "SGD"
     ) -> None:
-        self.parts: dict[int, MegaBatchPart] = {}
+        self.parts: dict[int, MegaBatchCallback] = {}
         self.groups: dict[int, AtomicGroup] = {}
         self.notices: list[str] = []
         self._scaling, self._kind = scaling, kind
@@ -87,9 +87,9 @@ class Run:
             ),
         )
 
-    def _part(self, rank: int, world_size: int) -> MegaBatchPart:
+    def _part(self, rank: int, world_size: int) -> MegaBatchCallback:
         weight = torch.nn.Parameter(torch.ones(2))
-        return MegaBatchPart(
+        return MegaBatchCallback(
             ModelWeights(parameters={"weight": weight}, buffers=dict, chosen=BufferNames()),
             plan=MegaBatchPlan(
                 mega_batch=1000,

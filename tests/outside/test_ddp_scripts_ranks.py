@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 import offbeat
-from offbeat.lab.config import ScriptCommand
-from offbeat.lab.rendezvous import StoreServer
-from offbeat.script.coupling import ModelListener, ScriptSessions
-from offbeat.script.recipes import StrategyRecipe
-from offbeat.script.worker import patched_for, run_as_main
+from offbeat.run.coupling import ModelListener, ScriptSessions
+from offbeat.run.recipes import StrategyRecipe
+from offbeat.run.worker import patched_for, run_as_main
+from offbeat_lab.config import ScriptCommand
+from offbeat_lab.rendezvous import StoreServer
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -85,7 +85,7 @@ def test_every_rank_ends_as_under_torchrun(tmp_path: Path, name: str) -> None:
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
         ],
         "offbeat": [
-            "-m", "offbeat.cli", "run", "--strategy", "allreduce", "--workers", "2",
+            "-m", "offbeat_lab.cli", "run", "--strategy", "allreduce", "--workers", "2",
             "--out", str(tmp_path / "record"),
         ],
     }  # fmt: skip

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import offbeat
-from offbeat.lab.rendezvous import StoreServer
-from offbeat.script.coupling import ModelListener, ScriptSessions
-from offbeat.script.recipes import StrategyRecipe
-from offbeat.script.worker import patched_for
+from offbeat.run.coupling import ModelListener, ScriptSessions
+from offbeat.run.recipes import StrategyRecipe
+from offbeat.run.worker import patched_for
+from offbeat_lab.rendezvous import StoreServer
 from ranks_support.launch import RanksError, RunRanks
 
 pytestmark = pytest.mark.ranks

@@ -11,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from lab_support.made import comparison, contestant, write_run
-from offbeat.cli.main import app
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, from_flags
-from offbeat.lab.comparison import read_comparison, write_comparison
-from offbeat.lab.emulation.base import LinkCheck
-from offbeat.lab.tasks import build_task
-from offbeat.plan.check import check_comparison
-from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
-from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
-from offbeat.plan.simulation import Setting
+from offbeat_lab.cli.main import app
+from offbeat_lab.cluster import Cluster, from_flags
+from offbeat_lab.comparison import read_comparison, write_comparison
+from offbeat_lab.emulation.base import LinkCheck
+from offbeat_lab.plan.check import check_comparison
+from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step
+from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat_lab.plan.simulation import Setting
+from offbeat_lab.tasks import build_task
 
 STEPS = 40
 CLUSTER = from_flags(workers=2, link="100mbit")

@@ -10,11 +10,11 @@ from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.json_objects import build
 from offbeat.codec.value_codecs import VALUE_CODECS
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import from_flags
-from offbeat.plan.coding import time_codecs
-from offbeat.plan.predictions import predict_step
-from offbeat.plan.profile import CodecCost, ModelProfile, TensorProfile, TimedBatch
-from offbeat.plan.simulation import Setting
+from offbeat_lab.cluster import from_flags
+from offbeat_lab.plan.coding import time_codecs
+from offbeat_lab.plan.predictions import predict_step
+from offbeat_lab.plan.profile import CodecCost, ModelProfile, TensorProfile, TimedBatch
+from offbeat_lab.plan.simulation import Setting
 
 COSTS = {"float32": 0.0, "bfloat16": 1e-5, "float8": 3e-5, "gaps": 2e-5}
 MODEL = ModelProfile(

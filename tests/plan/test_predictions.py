@@ -11,20 +11,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offbeat.cli.main import app
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, from_flags
-from offbeat.lab.options import build_strategy, parse_spec, strategy_type
-from offbeat.lab.tasks import build_task
-from offbeat.plan.architectures import factors_of, resnet
-from offbeat.plan.page import render_plan
-from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
-from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
-from offbeat.plan.shipped import PUBLISHED, named_profile, shipped_profile
-from offbeat.plan.simulation import Setting
-from offbeat.plan.table import plan_tables
 from offbeat.strategies.registry import REGISTRY
+from offbeat_lab.cli.main import app
+from offbeat_lab.cluster import Cluster, from_flags
+from offbeat_lab.options import build_strategy, parse_spec, strategy_type
+from offbeat_lab.plan.architectures import factors_of, resnet
+from offbeat_lab.plan.page import render_plan
+from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step
+from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat_lab.plan.shipped import PUBLISHED, named_profile, shipped_profile
+from offbeat_lab.plan.simulation import Setting
+from offbeat_lab.plan.table import plan_tables
+from offbeat_lab.tasks import build_task
 from thread_support.world import ThreadDriver, results_of, session_on
 
 MODEL = ModelProfile(

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from offbeat.cli.main import app
 from offbeat.errors import ConfigError
-from offbeat.lab.config import ScriptCommand
-from offbeat.plan import low_rank
-from offbeat.plan.kineto import profile_from_trace
-from offbeat.plan.low_rank import time_low_rank
-from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
-from offbeat.plan.script_timing import at_both_sizes, time_script
-from offbeat.plan.timing import WARM_UP_STEPS, StepTimer, profile_of
+from offbeat_lab.cli.main import app
+from offbeat_lab.config import ScriptCommand
+from offbeat_lab.plan import low_rank
+from offbeat_lab.plan.kineto import profile_from_trace
+from offbeat_lab.plan.low_rank import time_low_rank
+from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat_lab.plan.script_timing import at_both_sizes, time_script
+from offbeat_lab.plan.timing import WARM_UP_STEPS, StepTimer, profile_of
 
 SCRIPT = """
 import argparse, torch

@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from lab_support.made import comparison, write_run
-from offbeat.cli.main import app
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, LinkSpec, load, parse_cluster
-from offbeat.lab.comparison import write_comparison
-from offbeat.lab.emulation import emulate
-from offbeat.plan.predictions import predict_step
-from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch
-from offbeat.plan.recorded_times import RecordedTimes
-from offbeat.plan.simulation import Setting
+from offbeat_lab.cli.main import app
+from offbeat_lab.cluster import Cluster, LinkSpec, load, parse_cluster
+from offbeat_lab.comparison import write_comparison
+from offbeat_lab.emulation import emulate
+from offbeat_lab.plan.predictions import predict_step
+from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch
+from offbeat_lab.plan.recorded_times import RecordedTimes
+from offbeat_lab.plan.simulation import Setting
 
 MODEL = ModelProfile(
     name="toy",

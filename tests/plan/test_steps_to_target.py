@@ -11,13 +11,13 @@ from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from lab_support.made import comparison, contestant
-from offbeat.cli.main import app
 from offbeat.errors import ConfigError
-from offbeat.lab.comparison import read_comparison, write_comparison
-from offbeat.lab.options import build_strategy, parse_spec, strategy_values
-from offbeat.lab.statistics import estimate
-from offbeat.plan.shipped import shipped_profile
-from offbeat.plan.steps_to_target import steps_to_target
+from offbeat_lab.cli.main import app
+from offbeat_lab.comparison import read_comparison, write_comparison
+from offbeat_lab.options import build_strategy, parse_spec, strategy_values
+from offbeat_lab.plan.shipped import shipped_profile
+from offbeat_lab.plan.steps_to_target import steps_to_target
+from offbeat_lab.statistics import estimate
 
 MODEL = shipped_profile("resnet20")
 

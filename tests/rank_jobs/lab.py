@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.lab.attaching import AttachedModel, attach_recipe
-from offbeat.lab.options import build_strategy
+from offbeat_lab.attaching import AttachedModel, attach_recipe
+from offbeat_lab.options import build_strategy
 
 
 def attach(

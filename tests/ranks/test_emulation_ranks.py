@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.emulation import Emulation, emulate
-from offbeat.lab.emulation.base import MissingMeansError
 from offbeat.transport.interface import bound_socket
+from offbeat_lab.cluster import Cluster, LinkSpec
+from offbeat_lab.emulation import Emulation, emulate
+from offbeat_lab.emulation.base import MissingMeansError
 from ranks_support.launch import Place, launch_in_places
 from ranks_support.templates import Templates
 

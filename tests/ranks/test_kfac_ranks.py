@@ -14,7 +14,7 @@ import torch
 import offbeat
 from kfac_support import reference
 from kfac_support.reference import batch_of, loss_of, make_net
-from offbeat.kfac.part import KFACPart
+from offbeat.kfac.callback import KFACCallback
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from rank_jobs import gradients
@@ -76,8 +76,8 @@ def assert_identical(results: list[dict[str, Any]]) -> None:
         )
 
 
-def part_of(session: Session) -> KFACPart:
-    return next(part for part in session.parts if isinstance(part, KFACPart))
+def part_of(session: Session) -> KFACCallback:
+    return next(part for part in session.parts if isinstance(part, KFACCallback))
 
 
 def step_(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:

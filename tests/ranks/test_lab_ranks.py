@@ -19,20 +19,20 @@ import torch
 from torch import nn
 
 import offbeat
-import offbeat.cli.comparing
-import offbeat.cli.main
+import offbeat_lab.cli.comparing
+import offbeat_lab.cli.main
 from lab_support.data import npz
-from offbeat.cli.common import EXIT_INTERRUPTED
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.lab import supervisor
-from offbeat.lab.cluster import Cluster, ClusterFault
-from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat.lab.comparison import MEASURES, Comparison, read_comparison
-from offbeat.lab.config import Request
-from offbeat.lab.local_worker import LocalWorker
-from offbeat.lab.progress import MembershipChange, WorkerProgress
-from offbeat.lab.records import Record, StepEvent
-from offbeat.lab.train import plan, train
+from offbeat_lab import supervisor
+from offbeat_lab.cli.common import EXIT_INTERRUPTED
+from offbeat_lab.cluster import Cluster, ClusterFault
+from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.comparison import MEASURES, Comparison, read_comparison
+from offbeat_lab.config import Request
+from offbeat_lab.local_worker import LocalWorker
+from offbeat_lab.progress import MembershipChange, WorkerProgress
+from offbeat_lab.records import Record, StepEvent
+from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters
 from ranks_support.launch import RunRanks
 
@@ -389,7 +389,7 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
 
     monkeypatch.setattr(supervisor, "start_worker", noting)
     monkeypatch.setattr(
-        offbeat.cli.comparing, "comparison_display", lambda quiet: nullcontext(Interrupting())
+        offbeat_lab.cli.comparing, "comparison_display", lambda quiet: nullcontext(Interrupting())
     )
     arguments = (
         "compare --task mnist --strategies ddp,gtopk:density=0.01:collective=reduce_scatter"
@@ -401,7 +401,7 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
     )
     monkeypatch.setattr("sys.argv", ["offbeat", *arguments.split(), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
-        offbeat.cli.main.main()
+        offbeat_lab.cli.main.main()
     assert ended.value.code == EXIT_INTERRUPTED
     comparison = read_comparison(tmp_path / "out")
     assert comparison.status == "stopped"

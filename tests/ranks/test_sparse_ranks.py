@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from conformance_support.sparse_nets import SparseNet, batch
-from offbeat.lab.config import Request
-from offbeat.lab.records import Record
-from offbeat.lab.train import plan, train
 from offbeat.xmc.row_optimizers import RowAdagrad, RowSGD
 from offbeat.xmc.synthetic import Synthetic
 from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat.xmc.xmlrepo_writer import write
+from offbeat_lab.config import Request
+from offbeat_lab.records import Record
+from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks

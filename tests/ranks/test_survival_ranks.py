@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import offbeat
+from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.loader import DispatchLoader
-from offbeat.megabatch.part import MegaBatchPart
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
 from offbeat.session.attach import attach_through
@@ -266,14 +266,16 @@ def without_works(merges: list[dict[str, Any]]) -> list[Any]:
 def note_merges(net: torch.nn.Module) -> list[str]:
     """Models after each merge from now on, also of those within a mega-batch."""
     found: list[str] = []
-    merge = MegaBatchPart.merge
+    merge = MegaBatchCallback.merge
 
-    def noting(part: MegaBatchPart, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
+    def noting(
+        part: MegaBatchCallback, share: MegaBatchShare, claim_round: ClaimRound
+    ) -> MergedRound:
         merged = merge(part, share, claim_round)
         found.append(fingerprint(net))
         return merged
 
-    MegaBatchPart.merge = noting  # type: ignore[method-assign]
+    MegaBatchCallback.merge = noting  # type: ignore[method-assign]
     return found
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import offbeat
+from offbeat.arithmetic.topologies import exponential_peers, ring_weights
 from offbeat.errors import OffbeatError, PeerError
-from offbeat.planning.topologies import exponential_peers, ring_weights
 from offbeat.strategies.averaging import AveragingStrategy
 from rank_jobs.averaging import backward, make_net, sgd, train
 from rank_jobs.regression import data, fingerprint, flat

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import pytest
 import torch.distributed as dist
 
-from offbeat.lab.forking import ForkedProcess
+from offbeat_lab.forking import ForkedProcess
 from ranks_support import references
 from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE, Orders
 from ranks_support.templates import Templates

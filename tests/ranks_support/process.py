@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from offbeat.lab.forking import ForkedProcess
+from offbeat_lab.forking import ForkedProcess
 from ranks_support import references
 from ranks_support.launch import START_S, Place, launch_in_places, started
 from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE, Orders

@@ -14,14 +14,14 @@ import threading
 import weakref
 from typing import NoReturn
 
-from offbeat.lab.forking import serve
 from offbeat.strategies import REGISTRY
+from offbeat_lab.forking import serve
 
 PRELOADED = (
     "torch._dynamo",
     "offbeat.session.attach",
     *(entry.module for entry in REGISTRY.entries.values()),
-    "offbeat.lab.native",
+    "offbeat_lab.native",
     "offbeat.megabatch.loader",
     "pytest",
 )

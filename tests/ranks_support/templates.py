@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from offbeat.lab.forking import ForkedProcess, ForkServer
+from offbeat_lab.forking import ForkedProcess, ForkServer
 from ranks_support.rank import Orders
 
 NUM_TEMPLATES = 2

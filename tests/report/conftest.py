@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.report.page import write_report
+from offbeat_lab.report.page import write_report
 from report_support.browser import Browser, find_browser
 from report_support.synthetic import Made, write_comparison_of, write_run
 

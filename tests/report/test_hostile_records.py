@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fuzz_support import altered_text, places_in
-from offbeat.cli.main import app
 from offbeat.errors import OffbeatError
+from offbeat_lab.cli.main import app
 from report_support.synthetic import Made, write_comparison_of, write_run
 
 NUMBERS = st.sampled_from(

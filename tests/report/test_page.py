@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RecordError
-from offbeat.lab.comparison import ComparedStrategy, write_comparison
-from offbeat.lab.records import begin_attempt
-from offbeat.report.page import write_report
+from offbeat_lab.comparison import ComparedStrategy, write_comparison
+from offbeat_lab.records import begin_attempt
+from offbeat_lab.report.page import write_report
 from report_support.synthetic import (
     CLUSTER,
     Made,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.report.page import write_report
+from offbeat_lab.report.page import write_report
 from report_support.browser import DESKTOP, PHONE, Browser
 from report_support.synthetic import Made, write_comparison_of, write_run
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from offbeat.lab.breakdown import Steps
-from offbeat.lab.records import WorkerLoss
-from offbeat.report.charts import bin_mean, line_charts
-from offbeat.report.charts_timeline import (
+from offbeat_lab.breakdown import Steps
+from offbeat_lab.records import WorkerLoss
+from offbeat_lab.report.charts import bin_mean, line_charts
+from offbeat_lab.report.charts_timeline import (
     MAX_BARS,
     middle,
     phase_lengths_s,
@@ -21,7 +21,7 @@ from offbeat.report.charts_timeline import (
     timelines,
     without_pauses,
 )
-from offbeat.report.data import Better, Curve, PageContent, RunResults, StrategyResults
+from offbeat_lab.report.data import Better, Curve, PageContent, RunResults, StrategyResults
 
 VALUES = st.floats(-1e6, 1e6)
 

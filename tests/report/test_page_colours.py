@@ -40,7 +40,7 @@ WHITE = TO_XYZ.sum(axis=1)
 
 
 def palettes() -> dict[str, dict[str, str]]:
-    style = (resources.files("offbeat.report") / "assets" / "report.css").read_text()
+    style = (resources.files("offbeat_lab.report") / "assets" / "report.css").read_text()
     light, dark, *_ = (
         dict(re.findall(r"--([\w-]+): (#\w{6})", block))
         for block in re.findall(r":root \{(.*?)\}", style, re.S)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.lab.records import Record
-from offbeat.report.charts_factors import KINDS, MAX_SPANS, factor_timelines
-from offbeat.report.data import PageContent
-from offbeat.report.data_records import read_run
-from offbeat.report.page import read_report, write_report
-from offbeat.report.page_factors import message_bars, placements, sentences
+from offbeat_lab.records import Record
+from offbeat_lab.report.charts_factors import KINDS, MAX_SPANS, factor_timelines
+from offbeat_lab.report.data import PageContent
+from offbeat_lab.report.data_records import read_run
+from offbeat_lab.report.page import read_report, write_report
+from offbeat_lab.report.page_factors import message_bars, placements, sentences
 from report_support.synthetic import Made, write_run
 
 

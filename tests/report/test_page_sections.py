@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat.lab.breakdown import Steps
-from offbeat.lab.comparison import Difference
-from offbeat.lab.lateness import lateness
-from offbeat.lab.statistics import Estimate
-from offbeat.report.data import Better, Curve, PageContent, RunResults, StrategyResults
-from offbeat.report.data_waiting import lateness_sentence
-from offbeat.report.page_sections import (
+from offbeat_lab.breakdown import Steps
+from offbeat_lab.comparison import Difference
+from offbeat_lab.lateness import lateness
+from offbeat_lab.report.data import Better, Curve, PageContent, RunResults, StrategyResults
+from offbeat_lab.report.data_waiting import lateness_sentence
+from offbeat_lab.report.page_sections import (
     Row,
     difference_rows,
     lateness_bars,
@@ -21,6 +20,7 @@ from offbeat.report.page_sections import (
     step_bars,
     traffic_bars,
 )
+from offbeat_lab.statistics import Estimate
 
 NOTHING = np.empty(0)
 NO_CURVE = Curve(steps=NOTHING, seconds=NOTHING, bytes_sent=NOTHING, metric=NOTHING)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.lab.statistics import Estimate
-from offbeat.report.style import (
+from offbeat_lab.report.style import (
     BYTES,
     COUNT,
     NUMBER,
@@ -22,6 +21,7 @@ from offbeat.report.style import (
     write_estimate,
     write_option,
 )
+from offbeat_lab.statistics import Estimate
 
 SUFFIXES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 

@@ -12,10 +12,10 @@ from typing import Self
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.lab.config import Request, resolve
-from offbeat.lab.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
-from offbeat.report import trace
-from offbeat.report.tensorboard import write_scalars
+from offbeat_lab.config import Request, resolve
+from offbeat_lab.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
+from offbeat_lab.report import trace
+from offbeat_lab.report.tensorboard import write_scalars
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 UNIX_S = 1_700_000_000.0

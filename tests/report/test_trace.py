@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.lab.config import Request, resolve
-from offbeat.lab.profiles import read_profiles
-from offbeat.lab.records import Evaluation, EventWriter, Record, StepEvent, begin_attempt, create
-from offbeat.lab.train import plan, train
-from offbeat.report import trace
-from offbeat.report.trace import write_trace
 from offbeat.transport.wrappers import Arrival
+from offbeat_lab.config import Request, resolve
+from offbeat_lab.profiles import read_profiles
+from offbeat_lab.records import Evaluation, EventWriter, Record, StepEvent, begin_attempt, create
+from offbeat_lab.report import trace
+from offbeat_lab.report.trace import write_trace
+from offbeat_lab.train import plan, train
 from report_support.synthetic import Made, write_run
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from offbeat.lab.analysis import analyse
-from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.comparison import ComparedStrategy, Comparison, write_comparison
-from offbeat.lab.config import RunConfig
-from offbeat.lab.emulation import EmulationReport, LinkCheck
-from offbeat.lab.profiles import ProfileWriter
-from offbeat.lab.records import (
+from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
+from offbeat_lab.analysis import analyse
+from offbeat_lab.cluster import Cluster, LinkSpec
+from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison
+from offbeat_lab.config import RunConfig
+from offbeat_lab.emulation import EmulationReport, LinkCheck
+from offbeat_lab.profiles import ProfileWriter
+from offbeat_lab.records import (
     Evaluation,
     EventWriter,
     MegaBatch,
@@ -28,7 +29,6 @@ from offbeat.lab.records import (
     create,
     write_summary,
 )
-from offbeat.parts.profile import FactorAssignment, Span, StepProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

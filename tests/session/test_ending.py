@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import offbeat
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 
 
-class Recording(Part):
+class Recording(Callback):
     """Notes what it hears of the end."""
 
     state_key = "recording"
@@ -41,7 +41,7 @@ class RecordingStrategy(Strategy):
     def __init__(self) -> None:
         object.__setattr__(self, "heard", [])
 
-    def build(self, workspace: Workspace) -> list[Part]:
+    def build(self, context: Context) -> list[Callback]:
         return [Recording(self.heard)]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import offbeat
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import OffbeatWarning
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.session.notices import MAX_NOTICES, Notices
 from offbeat.strategies.base import Strategy
 
@@ -59,8 +59,8 @@ class WarningStrategy(Strategy):
 
     name = "warning"
 
-    def build(self, workspace: Workspace) -> list[Part]:
-        workspace.warn("half of the data is missing")
+    def build(self, context: Context) -> list[Callback]:
+        context.warn("half of the data is missing")
         return []
 
 

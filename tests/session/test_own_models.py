@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.strategies.base import Strategy
 
 
@@ -39,7 +39,7 @@ def test_a_model_that_keeps_activations_can_be_averaged() -> None:
     assert not any(p is q for p, q in zip(averaged.parameters(), model.parameters(), strict=True))
 
 
-class Asks(Part):
+class Asks(Callback):
     """Notes whether it is being compiled."""
 
     state_key = "asks"
@@ -59,7 +59,7 @@ class Asking(Strategy):
     name: ClassVar[str] = "asking"
     heard: list[bool] = field(default_factory=list)
 
-    def build(self, workspace: Workspace) -> list[Part]:
+    def build(self, context: Context) -> list[Callback]:
         return [Asks(self.heard)]
 
 

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 import offbeat
-from offbeat.parts.workspace import Workspace, stream_counter
+from offbeat.callbacks.context import Context, stream_counter
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_period_that_grows_is_announced(
     strategy: offbeat.LocalSGD, num_ranks: int, said: str | None
 ) -> None:
     heard: list[str] = []
-    workspace = Workspace(
+    context = Context(
         parameters=dict(torch.nn.Linear(2, 1).named_parameters()),
         driver=SimpleNamespace(rank=0, world_size=num_ranks),  # type: ignore[arg-type]  # it builds
         grad_scale=lambda: 1.0,
@@ -35,7 +35,7 @@ def test_a_period_that_grows_is_announced(
         notify=heard.append,
         inform=heard.append,
     )
-    strategy.build(workspace)
+    strategy.build(context)
     assert ("".join(heard) == "") if said is None else (said in heard[0])
 
 

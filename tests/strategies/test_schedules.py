@@ -11,8 +11,8 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError
+from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.options import StepsApart
-from offbeat.kfac.part import KFACPart
 
 
 def test_values_are_held_or_lie_between_two_points() -> None:
@@ -59,7 +59,7 @@ def test_a_schedule_with_a_value_that_is_not_allowed_is_refused_before_training(
         offbeat.SPDKFAC(**{option: lambda step: None})  # type: ignore[arg-type]
 
 
-def trained(num_steps: int, **options: Any) -> tuple[list[torch.Tensor], KFACPart, Any]:
+def trained(num_steps: int, **options: Any) -> tuple[list[torch.Tensor], KFACCallback, Any]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -70,7 +70,7 @@ def trained(num_steps: int, **options: Any) -> tuple[list[torch.Tensor], KFACPar
             net(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        (part,) = (part for part in session.parts if isinstance(part, KFACPart))
+        (part,) = (part for part in session.parts if isinstance(part, KFACCallback))
         return [p.detach().clone() for p in net.parameters()], part, session.state_dict()
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
-from offbeat.cli.main import app
 from offbeat.errors import ConfigError
-from offbeat.lab.tasks import build_task
 from offbeat.xmc.xmlrepo import XmlFiles, inspect, load
+from offbeat_lab.cli.main import app
+from offbeat_lab.tasks import build_task
 
 MIB = 1 << 20
 LARGEST = 2**31 - 1

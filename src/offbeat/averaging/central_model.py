@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError
-from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 
 
-class CentralModelAverage(Part):
+class CentralModelAverage(Callback):
     """In every step number `n period` adds alpha (z - x) to the weights x, and the sum over ranks
     of alpha (x - z) to z.
 

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
+from offbeat.arithmetic.topologies import GossipPeers
+from offbeat.callbacks.callback import Callback
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import CheckpointError
-from offbeat.parts.part import Part
-from offbeat.planning.topologies import GossipPeers
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 from offbeat.weights.statistics import merge_statistics
 
 
-class NeighbourAverage(Part):
+class NeighbourAverage(Callback):
     """In every step, adds to the weights how far their neighbours' mean lay from them when the step
     began. Statistics take the mean itself.
 
@@ -106,7 +106,7 @@ class NeighbourAverage(Part):
             self._pending.cancel()
 
 
-class PushSum(Part):
+class PushSum(Callback):
     """After every optimizer step, a round of push-sum over weights x and their weight w; the model
     holds z = x / w.
 

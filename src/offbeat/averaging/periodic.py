@@ -10,8 +10,8 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterOptimizer
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import CheckpointError
-from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import average_optimizer_state_
@@ -39,7 +39,7 @@ def last_average(num_local: int, *, period: int, warmup: int) -> int:
     return last
 
 
-class PeriodicAverage(Part):
+class PeriodicAverage(Callback):
     """After every `period` optimizer steps from `start_step` on, and at first more often, replaces
     the weights by their mean.
 

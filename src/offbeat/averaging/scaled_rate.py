@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from offbeat.parts.part import Part
+from offbeat.callbacks.callback import Callback
 from offbeat.weights.learning_rates import StepRates
 
 
-class SquareRootRate(Part):
+class SquareRootRate(Callback):
     """Multiplies learning rates by sqrt(n) in each step, for n ranks that average their models.
 
     Args:

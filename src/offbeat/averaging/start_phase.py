@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback, CallbackState, WrappedCallback
 from offbeat.errors import CheckpointError
-from offbeat.parts.part import Part, PartState, WrappedPart
 
 
-class StartPhase(WrappedPart):
+class StartPhase(WrappedCallback):
     """Hands events on to `inner` in the first `num_steps` optimizer steps. Then it closes `inner`,
     and gives back its memory.
 
@@ -22,7 +22,7 @@ class StartPhase(WrappedPart):
 
     state_key: ClassVar[str] = "start_phase"
 
-    def __init__(self, inner: Part, *, num_steps: int) -> None:
+    def __init__(self, inner: Callback, *, num_steps: int) -> None:
         super().__init__(inner)
         self._num_left = num_steps
         self._is_over = False
@@ -42,14 +42,14 @@ class StartPhase(WrappedPart):
         if not self._is_over:
             self._is_over, self._counted = True, self.inner.counters()
             self.inner.close()
-            self.inner = Part()
+            self.inner = Callback()
 
     @override
     def counters(self) -> Mapping[str, float]:
         return self._counted if self._is_over else super().counters()
 
     @override
-    def state_dict(self) -> PartState:
+    def state_dict(self) -> CallbackState:
         state = self.inner.state_dict()
         replicated = {**state.get("replicated", {}), "num_left": self._num_left}
         return {**state, "replicated": replicated}

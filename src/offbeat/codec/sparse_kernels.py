@@ -14,8 +14,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.arithmetic import fusion
 from offbeat.codec.jit import bits_of, kernel, magnitude_mask
-from offbeat.planning import fusion
 
 _ONE = np.uint64(1)
 # Written for arrays, it serves for single indices as well. numba's cache follows this file alone:

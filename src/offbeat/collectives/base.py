@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
+from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.tally import Tally
-from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.operations import Collective
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.errors import WireError
-from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.operations import AllGather, AllReduceTensor, Broadcast, Collective
 
 

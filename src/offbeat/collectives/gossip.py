@@ -17,8 +17,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.arithmetic.topologies import GossipPeers
 from offbeat.errors import WireError
-from offbeat.planning.topologies import GossipPeers
 from offbeat.transport.operations import Collective, Recv, Send
 
 MESSAGE_BYTES = 8 << 20

@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from offbeat.arithmetic.costs import NetworkCosts
+from offbeat.arithmetic.trees import broadcast_rounds, num_rounds, reduce_rounds
 from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.tally import Tally
 from offbeat.collectives.base import Exchanged
-from offbeat.planning.costs import NetworkCosts
-from offbeat.planning.trees import broadcast_rounds, num_rounds, reduce_rounds
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
 

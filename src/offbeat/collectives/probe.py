@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from offbeat.planning.costs import LinkCost, NetworkCosts
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.transport.operations import AllGather, AllReduceTensor, Collective, Now, Recv, Send
 
 _REPORT = struct.Struct("<5d")

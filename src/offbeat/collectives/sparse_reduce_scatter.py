@@ -26,13 +26,13 @@ from __future__ import annotations
 
 from functools import reduce
 
+from offbeat.arithmetic.costs import NetworkCosts
+from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.histogram import COUNTER_BYTES, EXPECTED_COUNTERS
 from offbeat.codec.tally import Tally
 from offbeat.collectives.base import Exchanged
 from offbeat.collectives.gather import all_gather
-from offbeat.planning.costs import NetworkCosts
-from offbeat.planning.trees import num_rounds
 from offbeat.transport.operations import Collective, Recv, Send
 
 

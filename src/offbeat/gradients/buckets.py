@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from offbeat.planning.fusion import fuse
+from offbeat.arithmetic.fusion import fuse
 from offbeat.torch_private import is_dense
 
 _NUM_BUFFERS = 2

@@ -18,9 +18,9 @@ from typing import ClassVar, Final
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.parts.part import Part
 from offbeat.torch_private import version_of
 
 NORM_INTERVAL: Final = 10
@@ -29,7 +29,7 @@ pass over the gradient after the exchange, and another one before the step.
 """
 
 
-class ChangedGradients(Part):
+class ChangedGradients(Callback):
     """Remembers what the exchange has left in the buckets. Stands behind it in the order of parts.
 
     Args:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Final
 import torch
 from typing_extensions import override
 
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
+from offbeat.callbacks.callback import Callback
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact
@@ -21,8 +23,6 @@ from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
 from offbeat.collectives.probe import MESSAGE_BYTES, REPEATS, TENSOR_BYTES, probe
-from offbeat.parts.part import Part
-from offbeat.planning.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.transport.driver import Driver, Stream
 
 SPARSE_COSTS: Mapping[str, CostOf] = {
@@ -69,7 +69,7 @@ def _ignore(remark: str) -> None:
     """For a caller that only asks for costs."""
 
 
-class CheapestCollective(Part):
+class CheapestCollective(Callback):
     """The part behind `collective="auto"`.
 
     The choice steers the numbers that training sees, so it is state: a resumed run uses the

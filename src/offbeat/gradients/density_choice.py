@@ -31,9 +31,9 @@ from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.gradients.exchange import ExchangeListener
-from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -147,7 +147,7 @@ class Intervals(ExchangeListener):
         self._ended_s = self._now_s()
 
 
-class AutoDensity(Part):
+class AutoDensity(Callback):
     """The part behind `density="auto"`.
 
     The density steers the numbers that training sees, so it is state: a resumed run begins with

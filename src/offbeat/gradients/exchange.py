@@ -31,6 +31,8 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
@@ -38,8 +40,6 @@ from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.rising_rate import RisingRate
-from offbeat.parts.gradient_norm import clip_gradients_
-from offbeat.parts.part import Part
 
 
 class Reduction(Protocol):
@@ -171,7 +171,7 @@ class ExchangeCounts:
     rising_rate: RisingRate = field(default_factory=RisingRate)
 
 
-class GradientExchange(Part):
+class GradientExchange(Callback):
     """The part that exchanges gradients.
 
     Args:

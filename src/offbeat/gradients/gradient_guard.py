@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import NonFiniteError
-from offbeat.parts.part import Part
 from offbeat.torch_private import stored_entries
 
 
-class GradientGuard(Part):
+class GradientGuard(Callback):
     """Before each optimizer step, takes away gradients that hold an infinity or a NaN, so that this
     rank's step does nothing.
 

@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.group_ranges import GroupRanges, rates_of
-from offbeat.parts.part import Part
 
 CHANGED_MOMENTUM: Final = (
     "gradients are changed between backward() and step(), as clip_grad_norm_ does, but SGD's"
@@ -59,7 +59,7 @@ class _Place:
     applied_by: HasVelocity
 
 
-class OptimizerMomentum(Part):
+class OptimizerMomentum(Callback):
     """Momentum and weight decay of an SGD optimizer, while they are not the optimizer's.
 
     Nothing is taken before `take` is called.

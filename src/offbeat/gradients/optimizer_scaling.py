@@ -43,13 +43,13 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
 from offbeat.gradients.group_ranges import GroupRanges, rates_of
 from offbeat.gradients.residual_watch import ResidualWatch
-from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -88,7 +88,7 @@ class _Settled(ExchangeListener):
         self._settled(good)
 
 
-class OptimizerScaling(Part):
+class OptimizerScaling(Callback):
     """The scaling of an Adam optimizer, once it is not the optimizer's.
 
     Args:
@@ -449,7 +449,7 @@ def _with_noise(
     return square.mul_(factor).add_(signal, alpha=1 - factor)
 
 
-class LeftScaling(Part):
+class LeftScaling(Callback):
     """Stands where Adam's scaling is left to the optimizer. Refuses the state of a run in which it
     was taken over: what was owed there is no gradient.
     """

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final, TypeAlias
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import DivergedError
-from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -62,7 +62,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
     ]
 
 
-class ReplicaCheck(Part):
+class ReplicaCheck(Callback):
     """After every `interval` optimizer steps of a session, and after `EARLY_STEPS`, compares a
     checksum of the parameters over all ranks.
 

@@ -23,9 +23,9 @@ from typing import Any, Self
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import ConfigError, UnsupportedError, nearest
-from offbeat.parts.module_hook import ModuleHook
-from offbeat.script.evaluation import EvaluationWeights
+from offbeat.run.evaluation import EvaluationWeights
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.registry import REGISTRY

@@ -46,10 +46,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.kfac.attention import Projections, unwatch, watch
 from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
 from offbeat.kfac.options import FactorOptions
-from offbeat.parts.module_hook import ModuleHook
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
     current_backward_pass,

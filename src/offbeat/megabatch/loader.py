@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
 from offbeat.megabatch.claims import (
     Claim,
@@ -44,10 +45,9 @@ from offbeat.megabatch.claims import (
     without,
 )
 from offbeat.megabatch.fetching import Fetcher, require_map_style
-from offbeat.parts.part import Part
 
 
-class DispatchPolicy(Part, ABC):
+class DispatchPolicy(Callback, ABC):
     """The part of a strategy that shares samples out: what it says to the loader.
 
     Attributes:
@@ -282,7 +282,7 @@ def data_description(
     return {"data": description if shuffles else description | {"shuffles": False}}
 
 
-class DispatchLoader(Part):
+class DispatchLoader(Callback):
     """Iterating over it yields this rank's batches of an epoch; how many, nobody knows before. It
     is made by `Session.loader`.
 

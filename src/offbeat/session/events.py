@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import UnsupportedError
-from offbeat.parts.part import Part
 from offbeat.session.gradient_sync import GradientSync
 from offbeat.session.hooks import BackwardHooks
 from offbeat.session.scaler_watch import refuse_unknown_scaler
@@ -58,7 +58,7 @@ class EventDispatcher:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        parts: Sequence[Part],
+        parts: Sequence[Callback],
         *,
         parameters: Mapping[str, torch.nn.Parameter],
         frozen: Mapping[str, torch.nn.Parameter],

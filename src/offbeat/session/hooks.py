@@ -29,8 +29,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
-from offbeat.parts.module_hook import ModuleHook
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
     active_ddp_module,

@@ -12,12 +12,12 @@ from typing import Any
 from torch.distributed import Store
 from torch.utils.data import DataLoader
 
+from offbeat.callbacks.callback import Callback
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.claims import ClaimLog
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, Recording, data_description
-from offbeat.parts.part import Part
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.session.data_source import DataSource, data_source
 from offbeat.session.lockstep_loader import LockstepLoader
@@ -43,7 +43,7 @@ class LoaderFactory:
             loaders together with it.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[Callback]
     driver: Driver
     control: Stream
     network: Network | None

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.megabatch.claims import SampleRange
 from offbeat.megabatch.fetching import Fetcher
 from offbeat.megabatch.loader import order_of
-from offbeat.parts.part import Part
 
 
 def num_steps(num_samples: int, batch_sizes: Sequence[int]) -> int:
@@ -56,7 +56,7 @@ def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[S
     return tuple(map(SampleRange, cuts, cuts[1:]))
 
 
-class LockstepLoader(Part):
+class LockstepLoader(Callback):
     """Iterating over it yields this rank's batches of an epoch, as many as every other rank's. It
     is made by `Session.loader`.
 

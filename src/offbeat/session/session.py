@@ -20,6 +20,10 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context, stream_counter
+from offbeat.callbacks.gradient_norm import clip_gradients_
+from offbeat.callbacks.profile import StepProfile
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import (
     CheckpointError,
@@ -32,10 +36,6 @@ from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader, Recording
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import GenerationHost, Generations
-from offbeat.parts.gradient_norm import clip_gradients_
-from offbeat.parts.part import Part
-from offbeat.parts.profile import StepProfile
-from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.session import at_exit
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
@@ -167,7 +167,7 @@ class Session:
         """Who is told of steps and of what is logged; to be appended to."""
         self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
-        workspace = Workspace(
+        context = Context(
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
             optimizer=optimizer,
@@ -185,7 +185,7 @@ class Session:
             record_wait=self._traffic.counting.record_wait,
             mega_batches_merged=self._mega_batches_merged,
         )
-        self._parts: list[Part] = list(strategy.build(workspace))
+        self._parts: list[Callback] = list(strategy.build(context))
         try:
             self._traffic.restart()
             self._last_stream = new_stream()
@@ -274,7 +274,7 @@ class Session:
         return self._traffic.counting.take_ready_at_s()
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[Callback]:
         """What the strategy has built, in the order in which parts get events: for a look into
         one of them.
         """

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.errors import CheckpointError
-from offbeat.parts.part import Part, PartState
 from offbeat.session.checkpoint import naming_misfit
 
 
-def state_of(parts: Sequence[Part]) -> dict[str, PartState]:
+def state_of(parts: Sequence[Callback]) -> dict[str, CallbackState]:
     """The state of each part. Tensors are copies."""
     return {part.state_key: _copied(part.state_dict()) for part in parts}
 
 
-def load_state_of(parts: Sequence[Part], saved: Mapping[str, PartState]) -> None:
+def load_state_of(parts: Sequence[Callback], saved: Mapping[str, CallbackState]) -> None:
     """Inverse of `state_of`.
 
     Raises:
@@ -66,7 +66,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
         }
 
 
-def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> PartState:
+def _reshard_part(states: Sequence[CallbackState], world_size: int, rank: int) -> CallbackState:
     mine = states[rank::world_size]
     additive = {
         name: (
@@ -76,7 +76,7 @@ def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> Pa
         )
         for name, tensor in states[0].get("additive", {}).items()
     }
-    found: PartState = {
+    found: CallbackState = {
         "additive": additive,
         "local": states[rank % len(states)].get("local", {}),
         "replicated": states[0].get("replicated", {}),
@@ -87,7 +87,7 @@ def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> Pa
     return found
 
 
-def _copied(state: PartState) -> PartState:
+def _copied(state: CallbackState) -> CallbackState:
     return {
         kind: {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -39,6 +39,8 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
@@ -49,10 +51,8 @@ from offbeat.megabatch.batch_sizes import (
     Proportional,
     Reference,
 )
+from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan, RateScaling
 from offbeat.megabatch.merge_weights import Weighting
-from offbeat.megabatch.part import MegaBatchPart, MegaBatchPlan, RateScaling
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of
 from offbeat.weights.model_weights import ModelWeights
@@ -104,21 +104,21 @@ class MegaBatchStrategy(AveragingStrategy):
     def plan(self) -> MegaBatchPlan:
         """How mega-batches are shared out and merged."""
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        assert workspace.optimizer is not None
-        group = AtomicGroup(workspace.own_store(), count=workspace.count, notify=workspace.notify)
-        part = MegaBatchPart(
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        assert context.optimizer is not None
+        group = AtomicGroup(context.own_store(), count=context.count, notify=context.notify)
+        part = MegaBatchCallback(
             weights,
             plan=self.plan(),
-            optimizer=workspace.optimizer,
+            optimizer=context.optimizer,
             group=group,
-            enter=lambda: workspace.enter(group),
-            rank=workspace.driver.rank,
-            world_size=workspace.driver.world_size,
-            notify=workspace.notify,
-            warn=workspace.warn,
-            record_wait=workspace.record_wait,
-            mega_batches_merged=workspace.mega_batches_merged,
+            enter=lambda: context.enter(group),
+            rank=context.driver.rank,
+            world_size=context.driver.world_size,
+            notify=context.notify,
+            warn=context.warn,
+            record_wait=context.record_wait,
+            mega_batches_merged=context.mega_batches_merged,
         )
         return [part]
 

@@ -24,6 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import pair_average
 from offbeat.averaging.background.averager import (
     BackgroundWeightAverage,
@@ -33,9 +34,8 @@ from offbeat.averaging.background.averager import (
 )
 from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.published_model import PublishedModel
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import VersionGroup
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least
 from offbeat.weights.model_weights import ModelWeights
@@ -59,10 +59,10 @@ class ADPSGD(AveragingStrategy):
         super().__post_init__()
         require_at_least("seed", self.seed, 0)
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(averaged_tensors(weights))
         averager = start_background_averager(
-            workspace,
+            context,
             weights,
             PublishedModel(ModelState(delta_merge(staging, weights)), one_at_a_time=False),
             staging=staging,

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.exchange import ExchangeCounts, Reduction
 from offbeat.gradients.reductions import DenseReduction
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import require_positive
 
@@ -45,13 +45,13 @@ class AllReduce(GradientStrategy):
         require_positive("first_bucket_mib", self.first_bucket_mib)
 
     def parts(
-        self, workspace: Workspace, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        self, context: Context, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
         cap_bytes, first_cap_bytes = int(self.bucket_mib * MIB), int(self.first_bucket_mib * MIB)
         buckets = make_buckets(
-            workspace.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes
+            context.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes
         )
         return [
-            (bucket, DenseReduction(bucket, workspace.driver, workspace.new_stream()))
+            (bucket, DenseReduction(bucket, context.driver, context.new_stream()))
             for bucket in buckets
         ], []

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.gradient_guard import GradientGuard
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import BufferNames, ModelWeights, choose_buffers
@@ -40,27 +40,27 @@ class AveragingStrategy(Strategy):
         require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
 
     @abstractmethod
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         """What exchanges `weights`."""
 
-    def build(self, workspace: Workspace) -> Sequence[Part]:
-        if workspace.has_scaler:
+    def build(self, context: Context) -> Sequence[Callback]:
+        if context.has_scaler:
             raise UnsupportedError(
                 f"{type(self).__name__} counts optimizer steps, and a GradScaler skips some of them"
                 " on one rank and not on the others; use bfloat16 autocast, which needs no scaler,"
                 " or a strategy that exchanges gradients"
             )
         weights = ModelWeights(
-            parameters=workspace.parameters,
-            buffers=workspace.buffers,
+            parameters=context.parameters,
+            buffers=context.buffers,
             chosen=(
-                choose_buffers(workspace.buffers()) if self.buffers == "averaged" else BufferNames()
+                choose_buffers(context.buffers()) if self.buffers == "averaged" else BufferNames()
             ),
         )
         guard = GradientGuard(
-            workspace.parameters,
+            context.parameters,
             max_skipped_steps=self.max_skipped_steps,
-            notify=workspace.notify,
-            rank=workspace.driver.rank,
+            notify=context.notify,
+            rank=context.driver.rank,
         )
-        return [*self.parts(workspace, weights), guard]
+        return [*self.parts(context, weights), guard]

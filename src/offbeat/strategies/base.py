@@ -26,8 +26,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.strategies.docstrings import complete_docstring
 
 
@@ -91,7 +91,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def build(self, workspace: Workspace) -> Sequence[Part]:
+    def build(self, context: Context) -> Sequence[Callback]:
         """The parts, in the order in which they get events. Collective: all ranks build
         together.
         """

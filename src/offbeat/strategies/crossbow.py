@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.averaging.central_model import CentralModelAverage
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_fraction_below_one
 from offbeat.weights.model_weights import ModelWeights
@@ -52,10 +52,10 @@ class Crossbow(AveragingStrategy):
                 f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
             )
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        driver = workspace.driver
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        driver = context.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
-        stream = workspace.new_stream()
+        stream = context.new_stream()
         return [
             CentralModelAverage(
                 weights,

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, two_messages
-from offbeat.kfac.planning.placement import by_every_rank
+from offbeat.kfac.plans.factor_plan import FactorPlan, PlanInputs, two_messages
+from offbeat.kfac.plans.placement import by_every_rank
 from offbeat.strategies.kfac import KFACStrategy
 
 

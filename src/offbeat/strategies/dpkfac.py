@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, block_owners, two_messages
+from offbeat.kfac.plans.factor_plan import FactorPlan, PlanInputs, block_owners, two_messages
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.options import require_one_of
 

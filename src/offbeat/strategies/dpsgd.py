@@ -24,10 +24,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.arithmetic.topologies import ring_weights
 from offbeat.averaging.gossip import NeighbourAverage
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
-from offbeat.planning.topologies import ring_weights
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.weights.model_weights import ModelWeights
 
@@ -38,7 +38,7 @@ class DPSGD(AveragingStrategy):
 
     name: ClassVar[str] = "dpsgd"
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        driver = workspace.driver
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        driver = context.driver
         row = ring_weights(driver.rank, driver.world_size)
-        return [NeighbourAverage(weights, driver=driver, stream=workspace.new_stream(), row=row)]
+        return [NeighbourAverage(weights, driver=driver, stream=context.new_stream(), row=row)]

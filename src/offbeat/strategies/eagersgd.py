@@ -34,6 +34,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import (
     averaged_tensors,
@@ -43,9 +44,8 @@ from offbeat.averaging.background.averager import (
 from offbeat.averaging.background.gradient_ledger import GradientLedger, GradientPort
 from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
 from offbeat.averaging.background.published_model import PublishedModel
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import VersionGroup
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_one_of
 from offbeat.weights.model_weights import ModelWeights
@@ -77,14 +77,14 @@ class EagerSGD(AveragingStrategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_dense_optimizer(optimizer)
 
-    def build(self, workspace: Workspace) -> Sequence[Part]:
-        *exchanges, guard = super().build(workspace)
+    def build(self, context: Context) -> Sequence[Callback]:
+        *exchanges, guard = super().build(context)
         # The guard first: a gradient that is not finite must be removed before it is contributed.
         return [guard, *exchanges]
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(averaged_tensors(weights))
-        num_parameters = len(workspace.parameters)
+        num_parameters = len(context.parameters)
         ledger = GradientLedger(
             staging.num_elements,
             num_parameters,
@@ -94,7 +94,7 @@ class EagerSGD(AveragingStrategy):
         # A rank that skipped more than one arrival would keep its gradients for too long.
         published = PublishedModel(ledger, max_credit=1)
         averager = start_background_averager(
-            workspace,
+            context,
             weights,
             published,
             staging=staging,
@@ -106,7 +106,7 @@ class EagerSGD(AveragingStrategy):
             PartialAllReduce(
                 averager,
                 GradientPort(published, ledger),
-                parameters=workspace.parameters,
+                parameters=context.parameters,
                 averages_models=self._averages_models,
             )
         ]

@@ -40,6 +40,8 @@ from typing import ClassVar, Final, Literal
 
 import torch
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import SELECTORS, Selector
@@ -54,8 +56,6 @@ from offbeat.gradients.optimizer_momentum import (
     momentum_to_take,
 )
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import (
     object_of,
@@ -151,16 +151,16 @@ class EF21(GradientStrategy):
             return None
         return LocalClipping(self.clip_norm, world_size=world_size)
 
-    def build(self, workspace: Workspace) -> Sequence[Part]:
-        counts, optimizer = ExchangeCounts(), workspace.optimizer
+    def build(self, context: Context) -> Sequence[Callback]:
+        counts, optimizer = ExchangeCounts(), context.optimizer
         taken = None
         if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
-            taken = momentum_to_take(optimizer, inform=workspace.inform)
-        pairs = self._pairs(workspace, taken)
-        exchange, others = self.exchange_of(pairs, [], workspace, counts, taken=taken)
+            taken = momentum_to_take(optimizer, inform=context.inform)
+        pairs = self._pairs(context, taken)
+        exchange, others = self.exchange_of(pairs, [], context, counts, taken=taken)
         if taken is not None:
-            if not workspace.has_scaler:  # which changes gradients itself
-                when_changed = partial(taken.gradients_are_changed, workspace.warn)
+            if not context.has_scaler:  # which changes gradients itself
+                when_changed = partial(taken.gradients_are_changed, context.warn)
                 others.append(
                     ChangedGradients(exchange.buckets, counts=counts, when_changed=when_changed)
                 )
@@ -169,23 +169,23 @@ class EF21(GradientStrategy):
         return [exchange, *others]
 
     def parts(
-        self, workspace: Workspace, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        self, context: Context, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
         """Where gradients are changed further before the step, momentum stays in the optimizer."""
-        return self._pairs(workspace, None), []
+        return self._pairs(context, None), []
 
     def _pairs(
-        self, workspace: Workspace, taken: OptimizerMomentum | None
+        self, context: Context, taken: OptimizerMomentum | None
     ) -> list[tuple[Bucket, Reduction]]:
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        small_below = self.small_below(workspace.parameters.values())
-        buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
+        small_below = self.small_below(context.parameters.values())
+        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes, small_below=small_below)
         return [
             (
                 bucket,
                 self._reduction(
                     bucket,
-                    workspace,
+                    context,
                     taken,
                     is_small=all(each.numel() < small_below for each in bucket.parameters),
                 ),
@@ -196,14 +196,14 @@ class EF21(GradientStrategy):
     def _reduction(
         self,
         bucket: Bucket,
-        workspace: Workspace,
+        context: Context,
         taken: OptimizerMomentum | None,
         *,
         is_small: bool,
     ) -> Reduction:
         momentum = None if taken is None else taken.of(bucket)
         wire = wire_of(bucket, *self.codecs())
-        driver, stream = workspace.driver, workspace.new_stream()
+        driver, stream = context.driver, context.new_stream()
         k = max(1, round(self.density * bucket.num_elements))
         applied_by: EstimateReduction | ErrorFeedback
         reduction: Reduction

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.megabatch.batch_sizes import Bounds
-from offbeat.megabatch.part import MegaBatchPlan
+from offbeat.megabatch.callback import MegaBatchPlan
 from offbeat.strategies.adaptive import MegaBatchStrategy
 
 

@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import torch
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
@@ -22,8 +24,6 @@ from offbeat.gradients.exchange import (
 )
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.replica_check import ReplicaCheck
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_at_least, require_dense_optimizer
 
@@ -55,51 +55,51 @@ class GradientStrategy(Strategy):
 
     @abstractmethod
     def parts(
-        self, workspace: Workspace, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        self, context: Context, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
         """Each bucket with its reduction, and whatever other parts the strategy needs."""
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """How gradients are clipped before they are sent; None where the user may clip the mean."""
         return None
 
-    def build(self, workspace: Workspace) -> Sequence[Part]:
-        exchange, others = self.build_exchange(workspace)
+    def build(self, context: Context) -> Sequence[Callback]:
+        exchange, others = self.build_exchange(context)
         return [exchange, *others]
 
     def build_exchange(
-        self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
-    ) -> tuple[GradientExchange, list[Part]]:
+        self, context: Context, *, launch_order: LaunchOrder | None = None
+    ) -> tuple[GradientExchange, list[Callback]]:
         """The exchange of gradients, and the other parts.
 
         Strategies that send more than gradients share `launch_order` with the exchange, and listen
         to it (`GradientExchange.add_listener`).
         """
         counts = ExchangeCounts()
-        pairs, others = self.parts(workspace, counts)
-        return self.exchange_of(pairs, others, workspace, counts, launch_order=launch_order)
+        pairs, others = self.parts(context, counts)
+        return self.exchange_of(pairs, others, context, counts, launch_order=launch_order)
 
     def exchange_of(
         self,
         pairs: Sequence[tuple[Bucket, Reduction]],
-        others: list[Part],
-        workspace: Workspace,
+        others: list[Callback],
+        context: Context,
         counts: ExchangeCounts,
         *,
         launch_order: LaunchOrder | None = None,
         taken: TakenOver | None = None,
-    ) -> tuple[GradientExchange, list[Part]]:
+    ) -> tuple[GradientExchange, list[Callback]]:
         """The exchange of what `parts` returns.
 
         Args:
             pairs: each bucket with its reduction.
             others: the other parts, to which those that go with every exchange are added.
-            workspace: lent by the session.
+            context: lent by the session.
             counts: where what happens is counted.
             launch_order: shared with other systems; None: there are none.
             taken: what works before the exchange in the optimizer's place; None: nothing.
         """
-        driver, norms = workspace.driver, workspace.new_stream()
+        driver, norms = context.driver, context.new_stream()
 
         def agree_on(norm: float) -> float:
             said = torch.tensor([norm], dtype=torch.float64)
@@ -108,22 +108,22 @@ class GradientStrategy(Strategy):
         exchange = GradientExchange(
             pairs,
             counts=counts,
-            grad_scale=workspace.grad_scale,
-            has_scaler=workspace.has_scaler,
+            grad_scale=context.grad_scale,
+            has_scaler=context.has_scaler,
             max_skipped_steps=self.max_skipped_steps,
-            notify=workspace.notify,
+            notify=context.notify,
             launch_order=launch_order,
             clipping=self.clipping(driver.world_size),
             agree_on=agree_on,
             taken=taken,
         )
         if self.replica_check_interval:
-            stream, interval = workspace.new_stream(), self.replica_check_interval
+            stream, interval = context.new_stream(), self.replica_check_interval
             others.append(
                 ReplicaCheck(
-                    workspace.parameters,
-                    optimizer=workspace.optimizer,
-                    driver=workspace.driver,
+                    context.parameters,
+                    optimizer=context.optimizer,
+                    driver=context.driver,
                     stream=stream,
                     interval=interval,
                 )

@@ -48,6 +48,8 @@ from typing import ClassVar, Literal
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.codec.value_codecs import Float32Values
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
@@ -56,8 +58,6 @@ from offbeat.collectives.topk_allgather import global_topk, topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF, BucketKind, CheapestCollective
 from offbeat.gradients.density_choice import AutoDensity
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.options import require_one_of, require_positive
 from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
@@ -142,24 +142,24 @@ class GTopK(SparseGradientStrategy):
     def _require_measuring(self) -> None:
         """It measures, where it has no fixed density."""
 
-    def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
-        applied = self._applied(workspace.inform)
+    def chooser(self, context: Context) -> tuple[Choose, list[Callback]]:
+        applied = self._applied(context.inform)
         measures = self.collective == "auto" or (
             self.density == "auto" and self.collective != "dense"
         )
         if not measures:
             return lambda bucket, k: applied(self.collective), []
         cheapest = CheapestCollective.measure(
-            workspace.driver,
-            workspace.new_stream(),
-            sample=next(iter(workspace.parameters.values())),
+            context.driver,
+            context.new_stream(),
+            sample=next(iter(context.parameters.values())),
             among=self._candidates(),
-            notify=workspace.notify,
-            inform=workspace.inform,
+            notify=context.notify,
+            inform=context.inform,
         )
-        parts: list[Part] = [cheapest]
+        parts: list[Callback] = [cheapest]
         if self.density == "auto":
-            parts.append(self._auto_density(cheapest, workspace))
+            parts.append(self._auto_density(cheapest, context))
         if self.collective == "auto":
             return lambda bucket, k: applied(cheapest.choose(bucket, k)), parts
         return lambda bucket, k: applied(self.collective), parts
@@ -170,8 +170,8 @@ class GTopK(SparseGradientStrategy):
             return frozenset({self.collective, "dense"})
         return BRING_ALL_ENTRIES if self.apply == "union" else BY_ITSELF
 
-    def _auto_density(self, cheapest: CheapestCollective, workspace: Workspace) -> AutoDensity:
-        parameters = workspace.parameters.values()
+    def _auto_density(self, cheapest: CheapestCollective, context: Context) -> AutoDensity:
+        parameters = context.parameters.values()
         small_below = self.small_below(parameters)
         values, indices = self.codecs()
 
@@ -185,7 +185,7 @@ class GTopK(SparseGradientStrategy):
             )
 
         def small_s() -> float:
-            small, world_size = together(small=True), workspace.driver.world_size
+            small, world_size = together(small=True), context.driver.world_size
             if not self.carries_small(parameters, world_size):
                 return cheapest.costs_s(small, 1)["dense"] if small.num_elements else 0.0
             num_bytes = small.num_elements * max(4, small.element_bytes)  # at least float32
@@ -198,9 +198,9 @@ class GTopK(SparseGradientStrategy):
             gradient=together(small=False),
             beside_s=small_s,
             budget=self.budget,
-            driver=workspace.driver,
-            stream=workspace.new_stream(),
-            inform=workspace.inform,
+            driver=context.driver,
+            stream=context.new_stream(),
+            inform=context.inform,
         )
 
     def _applied(self, inform: Callable[[str], None]) -> Callable[[str], SparseCollective | None]:

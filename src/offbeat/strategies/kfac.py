@@ -39,18 +39,18 @@ from typing import ClassVar, Literal, Self
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, UnsupportedError, nearest
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.kfac.blocks import slots_of
+from offbeat.kfac.callback import KFACCallback, KFACPlanner
 from offbeat.kfac.eigen import form_of
 from offbeat.kfac.exchange.costs import gather_plan_inputs
 from offbeat.kfac.options import FactorOptions, KFACSettings, StepsApart, positive_at
-from offbeat.kfac.part import KFACPart, KFACPlanner
-from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, block_owners
-from offbeat.kfac.planning.inverse_order import inversion_order
+from offbeat.kfac.plans.factor_plan import FactorPlan, PlanInputs, block_owners
+from offbeat.kfac.plans.inverse_order import inversion_order
 from offbeat.kfac.survey import survey
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.gradient import GradientStrategy
@@ -248,17 +248,17 @@ class KFACStrategy(Strategy):
     def check_world(self, world_size: int) -> None:
         self.gradients.check_world(world_size)
 
-    def build(self, workspace: Workspace) -> Sequence[Part]:
-        model, optimizer, driver = workspace.model, workspace.optimizer, workspace.driver
+    def build(self, context: Context) -> Sequence[Callback]:
+        model, optimizer, driver = context.model, context.optimizer, context.driver
         assert model is not None
         assert optimizer is not None
-        if workspace.has_scaler and unscales_gradients_itself(optimizer):
+        if context.has_scaler and unscales_gradients_itself(optimizer):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} unscales gradients itself, inside the step, where"
                 " K-FAC needs them before; build it with fused=False, or use bfloat16 autocast"
                 " without a GradScaler"
             )
-        exchanged = set(map(id, workspace.parameters.values()))
+        exchanged = set(map(id, context.parameters.values()))
         if any(p.requires_grad and id(p) not in exchanged for p in model.parameters()):
             raise UnsupportedError(
                 "DistributedDataParallel was told to ignore parameters of the model, and K-FAC"
@@ -266,17 +266,17 @@ class KFACStrategy(Strategy):
                 " them, or choose another strategy"
             )
         found = survey(model, self.options())
-        (workspace.notify if found.plain else workspace.inform)(found.notice())
+        (context.notify if found.plain else context.inform)(found.notice())
         slots = slots_of(found.blocks)
         inputs = gather_plan_inputs(
             slots,
             settings=self.settings(),
             measures=self.measures,
             driver=driver,
-            stream=workspace.new_stream(),
+            stream=context.new_stream(),
         )
         if not inputs.same_devices:
-            workspace.notify(
+            context.notify(
                 "ranks compute on devices of different kinds, which round differently: each layer"
                 " is preconditioned by one rank, which sends the result"
             )
@@ -284,12 +284,12 @@ class KFACStrategy(Strategy):
         # Factors travel beside the buckets of gradients, so both share one order of launching, and
         # K-FAC hears from the exchange of gradients whether a step is good.
         launch_order = LaunchOrder()
-        exchange, others = self.gradients.build_exchange(workspace, launch_order=launch_order)
+        exchange, others = self.gradients.build_exchange(context, launch_order=launch_order)
         positions = {
             id(parameter): position
-            for position, parameter in enumerate(workspace.parameters.values())
+            for position, parameter in enumerate(context.parameters.values())
         }
-        part = KFACPart(
+        part = KFACCallback(
             model,
             found.blocks,
             settings=self.settings(),
@@ -300,12 +300,12 @@ class KFACStrategy(Strategy):
             launch_order=launch_order,
             optimizer=optimizer,
             driver=driver,
-            stream=workspace.new_stream(),
-            grad_scale=workspace.grad_scale,
-            notify=workspace.notify,
-            warn=workspace.warn,
+            stream=context.new_stream(),
+            grad_scale=context.grad_scale,
+            notify=context.notify,
+            warn=context.warn,
         )
-        workspace.inform(
+        context.inform(
             f"K-FAC's factors take {part.num_bytes / 1e6:,.0f} MB of memory on this rank: averages,"
             " inverses and messages" + ("; inverses are in bfloat16" if form == "bfloat16" else "")
         )

@@ -37,10 +37,10 @@ from typing_extensions import override
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import PeriodicAverage
 from offbeat.averaging.start_phase import StartPhase, StartPhaseOfFactors
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, nearest
-from offbeat.kfac.part import KFACPart
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
+from offbeat.kfac.callback import KFACCallback
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Strategy
@@ -207,10 +207,10 @@ class LocalSGD(AveragingStrategy):
         if self.start_step:
             self.first_steps.check(model, optimizer)
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        if self.steps_of_growth and self.period > 1 and workspace.driver.world_size > 1:
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        if self.steps_of_growth and self.period > 1 and context.driver.world_size > 1:
             # A short run, such as one that times steps, never comes to the period it asked for.
-            workspace.inform(
+            context.inform(
                 "averages are more frequent at first: after every step, and only from step"
                 f" {self.start_step + self.period * self.steps_of_growth:,} on after every"
                 f" {self.period}; warmup=0 begins with that"
@@ -218,23 +218,23 @@ class LocalSGD(AveragingStrategy):
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         average = PeriodicAverage(
             weights,
-            driver=workspace.driver,
-            stream=workspace.new_stream(),
+            driver=context.driver,
+            stream=context.new_stream(),
             period=self.period,
             warmup=self.steps_of_growth,
             start_step=self.start_step,
-            outer=None if outer is None else OuterOptimizer(workspace.parameters, make=outer),
-            optimizer=workspace.optimizer if self.averages_state else None,
-            notify=workspace.notify,
+            outer=None if outer is None else OuterOptimizer(context.parameters, make=outer),
+            optimizer=context.optimizer if self.averages_state else None,
+            notify=context.notify,
         )
-        return [*self._gradient_phase(workspace), average]
+        return [*self._gradient_phase(context), average]
 
-    def _gradient_phase(self, workspace: Workspace) -> list[Part]:
+    def _gradient_phase(self, context: Context) -> list[Callback]:
         if not self.start_step:
             return []
         return [
-            (StartPhaseOfFactors if isinstance(part, KFACPart) else StartPhase)(
+            (StartPhaseOfFactors if isinstance(part, KFACCallback) else StartPhase)(
                 part, num_steps=self.start_step
             )
-            for part in self.first_steps.build(workspace)
+            for part in self.first_steps.build(context)
         ]

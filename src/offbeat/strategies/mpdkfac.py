@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, two_messages
-from offbeat.kfac.planning.placement import round_robin
+from offbeat.kfac.plans.factor_plan import FactorPlan, PlanInputs, two_messages
+from offbeat.kfac.plans.placement import round_robin
 from offbeat.strategies.kfac import KFACStrategy
 
 

@@ -25,11 +25,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
 from offbeat.averaging.gossip import PushSum
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
-from offbeat.planning.topologies import GossipPeers, exponential_peers
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least
 from offbeat.weights.model_weights import ModelWeights
@@ -58,8 +58,8 @@ class SGP(AveragingStrategy):
                 f" {world_size} ranks; each rank can send to {world_size - 1} others"
             )
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        driver = workspace.driver
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        driver = context.driver
 
         def peers(round_number: int) -> GossipPeers:
             return exponential_peers(
@@ -69,4 +69,4 @@ class SGP(AveragingStrategy):
                 out_degree=self.out_degree,
             )
 
-        return [PushSum(weights, driver=driver, stream=workspace.new_stream(), peers=peers)]
+        return [PushSum(weights, driver=driver, stream=context.new_stream(), peers=peers)]

@@ -14,6 +14,8 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.codec.by_layer import ByLayer
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
@@ -46,8 +48,6 @@ from offbeat.gradients.piggyback import Piggyback, PiggybackSize
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.gradients.rising_rate import DENSITY, in_words
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import (
     object_of,
@@ -183,7 +183,7 @@ class SparseGradientStrategy(GradientStrategy):
         )
 
     @abstractmethod
-    def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
+    def chooser(self, context: Context) -> tuple[Choose, list[Callback]]:
         """How the collective is chosen, and the part, if any, that remembers the choice."""
 
     def _require_measuring(self) -> None:
@@ -240,13 +240,13 @@ class SparseGradientStrategy(GradientStrategy):
         """Whether the optimizer's momentum is taken over, if it can be."""
         return self.momentum_correction == "auto"
 
-    def build(self, workspace: Workspace) -> Sequence[Part]:
+    def build(self, context: Context) -> Sequence[Callback]:
         counts = ExchangeCounts()
-        taken = self._taken_over(workspace, counts)
-        pairs, others = self._parts(workspace, counts, taken, is_followed=False)
-        exchange, others = self.exchange_of(pairs, others, workspace, counts, taken=taken)
+        taken = self._taken_over(context, counts)
+        pairs, others = self._parts(context, counts, taken, is_followed=False)
+        exchange, others = self.exchange_of(pairs, others, context, counts, taken=taken)
         self._listen(exchange, others)
-        others += self._beside(taken, exchange, workspace, counts)
+        others += self._beside(taken, exchange, context, counts)
         if taken is not None:  # last, when nothing can fail any more
             taken.take()
         return [exchange, *others]
@@ -255,9 +255,9 @@ class SparseGradientStrategy(GradientStrategy):
         self,
         taken: OptimizerMomentum | OptimizerScaling | None,
         exchange: GradientExchange,
-        workspace: Workspace,
+        context: Context,
         counts: ExchangeCounts,
-    ) -> list[Part]:
+    ) -> list[Callback]:
         """The parts that go with what was taken over, or with what was left."""
         if isinstance(taken, OptimizerScaling):
             exchange.add_listener(taken.listener)
@@ -269,9 +269,9 @@ class SparseGradientStrategy(GradientStrategy):
             ]
         if taken is None:
             return [LeftScaling()]
-        if workspace.has_scaler:  # which changes gradients itself
+        if context.has_scaler:  # which changes gradients itself
             return [taken, LeftScaling()]
-        when_changed = partial(taken.gradients_are_changed, workspace.warn)
+        when_changed = partial(taken.gradients_are_changed, context.warn)
         return [
             ChangedGradients(exchange.buckets, counts=counts, when_changed=when_changed),
             taken,
@@ -279,10 +279,10 @@ class SparseGradientStrategy(GradientStrategy):
         ]
 
     def _taken_over(
-        self, workspace: Workspace, counts: ExchangeCounts
+        self, context: Context, counts: ExchangeCounts
     ) -> OptimizerMomentum | OptimizerScaling | None:
         """What works before the exchange in the optimizer's place; None: nothing."""
-        optimizer, inform = workspace.optimizer, workspace.inform
+        optimizer, inform = context.optimizer, context.inform
         if not self.takes_momentum or optimizer is None:
             return None
         if type(optimizer) is torch.optim.SGD:
@@ -290,18 +290,18 @@ class SparseGradientStrategy(GradientStrategy):
         groups = optimizer.param_groups
         if not any(group.get("momentum") or group.get("betas") for group in groups):
             return None
-        parameters = workspace.parameters.values()
-        reason = reason_against(optimizer, parameters, has_scaler=workspace.has_scaler)
+        parameters = context.parameters.values()
+        reason = reason_against(optimizer, parameters, has_scaler=context.has_scaler)
         if reason is None and self.density != "auto" and self.density >= SCALED_BELOW:
             reason = f"at a density of {self.density:g} that would be less accurate"
         if reason is None:
             return OptimizerScaling(
                 optimizer,
-                driver=workspace.driver,
-                stream=workspace.new_stream(),
+                driver=context.driver,
+                stream=context.new_stream(),
                 counts=counts,
                 inform=inform,
-                warn=workspace.warn,
+                warn=context.warn,
             )
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
@@ -310,16 +310,16 @@ class SparseGradientStrategy(GradientStrategy):
         return None
 
     def build_exchange(
-        self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
-    ) -> tuple[GradientExchange, list[Part]]:
+        self, context: Context, *, launch_order: LaunchOrder | None = None
+    ) -> tuple[GradientExchange, list[Callback]]:
         """As of every strategy. Where gradients are changed further before the step, momentum stays
         in the optimizer, which applies it afterwards.
         """
-        exchange, others = super().build_exchange(workspace, launch_order=launch_order)
+        exchange, others = super().build_exchange(context, launch_order=launch_order)
         self._listen(exchange, others)
         return exchange, others
 
-    def _listen(self, exchange: GradientExchange, parts: Sequence[Part]) -> None:
+    def _listen(self, exchange: GradientExchange, parts: Sequence[Callback]) -> None:
         for part in parts:
             if isinstance(part, AutoDensity):
                 exchange.add_listener(part.intervals)
@@ -328,25 +328,25 @@ class SparseGradientStrategy(GradientStrategy):
         return LocalClipping(self.clip_norm, world_size=world_size)
 
     def parts(
-        self, workspace: Workspace, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
-        return self._parts(workspace, counts, None, is_followed=True)
+        self, context: Context, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
+        return self._parts(context, counts, None, is_followed=True)
 
     def _parts(
         self,
-        workspace: Workspace,
+        context: Context,
         counts: ExchangeCounts,
         taken: OptimizerMomentum | OptimizerScaling | None,
         *,
         is_followed: bool,
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
-        choose, others = self.chooser(workspace)
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
+        choose, others = self.chooser(context)
         auto = next((part for part in others if isinstance(part, AutoDensity)), None)
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        small_below = self.small_below(workspace.parameters.values())
-        buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
+        small_below = self.small_below(context.parameters.values())
+        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes, small_below=small_below)
         small = piggyback = None
-        if self.carries_small(workspace.parameters.values(), workspace.driver.world_size):
+        if self.carries_small(context.parameters.values(), context.driver.world_size):
             # The small ones stand before the last of the others, in whose messages they travel, and
             # which is launched after them.
             (small,) = (each for each in buckets if each.parameters[0].numel() < small_below)
@@ -360,7 +360,7 @@ class SparseGradientStrategy(GradientStrategy):
             """Whether entries travel, or all of the gradient."""
             return choose(largest, max(1, round(density * largest.num_elements))) is not None
 
-        optimizer = workspace.optimizer
+        optimizer = context.optimizer
 
         def density_now() -> float:
             target = 1.0 if self.density == "auto" else self.density
@@ -369,7 +369,7 @@ class SparseGradientStrategy(GradientStrategy):
             # Scaled gradients are of one size from the first step on, and need no warm-up.
             scales = isinstance(taken, OptimizerScaling) and taken.is_taken is not False
             if self.warmup == "auto" and optimizer is not None and not scales:
-                density = _while_rising(counts, optimizer, density, workspace.inform)
+                density = _while_rising(counts, optimizer, density, context.inform)
             return density
 
         if isinstance(taken, OptimizerMomentum):
@@ -387,7 +387,7 @@ class SparseGradientStrategy(GradientStrategy):
                 bucket,
                 self._reduction(
                     bucket,
-                    workspace,
+                    context,
                     choose,
                     density_now,
                     taken,
@@ -411,7 +411,7 @@ class SparseGradientStrategy(GradientStrategy):
     def _reduction(
         self,
         bucket: Bucket,
-        workspace: Workspace,
+        context: Context,
         choose: Choose,
         density_now: Callable[[], float],
         taken: OptimizerMomentum | OptimizerScaling | None,
@@ -420,8 +420,8 @@ class SparseGradientStrategy(GradientStrategy):
         rides: Piggyback | None,
         carries: Piggyback | None,
     ) -> SparseReduction:
-        kind, optimizer = self._kind(bucket), workspace.optimizer
-        small_below = self.small_below(workspace.parameters.values())
+        kind, optimizer = self._kind(bucket), context.optimizer
+        small_below = self.small_below(context.parameters.values())
         is_small = all(parameter.numel() < small_below for parameter in bucket.parameters)
 
         def plan() -> ExchangePlan:
@@ -452,7 +452,7 @@ class SparseGradientStrategy(GradientStrategy):
             momentum=momentum,
         )
         watch = ResidualWatch(
-            workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
+            context.warn, rank=context.driver.rank, clips=self.clip_norm is not None
         )
         if isinstance(taken, OptimizerScaling):
             taken.apply_to(bucket, feedback, watch)
@@ -461,8 +461,8 @@ class SparseGradientStrategy(GradientStrategy):
         return SparseReduction(
             bucket,
             feedback,
-            driver=workspace.driver,
-            stream=workspace.new_stream(),
+            driver=context.driver,
+            stream=context.new_stream(),
             wire=self._wire(bucket, PiggybackSize() if carries is None else carries.size),
             plan=plan,
             watch=watch,

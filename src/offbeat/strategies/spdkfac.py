@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.kfac.planning.factor_plan import (
+from offbeat.kfac.plans.factor_plan import (
     FactorPlan,
     Groups,
     PlanInputs,
@@ -40,8 +40,8 @@ from offbeat.kfac.planning.factor_plan import (
     split_kinds,
     two_messages,
 )
-from offbeat.kfac.planning.overlap import fuse_by_rule, fuse_for_earliest_end
-from offbeat.kfac.planning.placement import (
+from offbeat.kfac.plans.overlap import fuse_by_rule, fuse_for_earliest_end
+from offbeat.kfac.plans.placement import (
     Owner,
     by_every_rank,
     place_by_rule,

@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.collectives.topk_allgather import topk_sum
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
 from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 
@@ -30,5 +30,5 @@ class TopK(SparseGradientStrategy):
 
     name: ClassVar[str] = "topk"
 
-    def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
+    def chooser(self, context: Context) -> tuple[Choose, list[Callback]]:
         return lambda bucket, k: topk_sum, []

@@ -54,6 +54,13 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
+from offbeat.arithmetic.groups import (
+    VersionGroup,
+    default_group_size,
+    group_of_version,
+    size_of_quorum,
+)
+from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import (
     BackgroundAverager,
@@ -69,18 +76,11 @@ from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.processor_time import read_processor_time
 from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.averaging.scaled_rate import SquareRootRate
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.codec.model_wire import MAX_INTERVAL
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import (
-    VersionGroup,
-    default_group_size,
-    group_of_version,
-    size_of_quorum,
-)
-from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_one_of, require_positive
 from offbeat.weights.model_weights import ModelWeights
@@ -205,15 +205,15 @@ class WAGMA(AveragingStrategy):
                 " of workers; leave it out for about the square root of that"
             )
 
-    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         momenta = None
-        if self.momenta == "averaged" and workspace.optimizer is not None:
-            momenta = Momenta(workspace.optimizer, workspace.parameters)
+        if self.momenta == "averaged" and context.optimizer is not None:
+            momenta = Momenta(context.optimizer, context.parameters)
         staging = Staging(averaged_tensors(weights, momenta))
         rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
         is_rounded = self.rounds(staging.num_elements, staging.dtype)
         averager = start_background_averager(
-            workspace,
+            context,
             weights,
             PublishedModel(ModelState(rule), intervals=IntervalChoice(self.numbers)),
             staging=staging,
@@ -233,7 +233,7 @@ class WAGMA(AveragingStrategy):
         )
         watch = self._watch(averager) if self.interval == "auto" else None
         part = BackgroundWeightAverage(averager, overlap=self.overlaps, watch=watch)
-        return [*self._rate_parts(workspace, averager), part]
+        return [*self._rate_parts(context, averager), part]
 
     def _watch(self, averager: BackgroundAverager) -> IntervalWatch:
         trainer = threading.get_native_id()
@@ -246,8 +246,8 @@ class WAGMA(AveragingStrategy):
             inform=averager.inform,
         )
 
-    def _rate_parts(self, workspace: Workspace, averager: BackgroundAverager) -> list[Part]:
-        optimizer = workspace.optimizer
+    def _rate_parts(self, context: Context, averager: BackgroundAverager) -> list[Callback]:
+        optimizer = context.optimizer
         if optimizer is None or not self.scales_rates(optimizer):
             return []
         if (num_ranks := averager.num_members) > 1:
@@ -258,7 +258,7 @@ class WAGMA(AveragingStrategy):
                 else ", as rate_scaling='sqrt' says"
             )
             factor = f"sqrt({num_ranks} ranks)"
-            workspace.notify(f"learning rates are those of S-SGD times {factor}{why}")
+            context.notify(f"learning rates are those of S-SGD times {factor}{why}")
         return [SquareRootRate(optimizer, lambda: averager.num_members)]
 
     def scales_rates(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from group_support.training import PARAMETERS, Training, TrainingWorld
-from offbeat.planning.groups import group_of_version
+from offbeat.arithmetic.groups import group_of_version
 from offbeat.transport.virtual import VirtualLink
 
 NUM_STEPS = 24

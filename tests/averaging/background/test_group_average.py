@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from group_support.world import GENERATION, SERVE, Schedule, World
+from offbeat.arithmetic.groups import VersionGroup, group_of_version
 from offbeat.averaging.background.deadlines import DeadlineRule
 from offbeat.averaging.background.group_average import serve
 from offbeat.averaging.background.interface import (
@@ -27,7 +28,6 @@ from offbeat.averaging.background.protocol_member import (
 )
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
-from offbeat.planning.groups import VersionGroup, group_of_version
 from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink

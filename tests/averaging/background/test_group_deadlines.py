@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from group_support.world import Model, Schedule, World
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import ProtocolSettings
-from offbeat.planning.groups import VersionGroup
 from offbeat.transport.virtual import VirtualLink
 
 DEFAULTS = ProtocolSettings(

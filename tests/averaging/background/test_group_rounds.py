@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.direct_round import DirectRound
 from offbeat.averaging.background.interface import Contribution, Piece, ProtocolSettings
 from offbeat.averaging.background.merge_rules import merge_delta
@@ -24,7 +25,6 @@ from offbeat.averaging.background.scattered_round import ScatteredRound
 from offbeat.codec.model_wire import ModelMessage
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import WireError
-from offbeat.planning.groups import VersionGroup
 
 BOTH_WAYS = pytest.mark.parametrize("kind", [ScatteredRound, DirectRound])
 

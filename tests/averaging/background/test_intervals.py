@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from group_support.training import PARAMETERS, Training, TrainingWorld
+from offbeat.arithmetic.groups import VersionGroup
+from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background.interval_choice import IntervalChoice, wished_interval
 from offbeat.averaging.background.interval_watch import IntervalWatch
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.processor_time import ProcessorTime, read_processor_time
 from offbeat.averaging.background.published_model import PublishedModel
-from offbeat.planning.groups import VersionGroup
-from offbeat.planning.version_numbers import VersionNumbers
 from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.virtual import VirtualLink
 

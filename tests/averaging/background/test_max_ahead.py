@@ -8,8 +8,8 @@ import random
 import pytest
 
 from group_support.training import Training, TrainingWorld
+from offbeat.arithmetic.groups import default_group_size, group_of_version
 from offbeat.errors import ConfigError
-from offbeat.planning.groups import default_group_size, group_of_version
 from offbeat.transport.virtual import VirtualLink
 
 PERIOD = 10

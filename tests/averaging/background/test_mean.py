@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import progress_thread
 from offbeat.averaging.background.interface import (
     Contribution,
@@ -21,7 +22,6 @@ from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage, no_counters
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, Member
-from offbeat.planning.groups import VersionGroup
 from offbeat.transport.operations import Collective, RecvAny
 from offbeat.transport.single_rank import SingleRank
 

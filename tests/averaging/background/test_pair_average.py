@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from group_support.world import GENERATION, SERVE, Schedule, World, draw_pairs
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.deadlines import DeadlineRule
 from offbeat.averaging.background.interface import (
     Contribution,
@@ -21,7 +22,6 @@ from offbeat.averaging.background.pair_average import serve
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
-from offbeat.planning.groups import VersionGroup
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from group_support.training import PARAMETERS, VARIANCE, Training, TrainingWorld
-from offbeat.planning.groups import VersionGroup, group_of_version
+from offbeat.arithmetic.groups import VersionGroup, group_of_version
 from offbeat.transport.virtual import VirtualLink
 
 

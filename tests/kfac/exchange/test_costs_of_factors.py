@@ -15,7 +15,7 @@ from offbeat.kfac.exchange.costs import (
     measure,
     sizes_to_time,
 )
-from offbeat.kfac.planning.inversion import TabledInversion
+from offbeat.kfac.plans.inversion import TabledInversion
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 

@@ -13,15 +13,15 @@ from torch import nn
 
 import offbeat
 from kfac_support import reference
+from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
+from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.exchange.costs import gather_plan_inputs
 from offbeat.kfac.inverses import InversionTask, Inverter, has_inverse
 from offbeat.kfac.options import Grafting
-from offbeat.kfac.part import KFACPart
-from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
-from offbeat.kfac.planning.inversion import PolynomialInversion
-from offbeat.kfac.planning.placement import InverseCosts
-from offbeat.planning.costs import Channel, LinkCost
+from offbeat.kfac.plans.factor_plan import FactorCosts, PlanInputs
+from offbeat.kfac.plans.inversion import PolynomialInversion
+from offbeat.kfac.plans.placement import InverseCosts
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 
@@ -72,8 +72,8 @@ def attached() -> Iterator[Attach]:
         session.close()
 
 
-def part_of(session: Session) -> KFACPart:
-    return next(part for part in session.parts if isinstance(part, KFACPart))
+def part_of(session: Session) -> KFACCallback:
+    return next(part for part in session.parts if isinstance(part, KFACCallback))
 
 
 def batches(steps: range) -> list[reference.Batch]:

@@ -11,7 +11,7 @@ from offbeat.kfac.blocks import FactorShape, FactorSlot
 from offbeat.kfac.exchange.inverses import InverseExchange
 from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.inverses import InversionTask, Inverter
-from offbeat.kfac.planning.inverse_order import InverseBatch
+from offbeat.kfac.plans.inverse_order import InverseBatch
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 

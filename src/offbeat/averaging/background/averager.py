@@ -1,7 +1,7 @@
 """The background averager: averages travel and are merged while the trainer computes.
 
 `start_background_averager` puts together what a rank needs for that. The parts of strategies extend
-`BackgroundPart`; `BackgroundWeightAverage` is the part of WAGMA-SGD and AD-PSGD.
+`BackgroundCallback`; `BackgroundWeightAverage` is the part of WAGMA-SGD and AD-PSGD.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from typing_extensions import override
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import ProtocolSettings
 from offbeat.averaging.background.interval_watch import IntervalWatch
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
@@ -22,6 +23,8 @@ from offbeat.averaging.background.progress_thread import ProgressThread
 from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.averaging.background.served_generation import AveragingProtocol
 from offbeat.averaging.background.trainer_port import TrainerPort
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.codec import moves
 from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values
@@ -29,9 +32,6 @@ from offbeat.codec.rounding import Rounding
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
-from offbeat.parts.part import Part
-from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import VersionGroup
 from offbeat.weights.model_weights import ModelWeights, non_finite_weights, require_finite
 from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
@@ -108,7 +108,7 @@ def delta_merge(staging: Staging, weights: ModelWeights) -> Callable[[Values], M
 
 
 def start_background_averager(
-    workspace: Workspace,
+    context: Context,
     weights: ModelWeights,
     published: PublishedModel,
     *,
@@ -125,7 +125,7 @@ def start_background_averager(
     """Start the threads that average on behalf of this rank. Collective.
 
     Args:
-        workspace: of the session.
+        context: of the session.
         weights: the weights to average.
         published: the model that peers may have; it is empty.
         staging: of `averaged_tensors(weights, momenta)`.
@@ -176,13 +176,13 @@ def start_background_averager(
         published,
         serve=serve,
         settings=settings,
-        count=workspace.count,
-        notify=workspace.notify,
+        count=context.count,
+        notify=context.notify,
         yields=yields,
     )
     generations = None
     try:
-        generations = workspace.enter(progress)
+        generations = context.enter(progress)
         progress.wait_for_model()
     except BaseException:
         if generations is not None:
@@ -196,13 +196,13 @@ def start_background_averager(
         trainer=published.trainer,
         progress=progress,
         generations=generations,
-        rank=workspace.driver.rank,
-        inform=workspace.inform,
-        record_wait=workspace.record_wait,
+        rank=context.driver.rank,
+        inform=context.inform,
+        record_wait=context.record_wait,
     )
 
 
-class BackgroundPart(Part):
+class BackgroundCallback(Callback):
     """A part of a rank that has a background averager."""
 
     averages_models = True
@@ -379,7 +379,7 @@ class BackgroundPart(Part):
         return values
 
 
-class BackgroundWeightAverage(BackgroundPart):
+class BackgroundWeightAverage(BackgroundCallback):
     """After every optimizer step, publishes this rank's weights and takes the averaged ones.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.deadlines import DeadlineRule
 from offbeat.codec.model_wire import (
     Codes,
@@ -24,7 +25,6 @@ from offbeat.codec.model_wire import (
 )
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import WireError
-from offbeat.planning.groups import VersionGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from statistics import median_low
 
-from offbeat.planning.version_numbers import VersionNumbers
+from offbeat.arithmetic.version_numbers import VersionNumbers
 
 _ENOUGH = 0.5
 """An interval becomes shorter where that costs at most so much of the budget. Waits for processors

@@ -6,11 +6,11 @@ import math
 from collections.abc import Set
 from typing import Literal, TypeAlias
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.direct_round import DirectRound
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.rounds import GroupRound
 from offbeat.averaging.background.scattered_round import ScatteredRound
-from offbeat.planning.groups import VersionGroup
 
 Phase: TypeAlias = Literal["arrivals", "contributions", "averages"]
 """What a round waits for: that enough members arrive, that all contribute, or that the owners of

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.background.averager import BackgroundAverager, BackgroundPart
+from offbeat.averaging.background.averager import BackgroundAverager, BackgroundCallback
 from offbeat.averaging.background.gradient_ledger import GradientPort, UsedParameters
 from offbeat.codec.model_wire import Values
 from offbeat.errors import CheckpointError, UnsupportedError
 
 
-class PartialAllReduce(BackgroundPart):
+class PartialAllReduce(BackgroundCallback):
     """Before every optimizer step, contributes this rank's gradient and replaces it by the averages
     that have come.
 

@@ -18,7 +18,7 @@ from offbeat.kfac.capture import Increment
 from offbeat.kfac.exchange.messages import FactorMessage
 from offbeat.kfac.inverses import InversionTask
 from offbeat.kfac.options import KFACSettings
-from offbeat.kfac.planning.factor_plan import FactorPlan
+from offbeat.kfac.plans.factor_plan import FactorPlan
 from offbeat.kfac.tied import joined_factors
 
 

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast, gather_values
 from offbeat.kfac.averages import RunningFactor
 from offbeat.kfac.blocks import FactorShape, FactorSlot
@@ -26,11 +27,10 @@ from offbeat.kfac.eigen import StoredForm, form_of, make_inverter
 from offbeat.kfac.inverses import InversionTask
 from offbeat.kfac.lapack import lapack_version
 from offbeat.kfac.options import KFACSettings
-from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
-from offbeat.kfac.planning.inversion import TabledInversion, slowest
-from offbeat.kfac.planning.placement import InverseCosts
+from offbeat.kfac.plans.factor_plan import FactorCosts, PlanInputs
+from offbeat.kfac.plans.inversion import TabledInversion, slowest
+from offbeat.kfac.plans.placement import InverseCosts
 from offbeat.kfac.symmetric import pack
-from offbeat.planning.costs import Channel, LinkCost, fit_link
 from offbeat.torch_private import has_avx512_bfloat16
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective

@@ -28,7 +28,7 @@ from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.eigen import Decomposer
 from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.inverses import MOST_AT_ONCE, InversionTask, Inverter, is_asynchronous
-from offbeat.kfac.planning.inverse_order import InverseBatch
+from offbeat.kfac.plans.inverse_order import InverseBatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
 

@@ -24,8 +24,8 @@ from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.inverses import dtype_of
 from offbeat.kfac.options import Grafting, KFACSettings
 from offbeat.kfac.pieces import is_whole
-from offbeat.kfac.planning.factor_plan import FactorPlan
-from offbeat.kfac.planning.inverse_order import InverseBatch
+from offbeat.kfac.plans.factor_plan import FactorPlan
+from offbeat.kfac.plans.inverse_order import InverseBatch
 from offbeat.kfac.precondition import (
     Curvature,
     EigenPair,

@@ -32,7 +32,7 @@ from offbeat.kfac.exchange.costs import slowest_ready_s
 from offbeat.kfac.exchange.messages import FactorMessage
 from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.options import KFACSettings
-from offbeat.kfac.planning.factor_plan import FactorPlan, launch_sequence
+from offbeat.kfac.plans.factor_plan import FactorPlan, launch_sequence
 from offbeat.transport.driver import Driver, Stream
 
 PROFILED_STEPS = range(1, 4)

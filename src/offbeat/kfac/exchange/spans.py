@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from offbeat.parts.profile import Span
+from offbeat.callbacks.profile import Span
 from offbeat.transport.completion_poller import CompletionPoller
 from offbeat.transport.driver import Pending
 

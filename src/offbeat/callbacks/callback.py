@@ -1,0 +1,304 @@
+"""`Callback`: what a strategy puts into a training loop, and the events that a part can act on.
+
+A strategy builds parts; a session calls their event methods and keeps their state, and does nothing
+else with them. A part overrides the events that it needs. The order within one training step is
+
+    batch claimed -> forward begins -> backward begins -> gradient ready (for each parameter)
+    -> backward done -> before step -> before update -> after step
+
+where batches are claimed only if the loader is the session's or if the user calls `weigh`. In a
+step whose closure runs the backward pass, `on_closure` takes the place of `on_before_step`. Parts
+get each event in the order in which the strategy built them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from typing_extensions import override
+
+from offbeat.callbacks.profile import StepProfile
+from offbeat.errors import nearest
+from offbeat.weights.model_weights import ModelWeights
+
+CallbackState: TypeAlias = dict[str, dict[str, Any]]
+"""A part's state. Its keys say what becomes of an entry when the number of workers changes:
+
+- "additive": tensors by name whose sum over ranks matters (residuals); they are shared out anew,
+  and the sum is preserved;
+- "replicated": the same on every rank; copied;
+- "owned": of which each rank has some; every rank is handed all, and takes what it owns by then;
+- "local": a rank's own; handed to the rank of the same number modulo the old world size.
+"""
+
+
+class Callback:
+    """A component of a strategy. All methods do nothing unless a subclass overrides them.
+
+    A subclass that keeps state sets `state_key`. A misspelt event is refused when the class is
+    defined: every public method whose name begins with `on_` must be one of those below.
+
+    Attributes:
+        state_key: the part's name in checkpoints; unique within a strategy, and never changed.
+        may_begin_anew: whether a checkpoint without the part's state is accepted, because the part
+            is younger than the checkpoint.
+        averages_models: whether `average_into` gives the mean of all living ranks' models.
+        averages_alone: whether `average_into` needs no call on the other ranks.
+        start_step: the step at which this rank came in, for one that joined a run which was under
+            way; else 0.
+    """
+
+    state_key: ClassVar[str]
+
+    may_begin_anew: ClassVar[bool] = False
+    averages_models: bool = False
+    averages_alone: bool = False
+    start_step: int = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if name.startswith("on_") and name not in EVENTS:
+                raise TypeError(
+                    f"{cls.__name__}.{name} is no event, so no session would call it; the events"
+                    f" are {', '.join(EVENTS)}{nearest(name, EVENTS)}"
+                )
+
+    # Events
+
+    def on_batch_claimed(self, num_samples: int) -> None:
+        """The coming optimizer step is taken with `num_samples` further samples."""
+
+    def on_forward_begins(self, *, trains: bool) -> None:
+        """The root module is called. `trains`: it is in training mode, and gradients are on."""
+
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        """An outermost backward pass begins and has accumulated nothing; `synchronised` is False
+        inside `no_sync`.
+        """
+
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        """Parameter `index`, in the model's order, has its gradient of this backward pass."""
+
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        """The backward pass is over. What this raises comes out of the user's `backward()`."""
+
+    def on_backward_failed(self) -> None:
+        """An earlier backward pass ended in an exception on this rank; its peers may be waiting."""
+
+    def on_join(self) -> None:
+        """This rank takes part in its peers' exchange although it ran no backward pass."""
+
+    def on_before_step(self) -> None:
+        """`optimizer.step()` has been called without a closure."""
+
+    def on_closure(self) -> None:
+        """`optimizer.step(closure)` has been called; the closure runs the backward pass."""
+
+    def on_before_update(self) -> None:
+        """Gradients are final: all parts have acted on `on_before_step`, or the closure that was
+        given to `step()` has returned.
+        """
+
+    def on_after_step(self) -> None:
+        """`optimizer.step()` is about to return."""
+
+    def on_finish(self) -> None:
+        """This rank takes no more steps. Returns when no living rank does."""
+
+    def on_rest(self) -> None:
+        """This rank computes no step until `on_resume`: no peer must wait for the end of one."""
+
+    def on_resume(self) -> None:
+        """This rank takes steps again."""
+
+    def on_abandon(self, reason: str) -> None:
+        """This rank has failed, and `close` follows: no peer must wait for it."""
+
+    # Answers
+
+    def counters(self) -> Mapping[str, float]:
+        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds),
+        and of entries on which an eye is kept "watched_entries_sent" and "age_of_watched_entries"
+        (exchanges that they waited, added up).
+        """
+        return {}
+
+    def gauges(self) -> Mapping[str, float]:
+        """What can be measured now, at the price of a pass over the model: "residual_norm", the
+        norm of what this rank owes, "stale_share", the share of stale contributions in the averages
+        so far, and "kl_scale", by what `kl_clip` of K-FAC multiplied the last step, in (0, 1].
+        """
+        return {}
+
+    def averaging_weight(self) -> float | None:
+        """This rank's weight in the mean of all ranks' models; None: this part does not say."""
+        return None
+
+    def steps_behind(self) -> int:
+        """How many steps this rank has made less than half of the ranks have; 0 for these, and
+        where ranks keep step.
+        """
+        return 0
+
+    def replicas_agree(self) -> bool:
+        """Whether this part knows that all ranks hold the same parameters, between two steps."""
+        return False
+
+    def clip_gradients(self, max_norm: float) -> float | None:
+        """The norm that this rank's gradient had before this part clipped it to `max_norm`, in its
+        own way; None: this part leaves clipping to others.
+
+        Raises:
+            ConfigError: gradients cannot be clipped to `max_norm` any more.
+        """
+        return None
+
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        """Write the mean of all living ranks' models into `weights`, which belong to a copy of the
+        model. Called only if `averages_models`. Collective unless `averages_alone`.
+
+        Returns:
+            The ranks of members whose models the mean lacks.
+        """
+        raise NotImplementedError
+
+    def take_profile(self) -> StepProfile | None:
+        """The step that has just ended, if it is one that was looked at closely."""
+        return None
+
+    # State
+
+    def state_dict(self) -> CallbackState:
+        """All that a resumed run needs to go on as if it had never stopped. Tensors may be live."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Inverse of `state_dict`. Raises `CheckpointError` when the state does not fit."""
+
+    def close(self) -> None:
+        """Put back whatever the part changed in the user's objects."""
+
+
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+"""The names of all events."""
+
+
+class WrappedCallback(Callback):
+    """A part that stands around another one and hands everything on to it.
+
+    A subclass overrides what it does differently.
+
+    Args:
+        inner: the part that is wrapped.
+    """
+
+    def __init__(self, inner: Callback) -> None:
+        self.inner = inner
+        self.averages_models = inner.averages_models
+        self.averages_alone = inner.averages_alone
+
+    @override
+    def on_batch_claimed(self, num_samples: int) -> None:
+        self.inner.on_batch_claimed(num_samples)
+
+    @override
+    def on_forward_begins(self, *, trains: bool) -> None:
+        self.inner.on_forward_begins(trains=trains)
+
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        self.inner.on_backward_begins(synchronised=synchronised)
+
+    @override
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        self.inner.on_gradient_ready(index, synchronised=synchronised)
+
+    @override
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        self.inner.on_backward_done(synchronised=synchronised)
+
+    @override
+    def on_backward_failed(self) -> None:
+        self.inner.on_backward_failed()
+
+    @override
+    def on_join(self) -> None:
+        self.inner.on_join()
+
+    @override
+    def on_before_step(self) -> None:
+        self.inner.on_before_step()
+
+    @override
+    def on_closure(self) -> None:
+        self.inner.on_closure()
+
+    @override
+    def on_before_update(self) -> None:
+        self.inner.on_before_update()
+
+    @override
+    def on_after_step(self) -> None:
+        self.inner.on_after_step()
+
+    @override
+    def on_finish(self) -> None:
+        self.inner.on_finish()
+
+    @override
+    def on_rest(self) -> None:
+        self.inner.on_rest()
+
+    @override
+    def on_resume(self) -> None:
+        self.inner.on_resume()
+
+    @override
+    def on_abandon(self, reason: str) -> None:
+        self.inner.on_abandon(reason)
+
+    @override
+    def counters(self) -> Mapping[str, float]:
+        return self.inner.counters()
+
+    @override
+    def gauges(self) -> Mapping[str, float]:
+        return self.inner.gauges()
+
+    @override
+    def averaging_weight(self) -> float | None:
+        return self.inner.averaging_weight()
+
+    @override
+    def steps_behind(self) -> int:
+        return self.inner.steps_behind()
+
+    @override
+    def replicas_agree(self) -> bool:
+        return self.inner.replicas_agree()
+
+    @override
+    def clip_gradients(self, max_norm: float) -> float | None:
+        return self.inner.clip_gradients(max_norm)
+
+    @override
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        return self.inner.average_into(weights)
+
+    @override
+    def take_profile(self) -> StepProfile | None:
+        return self.inner.take_profile()
+
+    @override
+    def state_dict(self) -> CallbackState:
+        return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self.inner.load_state_dict(state)
+
+    @override
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,210 @@
+"""How long an iteration of D-KFAC, MPD-KFAC and SPD-KFAC takes, from the sizes of layers and from
+fitted costs.
+
+    D-KFAC     forward, backward, factors | all-reduce of all A, of all G | every rank inverts
+    everything MPD-KFAC   the same                   | the same                      | each inverts
+    its share | broadcasts SPD-KFAC   A_l in the forward pass before layer l, G_l in the backward
+    pass behind it; all-reduced, fused, while computing
+               goes on; what is left of it | by all or by the least loaded | broadcasts of the
+               latter
+
+They differ in two plans: how all-reduces are fused and when they start, and who inverts what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from offbeat.arithmetic.costs import LinkCost
+from offbeat.kfac.plans.overlap import fuse_for_earliest_end, last_end_s
+from offbeat.kfac.plans.placement import (
+    InverseCosts,
+    Owner,
+    PlacementTime,
+    by_every_rank,
+    packed_bytes,
+    place_for_shortest_phase,
+    placement_time,
+    round_robin,
+)
+
+FORWARD_SHARE = 1 / 3
+"""Backward multiplies twice as often as forward."""
+
+Fusion: TypeAlias = Callable[[Sequence[float], Sequence[int], LinkCost], list[list[int]]]
+"""`overlap.fuse_for_earliest_end`, or another with the same arguments."""
+
+Placement: TypeAlias = Callable[[Sequence[int], int, InverseCosts], tuple[Owner, ...]]
+"""`placement.place_for_shortest_phase`, or another with the same arguments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """A linear layer or a convolution.
+
+    Attributes:
+        a_dim: rows of A: inputs of an output element, the bias included.
+        g_dim: rows of G: output channels.
+        num_positions: outputs of a channel for one sample; 1 for a linear layer.
+    """
+
+    a_dim: int
+    g_dim: int
+    num_positions: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationCosts:
+    """What was measured or fitted.
+
+    Attributes:
+        forward_backward_s: of one iteration without any K-FAC.
+        factors_s: computing all A and G.
+        gradients_s: what remains of the gradients' all-reduce behind the backward pass.
+        all_reduce: of factors, one message after the other.
+        inverse: of factors.
+        forward_share: which part of `forward_backward_s` the forward pass takes, 0 to 1.
+    """
+
+    forward_backward_s: float
+    factors_s: float
+    gradients_s: float
+    all_reduce: LinkCost
+    inverse: InverseCosts
+    forward_share: float = FORWARD_SHARE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Iteration:
+    """Where the time goes.
+
+    Attributes:
+        computing_s: forward, backward and factors.
+        gradients_s: exchange of gradients, as far as exposed.
+        factors_s: exchange of factors, as far as exposed.
+        inverse: inverting and broadcasting.
+        groups: which factors are all-reduced together, as indices into A of every layer, first
+            layer first, then G, last first.
+        owners: who inverts each of them.
+    """
+
+    computing_s: float
+    gradients_s: float
+    factors_s: float
+    inverse: PlacementTime
+    groups: list[list[int]]
+    owners: tuple[Owner, ...]
+
+    @property
+    def total_s(self) -> float:
+        return self.computing_s + self.gradients_s + self.factors_s + self.inverse.total_s
+
+
+def dkfac(layers: Sequence[Layer], world_size: int, costs: IterationCosts) -> Iteration:
+    """Everything in sequence, everything inverted by every rank."""
+    return _in_sequence(factor_dims(layers), world_size, costs, by_every_rank(2 * len(layers)))
+
+
+def mpdkfac(layers: Sequence[Layer], world_size: int, costs: IterationCosts) -> Iteration:
+    """Everything in sequence, factors inverted in turn."""
+    return _in_sequence(
+        factor_dims(layers), world_size, costs, round_robin(2 * len(layers), world_size)
+    )
+
+
+def spdkfac(
+    layers: Sequence[Layer],
+    world_size: int,
+    costs: IterationCosts,
+    *,
+    fusion: Fusion = fuse_for_earliest_end,
+    placement: Placement = place_for_shortest_phase,
+    pipelining: bool = True,
+) -> Iteration:
+    """Factors exchanged while computing goes on, inverted where that is cheapest. Without
+    `pipelining` they are exchanged as by D-KFAC.
+
+    With `fusion=fuse_by_rule` and `placement=place_by_rule` as the paper has it.
+    """
+    dims = factor_dims(layers)
+    if not pipelining:
+        owners = placement(dims, world_size, costs.inverse)
+        return _in_sequence(dims, world_size, costs, owners)
+    ready_s = ready_times(layers, costs)
+    groups = fusion(ready_s, [packed_bytes(dim) for dim in dims], costs.all_reduce)
+    return _iteration(
+        dims, world_size, costs, ready_s, groups, placement(dims, world_size, costs.inverse)
+    )
+
+
+def factor_dims(layers: Sequence[Layer]) -> list[int]:
+    """Rows of all factors in the order in which they are made: A of the first layer first, then G
+    of the last layer first.
+
+    >>> factor_dims([Layer(a_dim=3, g_dim=5), Layer(a_dim=6, g_dim=2)])
+    [3, 6, 2, 5]
+    """
+    return [layer.a_dim for layer in layers] + [layer.g_dim for layer in reversed(layers)]
+
+
+def ready_times(layers: Sequence[Layer], costs: IterationCosts) -> list[float]:
+    """When each factor, in the order of `factor_dims`, has been computed, in seconds since the
+    forward pass began.
+
+    Times of passes and factors are divided among layers by the number of multiplications: positions
+    x rows of A x rows of G
+    for a pass, positions x rows^2 for a factor.
+    """
+    passes = [layer.num_positions * layer.a_dim * layer.g_dim for layer in layers]
+    factors = [
+        (layer.num_positions * layer.a_dim**2, layer.num_positions * layer.g_dim**2)
+        for layer in layers
+    ]
+    pass_s = costs.forward_backward_s / sum(passes)
+    factor_s = costs.factors_s / sum(a + g for a, g in factors)
+    now_s = 0.0
+    ready_s: list[float] = []
+    for num_pass, (num_a, _) in zip(passes, factors, strict=True):
+        now_s += num_a * factor_s
+        ready_s.append(now_s)
+        now_s += num_pass * pass_s * costs.forward_share
+    for num_pass, (_, num_g) in zip(reversed(passes), reversed(factors), strict=True):
+        now_s += num_pass * pass_s * (1 - costs.forward_share) + num_g * factor_s
+        ready_s.append(now_s)
+    return ready_s
+
+
+def _in_sequence(
+    dims: Sequence[int], world_size: int, costs: IterationCosts, owners: tuple[Owner, ...]
+) -> Iteration:
+    """All A in one message and all G in another, once everything has been computed."""
+    computed_s = costs.forward_backward_s + costs.factors_s
+    half = len(dims) // 2
+    groups = [list(range(half)), list(range(half, len(dims)))]
+    return _iteration(dims, world_size, costs, [computed_s] * len(dims), groups, owners)
+
+
+def _iteration(
+    dims: Sequence[int],
+    world_size: int,
+    costs: IterationCosts,
+    ready_s: Sequence[float],
+    groups: list[list[int]],
+    owners: tuple[Owner, ...],
+) -> Iteration:
+    computing_s = costs.forward_backward_s + costs.factors_s
+    exchanged_s = (
+        last_end_s(groups, ready_s, [packed_bytes(dim) for dim in dims], costs.all_reduce)
+        if world_size > 1
+        else 0.0
+    )
+    return Iteration(
+        computing_s=computing_s,
+        gradients_s=costs.gradients_s,
+        factors_s=max(0.0, exchanged_s - computing_s),
+        inverse=placement_time(owners, dims, world_size, costs.inverse),
+        groups=groups,
+        owners=owners,
+    )

@@ -1,0 +1,278 @@
+"""Which rank inverts which Kronecker factor.
+
+    D-KFAC     Every rank inverts every factor; nothing is sent.
+    MPD-KFAC   Factor i is inverted by rank i mod P and broadcast.
+    SPD-KFAC   A factor that is cheaper to invert than to broadcast is inverted by every rank. The
+               other factors, largest first, each go to the rank with the least load so far, which
+               inverts and broadcasts them.
+
+The load of a factor of d rows is d, d^2, d^3 or its fitted time (`LoadMeasure`). SPD-KFAC: arXiv
+2107.06533.
+
+**Differences from the paper:** it compares each factor's inversion with its broadcast alone
+(`place_by_rule`). That is right only if broadcasts are sent in sequence: where their latencies
+overlap, or broadcasts travel while the next factor is being inverted, one factor more costs next to
+nothing to send. `place_for_shortest_phase` therefore predicts the whole phase, for every size up to
+which factors may be inverted by all, and takes the best, to within `SAME_LENGTH_FACTOR` of it: so
+it is about as good, as predicted, as D-KFAC, MPD-KFAC and the paper's rule, or better. The released
+code does neither: it compares d with a constant.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, TypeAlias
+
+from offbeat.arithmetic.costs import Channel, LinkCost
+from offbeat.errors import ConfigError
+from offbeat.kfac.plans.inversion import InversionCost
+from offbeat.kfac.plans.overlap import fuse_for_earliest_end
+
+LoadMeasure: TypeAlias = Literal["rows", "squares", "cubes", "time"]
+Owner: TypeAlias = int | None
+
+SAME_LENGTH_FACTOR = 1.03
+"""No prediction is so good that phases which differ by less than this factor can be told apart."""
+
+BYTES_PER_ELEMENT = 4
+"""Inverses travel as float32."""
+
+
+def packed_elements(dim: int) -> int:
+    """Elements of a triangle, diagonal included, of a symmetric matrix of `dim` rows.
+
+    >>> packed_elements(3)
+    6
+    """
+    return dim * (dim + 1) // 2
+
+
+def packed_bytes(dim: int) -> int:
+    return BYTES_PER_ELEMENT * packed_elements(dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InverseCosts:
+    """What inverting and broadcasting cost.
+
+    Attributes:
+        inversion: of a factor, on one rank.
+        broadcast: from any rank to all.
+        pipelined: whether an inverse is sent while its owner goes on with the next factor. False:
+            broadcasts begin when every rank has inverted all it has to.
+        fused: whether inverses of one owner may share a message (`fused_messages`). False: one
+            message each.
+    """
+
+    inversion: InversionCost
+    broadcast: Channel
+    pipelined: bool = True
+    fused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementTime:
+    """How long it takes until every rank has every inverse.
+
+    Attributes:
+        computing_s: until the last rank has inverted all it has to.
+        exposed_s: from then until the last broadcast has arrived, >= 0.
+    """
+
+    computing_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.computing_s + self.exposed_s
+
+
+def by_every_rank(num_factors: int) -> tuple[Owner, ...]:
+    """D-KFAC: every rank inverts each.
+
+    >>> by_every_rank(2)
+    (None, None)
+    """
+    return (None,) * num_factors
+
+
+def round_robin(num_factors: int, world_size: int) -> tuple[Owner, ...]:
+    """MPD-KFAC: dealt out one by one.
+
+    >>> round_robin(3, 2)
+    (0, 1, 0)
+    """
+    return tuple(index % world_size for index in range(num_factors))
+
+
+def least_loaded(loads: Sequence[float], world_size: int) -> tuple[int, ...]:
+    """Largest load first, each to the rank with the least so far; among equals to the lowest rank.
+
+    The largest sum is at most 4/3 - 1/(3 P) of the least possible one, and at most the mean plus (1
+    - 1/P) of the largest load.
+
+    >>> least_loaded([3, 1, 2, 2], 2)
+    (0, 0, 1, 1)
+    """
+    owners = [0] * len(loads)
+    ranks = [(0.0, rank) for rank in range(world_size)]
+    for index in largest_first(loads):
+        load, rank = ranks[0]
+        owners[index] = rank
+        heapq.heapreplace(ranks, (load + loads[index], rank))
+    return tuple(owners)
+
+
+def largest_first(loads: Sequence[float]) -> list[int]:
+    """Indices by descending load, among equals ascending: the order in which a rank inverts what it
+    owns.
+
+    >>> largest_first([1, 3, 3])
+    [1, 2, 0]
+    """
+    return sorted(range(len(loads)), key=lambda index: -loads[index])
+
+
+def place_by_rule(
+    dims: Sequence[int], world_size: int, costs: InverseCosts, *, load: LoadMeasure = "time"
+) -> tuple[Owner, ...]:
+    """SPD-KFAC as published: by every rank where t_inv(d) < t_bcast(d), the others by the least
+    loaded.
+
+    Args:
+        dims: rows of each factor, >= 1.
+        world_size: number of ranks, >= 1.
+        costs: what is compared.
+        load: what is balanced.
+    """
+    broadcast = costs.broadcast.link
+    shared = [
+        costs.inversion.time_s(dim) < broadcast.time_s(num_messages=1, num_bytes=packed_bytes(dim))
+        or world_size == 1
+        for dim in dims
+    ]
+    return _assigned(dims, world_size, shared, _loads(dims, costs, load))
+
+
+def place_for_shortest_phase(
+    dims: Sequence[int],
+    world_size: int,
+    costs: InverseCosts,
+    *,
+    load: LoadMeasure = "time",
+    same_devices: bool = True,
+) -> tuple[Owner, ...]:
+    """SPD-KFAC's placement with about the shortest predicted phase.
+
+    Tried are: all factors of up to d rows inverted by every rank, for each d there is; none
+    inverted by every rank; `place_by_rule`; and `round_robin`. With one rank there is nobody to
+    send to. Of those that are about as short as the shortest (`SAME_LENGTH_FACTOR`) the one with
+    the least inverting is taken, and among equals the one with the fewest broadcasts.
+
+    Args:
+        dims: rows of each factor, >= 1.
+        world_size: number of ranks, >= 1.
+        costs: what inverting and broadcasting cost.
+        load: what is balanced among the ranks.
+        same_devices: whether all ranks round alike. False: every factor has one owner, because
+            replicas that inverted for themselves would drift apart.
+    """
+    if world_size == 1:
+        return by_every_rank(len(dims))
+    loads = _loads(dims, costs, load)
+    candidates = [round_robin(len(dims), world_size)]
+    if same_devices:
+        candidates.append(place_by_rule(dims, world_size, costs, load=load))
+    limits = sorted({0, *dims}, reverse=True) if same_devices else [0]
+    candidates += [
+        _assigned(dims, world_size, [dim <= limit for dim in dims], loads) for limit in limits
+    ]
+
+    phases = {owners: placement_time(owners, dims, world_size, costs) for owners in candidates}
+    limit_s = SAME_LENGTH_FACTOR * min(phase.total_s for phase in phases.values())
+
+    def cost(owners: tuple[Owner, ...]) -> tuple[float, float, int]:
+        phase = phases[owners]
+        return phase.computing_s, phase.total_s, sum(owner is not None for owner in owners)
+
+    return min((owners for owners, phase in phases.items() if phase.total_s <= limit_s), key=cost)
+
+
+def placement_time(
+    owners: Sequence[Owner], dims: Sequence[int], world_size: int, costs: InverseCosts
+) -> PlacementTime:
+    """How long a placement is expected to take.
+
+    Each rank inverts what it owns first, largest first, and then what every rank inverts, so that
+    broadcasts travel as early as they can.
+
+    Args:
+        owners: who inverts each factor; None: every rank.
+        dims: rows of each factor, >= 1.
+        world_size: number of ranks, >= 1.
+        costs: what inverting and broadcasting cost.
+    """
+    times_s = [costs.inversion.time_s(dim) for dim in dims]
+    of_owner: dict[Owner, list[int]] = {}
+    for index in largest_first(times_s):
+        of_owner.setdefault(owners[index], []).append(index)
+    by_all_s = sum(times_s[index] for index in of_owner.pop(None, []))
+    inverted: list[tuple[float, int]] = []
+    for own in of_owner.values():
+        messages = fused_messages([dims[index] for index in own], world_size, costs)
+        done_s = accumulate(sum(times_s[own[place]] for place in message) for message in messages)
+        sizes = (sum(packed_bytes(dims[own[place]]) for place in message) for message in messages)
+        inverted += zip(done_s, sizes, strict=True)
+    computing_s = max((done_s for done_s, _ in inverted), default=0.0) + by_all_s
+    if not costs.pipelined:
+        inverted = [(computing_s, num_bytes) for _, num_bytes in inverted]
+    arrived_s = costs.broadcast.last_arrival_s(inverted) if world_size > 1 else 0.0
+    return PlacementTime(computing_s=computing_s, exposed_s=max(0.0, arrived_s - computing_s))
+
+
+def fused_messages(dims: Sequence[int], world_size: int, costs: InverseCosts) -> list[list[int]]:
+    """Which inverses of one owner share a message: those with which the last arrives as early as
+    possible.
+
+    All owners send at once, so each message waits for one of every other owner. If not
+    `costs.fused`, no two share one.
+
+    Args:
+        dims: rows of the owner's factors, in the order in which it inverts them.
+        world_size: number of ranks, >= 1.
+        costs: of inverting and of broadcasting.
+
+    Returns:
+        Places in `dims` by message, in the order in which they are sent.
+    """
+    if not costs.fused:
+        return [[place] for place in range(len(dims))]
+    ready_s = list(accumulate(costs.inversion.time_s(dim) for dim in dims))
+    link, gap_s = costs.broadcast.link, costs.broadcast.gap_s
+    shared = LinkCost(alpha_s=world_size * gap_s, beta_s_per_byte=world_size * link.beta_s_per_byte)
+    return fuse_for_earliest_end(ready_s, list(map(packed_bytes, dims)), shared)
+
+
+def _assigned(
+    dims: Sequence[int], world_size: int, shared: Sequence[bool], loads: Sequence[float]
+) -> tuple[Owner, ...]:
+    """`shared` factors to every rank, the others by the least loaded."""
+    sent = [index for index in range(len(dims)) if not shared[index]]
+    owners = list(by_every_rank(len(dims)))
+    for index, owner in zip(
+        sent, least_loaded([loads[index] for index in sent], world_size), strict=True
+    ):
+        owners[index] = owner
+    return tuple(owners)
+
+
+def _loads(dims: Sequence[int], costs: InverseCosts, load: LoadMeasure) -> list[float]:
+    if load == "time":
+        return [costs.inversion.time_s(dim) for dim in dims]
+    powers = {"rows": 1, "squares": 2, "cubes": 3}
+    if load not in powers:
+        raise ConfigError(f"load is {load!r}, allowed are 'rows', 'squares', 'cubes' and 'time'")
+    return [float(dim ** powers[load]) for dim in dims]

@@ -1,0 +1,792 @@
+"""The part of a strategy with mega-batches: it merges models after each of them, and lets batch
+sizes and learning rates follow the workers' speeds.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from typing_extensions import override
+
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError
+from offbeat.megabatch.atomic_group import AtomicGroup
+from offbeat.megabatch.batch_sizes import (
+    BatchRule,
+    Bounds,
+    binding,
+    learning_rate,
+    square_root_rate,
+)
+from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
+from offbeat.megabatch.loader import DispatchPolicy
+from offbeat.megabatch.merge import (
+    MergedSnapshot,
+    MergeOutcome,
+    MergeProtocol,
+    ModelSnapshot,
+)
+from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
+from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
+from offbeat.membership.generations import Generations
+from offbeat.weights.learning_rates import StepRates
+from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.optimizer_state import (
+    OptimizerStates,
+    divides_by_squares,
+    notice_of_local_states,
+)
+from offbeat.weights.statistics import warm
+
+RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegaBatchPlan:
+    """How mega-batches are shared out and merged.
+
+    Attributes:
+        mega_batch: number of samples between merges, >= 1.
+        base: b_base, the batch size that the user's learning rate is for, >= 1.
+        bounds: of every rank's batch size.
+        rule: how batch sizes follow speeds; None: they stay, and each rank gets an equal share.
+        weighting: what merge weights follow.
+        delta: of the perturbation, in [0, 1); 0: none.
+        threshold: there is no perturbation where a model's norm per parameter reaches it.
+        momentum: gamma, in [0, 1).
+        merges_optimizer_state: whether momenta and second moments are merged as the weights are.
+        rate_scaling: how learning rates follow batch sizes.
+        warmup: so many steps of all ranks together let the updates that a rank makes between merges
+            grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
+        overlap: the merges while which ranks go on training: all of them, those of whole
+            mega-batches, or none.
+    """
+
+    mega_batch: int
+    base: int
+    bounds: Bounds
+    rule: BatchRule | None
+    weighting: Weighting
+    delta: float = 0.0
+    threshold: float = 0.1
+    momentum: float = 0.0
+    merges_optimizer_state: bool = False
+    rate_scaling: RateScaling = "auto"
+    warmup: int = 0
+    overlap: Literal["all", "whole", "none"] = "none"
+
+    def samples_of_round(self, samples_before: int, num_ranks: int) -> int | None:
+        """How many samples are merged together after `samples_before` have been; None: a whole
+        mega-batch.
+
+        >>> plan = MegaBatchPlan(
+        ...     mega_batch=100, base=4, bounds=Bounds(), rule=None, weighting="equal", warmup=10
+        ... )
+        >>> [plan.samples_of_round(steps * 2 * 4, 2) for steps in (0, 9, 10, 200)]
+        [8, 8, 16, None]
+        """
+        if not self.warmup:
+            return None
+        step = num_ranks * self.base
+        samples = (1 + samples_before // (self.warmup * step)) * step
+        return samples if samples < self.mega_batch else None
+
+    @property
+    def smallest_claim(self) -> int:
+        """In samples. A layer that normalises over the batch cannot train on a single one."""
+        return max(self.bounds.smallest, min(2, self.base))
+
+
+class ScaledLearningRate:
+    """Sets learning rates, as batch sizes say, for one optimizer step at a time.
+
+    Args:
+        optimizer: the user's.
+        base: b_base.
+        by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
+            the optimizer divides by the root of squared gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, base: int, by: RateScaling) -> None:
+        self._rates = StepRates(optimizer)
+        self._base = base
+        self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
+
+    def scale(self, num_samples: int, num_ranks: int) -> None:
+        if self.is_linear:
+            self._rates.scale(lambda eta_0: learning_rate(eta_0, num_samples, self._base))
+        else:
+            self._rates.scale(
+                lambda eta_0: square_root_rate(eta_0, num_samples, self._base, num_ranks)
+            )
+
+    def restore(self) -> None:
+        self._rates.restore()
+
+
+class MegaBatchCallback(DispatchPolicy):
+    """Merges models when the loader says that a mega-batch was computed, with all that are members
+    of the run then.
+
+    Without a loader the user's loop feeds each rank, with batches of b_base samples as far as this
+    part knows. Then models are merged after every `mega_batch / (ranks x b_base)` steps, with equal
+    weights, and batch sizes stay what they are.
+
+    Args:
+        weights: what is merged.
+        plan: how.
+        optimizer: the user's, for its learning rates.
+        group: the members.
+        enter: makes this rank a member of the run's generations; None in a world of one.
+        rank: this rank.
+        world_size: number of ranks at first.
+        notify: for remarks.
+        warn: for remarks on what changes the meaning of the run.
+        record_wait: is told from when to when the trainer waited, in seconds of the monotonic
+            clock.
+        mega_batches_merged: is told how many further mega-batches this rank's model has in it.
+
+    Attributes:
+        ranks: who takes part, ascending.
+        batch_sizes: how many samples each of them claims at a time.
+        joined_by: the merge by which this rank has joined the run, until its loader has taken note
+            of it; None: it was there.
+        start_step: the step at which this rank joined.
+    """
+
+    state_key: ClassVar[str] = "mega_batches"
+
+    averages_models = True
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        *,
+        plan: MegaBatchPlan,
+        optimizer: torch.optim.Optimizer,
+        group: AtomicGroup,
+        enter: Callable[[], Generations | None],
+        rank: int,
+        world_size: int,
+        notify: Callable[[str], None],
+        warn: Callable[[str], None],
+        record_wait: Callable[[float, float], None],
+        mega_batches_merged: Callable[[int], None],
+    ) -> None:
+        self.mega_batch, self.base_batch_size = plan.mega_batch, plan.base
+        self.smallest_claim = plan.smallest_claim
+        self.shares_equally = plan.rule is None
+        self.ranks: tuple[int, ...] = tuple(range(world_size))
+        self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
+        self.joined_by: MergedRound | None = None
+        self.start_step = 0
+        self._weights, self._plan, self._rank = weights, plan, rank
+        self._notify, self._warn, self._optimizer = notify, warn, optimizer
+        self._group, self._record_wait = group, record_wait
+        self._tell_user = mega_batches_merged
+        self._memory_limit: int | None = None
+        self._learning_rate = ScaledLearningRate(optimizer, plan.base, plan.rate_scaling)
+        self._num_claimed = 0
+        self._has_loader = self._has_finished = False
+        self._num_steps = self._merged_at_step = 0
+        self._under_way: _MergeUnderWay | None = None
+        self._taken: MergedRound | None = None
+        # Whether members went on beside the latest merge, so that peers may have taken steps since
+        # their snapshots where this rank has not.
+        self._went_on = False
+        self._pace, self._missed_rounds = Pace(), False
+        self._pace_before = Pace()  # without what is being merged
+        self._binding: Mapping[int, str] = {}
+        self._said_that_rates_differ = self._said_what_stays_local = False
+        self._momentum = (
+            MergeMomentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
+        )
+        self._protocol = MergeProtocol(
+            weights,
+            group=group,
+            weigh=self._merge_weights,
+            momentum=self._momentum,
+            norm=self._norm,
+            rank=rank,
+            states=(
+                OptimizerStates(optimizer, list(weights.parameters.values()))
+                if plan.merges_optimizer_state
+                else None
+            ),
+        )
+        self._generations: Generations | None = None
+        if plan.overlap != "none":
+            warm(parameter.dtype for parameter in weights.parameters.values())
+        try:
+            self._generations = enter()
+            if group.is_new:
+                # Other parts and the user's loop need the model of the run from the beginning.
+                self._merge(None, None)
+        except BaseException:
+            self._close()
+            raise
+
+    # What the loader calls
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        """How many samples this rank claims at a time."""
+        sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
+        return self._bounds(self._memory_limit).clip(sizes.get(self._rank, self._plan.base))
+
+    @property
+    @override
+    def largest_batch(self) -> int:
+        return self._bounds(self._memory_limit).limit
+
+    @property
+    @override
+    def is_left_out(self) -> bool:
+        """Whether its peers went on without this rank, so that what it has computed since the last
+        merge is lost.
+        """
+        return self._group.is_new
+
+    @property
+    @override
+    def has_newcomers(self) -> bool:
+        return self._group.has_newcomers
+
+    @override
+    def gather(self, value: Any) -> dict[int, Any] | None:
+        """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
+        merges.
+
+        None where this rank was left out meanwhile and has joined again, by a merge of its peers.
+        """
+        self._end_merge()
+        if self.joined_by is not None:
+            return None
+        outcome = self._protocol.agree(self._report(None, None), json.dumps(value))
+        if outcome.kind == "merge":
+            self._adopt(outcome)
+            return None
+        values = {
+            proposal.rank: json.loads(proposal.payload)
+            for proposal in outcome.proposals
+            if proposal.kind == "agree" and not proposal.is_new
+        }
+        sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
+        self.ranks = tuple(sorted(values))
+        self.batch_sizes = tuple(sizes.get(rank, self._plan.base) for rank in self.ranks)
+        return {rank: values[rank] for rank in self.ranks}
+
+    @override
+    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
+        """A loader feeds this rank from now on.
+
+        Args:
+            limits: how many samples fit into a rank's memory at once, by rank, at least for this
+                one; None: any number.
+
+        Raises:
+            ConfigError: less fits than the smallest batch allowed, or there is a loader already.
+        """
+        if self._has_loader:
+            raise ConfigError(
+                "the session has a loader already, which merges the models; attach once for each"
+            )
+        smallest = self._plan.bounds.smallest
+        for rank, limit in limits.items():
+            if limit is not None and limit < smallest:
+                raise ConfigError(
+                    f"rank {rank} can hold batches of {limit} samples, but min_batch_size is"
+                    f" {smallest}; lower it"
+                )
+        if (
+            self._plan.rule is not None
+            and not self._learning_rate.is_linear
+            and len(self.ranks) > 1
+        ):
+            why = (
+                f", since {type(self._optimizer).__name__} takes shorter steps with a rank's own"
+                " gradients; rate_scaling='linear' leaves that out"
+                if self._plan.rate_scaling == "auto"
+                else ", as rate_scaling='sqrt' says"
+            )
+            self._notify(
+                f"learning rates are those of S-SGD times sqrt({len(self.ranks)} ranks x batch /"
+                f" {self._plan.base}){why}"
+            )
+        self._memory_limit = limits[self._rank]
+        bounds = [self._bounds(limits.get(rank)) for rank in self.ranks]
+        self.batch_sizes = tuple(
+            bound.clip(size) for bound, size in zip(bounds, self.batch_sizes, strict=True)
+        )
+        self._has_loader = True
+
+    @override
+    def on_batch_claimed(self, num_samples: int) -> None:
+        # Without a loader this is the user's word for a loop whose batches are not ours to scale.
+        if self._has_loader:
+            self._num_claimed += num_samples
+
+    @override
+    def samples_of_round(self, samples_before: int) -> int | None:
+        return self._plan.samples_of_round(samples_before, len(self.ranks))
+
+    @override
+    def overlaps_merge(self, *, is_whole: bool) -> bool:
+        return self._plan.overlap == "all" or (self._plan.overlap == "whole" and is_whole)
+
+    @override
+    def synchronize(self) -> None:
+        # A CUDA device computes in the background: without waiting for it, this rank would claim
+        # more than it gets done, and look as fast as it can launch kernels.
+        device = next(iter(self._weights.parameters.values())).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    @override
+    def mega_batches_merged(self, count: int) -> None:
+        if count:
+            self._tell_user(count)
+
+    @override
+    def begin_merge(
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
+    ) -> None:
+        assert self._under_way is None, "one merge at a time"
+        self._pace_before = self._pace
+        if claim_round.retry == 0 and not self._missed_rounds:
+            self._pace = self._pace.plus(share)
+        report = replace(self._report(share, claim_round), following=following)
+        with torch.no_grad():
+            snapshot = self._protocol.freeze(report)
+        self._under_way = _MergeUnderWay(self._protocol, snapshot)
+
+    @property
+    @override
+    def merge_is_over(self) -> bool:
+        return self.merge_is_taken or (self._under_way is not None and self._under_way.is_over())
+
+    @property
+    @override
+    def merge_is_taken(self) -> bool:
+        return self._taken is not None
+
+    @override
+    def end_merge(self) -> MergedRound | None:
+        self._end_merge()
+        taken, self._taken = self._taken, None
+        return taken
+
+    @override
+    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
+        if claim_round.retry == 0 and not self._missed_rounds:
+            self._pace = self._pace.plus(share)
+        with torch.no_grad():
+            merged = self._merge(share, claim_round)
+        self.joined_by = None
+        assert merged is not None, "a rank with a loader merges with ranks that have one"
+        return merged
+
+    # Events
+
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        # The model with which the first mega-batch begins is copied as late as possible, since the
+        # user may load weights after attaching.
+        if self._momentum is not None:
+            self._momentum.begin()
+
+    @override
+    def on_before_step(self) -> None:
+        if self._momentum is not None:
+            self._momentum.begin()
+        self._protocol.rows.note_sparse_gradients()
+        if self._num_claimed and self._plan.rule is not None:
+            self._learning_rate.scale(self._num_claimed, len(self.ranks))
+
+    @override
+    def on_closure(self) -> None:
+        self.on_before_step()
+
+    @override
+    def on_after_step(self) -> None:
+        self._learning_rate.restore()
+        self._num_claimed = 0
+        self._num_steps += 1
+        if self._has_loader:
+            return
+        period = max(1, round(self.mega_batch / (len(self.ranks) * self._plan.base)))
+        if self.is_left_out or self._num_steps - self._merged_at_step >= period:
+            num_merges = self._protocol.num_merges
+            self._merge(None, None)
+            if self._plan.rule is not None:
+                self._warn(
+                    "no loader of this session feeds the run: each rank computes the batches of its"
+                    " own loop, and batch sizes and merge weights follow nothing. Models are"
+                    f" averaged after every mega_batch / (ranks x batch_size) = {period} steps, as"
+                    " by LocalSGD; take batches from session.loader(DataLoader or dataset), made"
+                    " before the first step"
+                )
+            self.mega_batches_merged(self._protocol.num_merges - num_merges)
+
+    @override
+    def on_finish(self) -> None:
+        """Take part in the merges of the peers until they have come to the end too, and in a last
+        one of what has not been merged.
+        """
+        self._end_merge()
+        begin_s = time.monotonic()
+        self._protocol.finish(self._report(None, None))
+        self._merged_at_step = self._num_steps
+        self._has_finished = self._group.has_finished = True
+        self._record_wait(begin_s, time.monotonic())
+
+    @override
+    def on_abandon(self, reason: str) -> None:
+        self._group.abort(reason)
+        self._close()
+
+    @override
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        """Write the mean of all members' models into `weights`, a copy of this rank's model.
+        Collective, except just after a merge.
+        """
+        self._end_merge()
+        just_merged = (
+            self._protocol.num_merges
+            and self._num_steps == self._merged_at_step
+            and not self._went_on
+        )
+        if (just_merged or self._has_finished) and not self.is_left_out:
+            return frozenset()  # All members hold the same model, and the copy is one of it.
+        encode_s = self._protocol.encode_s
+        outcome = self._protocol.mean_into(weights, self._report(None, None))
+        self._protocol.encode_s = encode_s  # Only training counts.
+        if outcome.kind == "merge":
+            self._adopt(outcome)
+        return frozenset()
+
+    @override
+    def counters(self) -> dict[str, float]:
+        return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
+
+    # A merge that is under way
+
+    def _end_merge(self) -> None:
+        """Wait for the merge that is under way, if any, and take it over."""
+        if self._under_way is None:
+            return
+        begin_s = time.monotonic()
+        self._under_way.wait()
+        self._record_wait(begin_s, time.monotonic())
+        with torch.no_grad():
+            self._take()
+
+    def _take(self) -> None:
+        """The merge that is under way is over: its model, and what this rank has done meanwhile,
+        are the model now.
+        """
+        under_way, self._under_way = self._under_way, None
+        assert under_way is not None
+        merged = under_way.merged()
+        if under_way.is_dropped:
+            return
+        then = merged.snapshot.report.num_steps
+        self._protocol.take(merged, num_steps=self._num_steps - then)
+        taken = self._adopt(merged.outcome, at_step=then)
+        # One that is new finds the round in `joined_by`.
+        self._taken = None if merged.outcome.mine.is_new else taken
+
+    # One merge
+
+    def _report(
+        self, share: MegaBatchShare | None, claim_round: ClaimRound | None
+    ) -> TrainerReport:
+        """What this rank tells of itself; without a `share` it has computed nothing that counts."""
+        nothing = MegaBatchShare(
+            rank=self._rank, claims=(), updates=0, batch_size=self.batch_size, busy_s=0.0
+        )
+        return TrainerReport(
+            share=share or nothing,
+            pace=self._pace,
+            claim_round=claim_round,
+            memory_limit=self._memory_limit,
+            num_steps=self._num_steps,
+            since_merge=self._num_steps - self._merged_at_step,
+            learning_rates=tuple(
+                float(group.get("lr", 0.0)) for group in self._optimizer.param_groups
+            ),
+        )
+
+    def _merge(
+        self, share: MegaBatchShare | None, claim_round: ClaimRound | None
+    ) -> MergedRound | None:
+        begin_s, encode_s = time.monotonic(), self._protocol.encode_s
+        outcome = self._protocol.merge(self._report(share, claim_round))
+        # Laying vectors out is work of this rank, and no wait.
+        self._record_wait(begin_s, time.monotonic() - (self._protocol.encode_s - encode_s))
+        return self._adopt(outcome)
+
+    def _adopt(self, outcome: MergeOutcome, *, at_step: int | None = None) -> MergedRound | None:
+        """Take over from a merge what all members go on with: who they are, their batch sizes, and
+        the round that is over.
+
+        Args:
+            outcome: of the merge.
+            at_step: the steps that this rank had taken when its model was merged; None: all.
+        """
+        assert outcome.mean is not None
+        claim_round = outcome.reference.report.claim_round
+        staying = sorted(
+            (proposal for proposal in outcome.proposals if proposal.kind == "merge"),
+            key=lambda proposal: proposal.rank,
+        )
+        self.ranks = tuple(proposal.rank for proposal in staying)
+        self._compare_learning_rates(staying)
+        self._tell_what_stays_local()
+        merged = self._merged_round(outcome)
+        has_rest = merged is not None and (bool(merged.claim_round.later) or merged.is_cut_short)
+        ends = claim_round is None or (claim_round.retry == 0 and not has_rest)
+        if ends:
+            self._resize(staying)
+        else:
+            # What departed workers had claimed is given out again in small rounds, which say
+            # nothing about speeds. Where models are merged within a mega-batch, all of it tells
+            # more than one round.
+            self.batch_sizes = tuple(proposal.report.share.batch_size for proposal in staying)
+        if ends or outcome.mine.is_new:
+            # One that comes in between the rounds of a mega-batch would look slow by the updates
+            # of those that are left. Rules leave the batch of a rank without updates as it is.
+            self._pace = Pace()
+            report = outcome.reference.report
+            is_late = outcome.mine.is_new and report.following is not None
+            self._missed_rounds = is_late or has_rest
+        if outcome.mine.is_new and not self._num_steps:
+            self.start_step = self._num_steps = outcome.reference.report.num_steps
+        is_old = at_step is not None and not outcome.mine.is_new
+        self._merged_at_step = at_step if at_step is not None and is_old else self._num_steps
+        self._went_on = outcome.reference.report.following is not None
+        self._num_claimed = 0
+        self.joined_by = merged if outcome.mine.is_new else self.joined_by
+        return merged
+
+    def _merged_round(self, outcome: MergeOutcome) -> MergedRound | None:
+        """The round that a merge has ended; None without a loader."""
+        claim_round = outcome.reference.report.claim_round
+        if claim_round is None:
+            return None
+        assert outcome.mean is not None
+        total = sum(outcome.mean.weights)
+        shares = [
+            replace(proposal.report.share, weight=weight / total)
+            for proposal, weight, is_party in zip(
+                outcome.proposals, outcome.mean.weights, outcome.parties, strict=True
+            )
+            if is_party
+        ]
+        shares.sort(key=lambda share: share.rank)
+        return MergedRound(
+            claim_round=claim_round,
+            shares=tuple(shares),
+            ranks=self.ranks,
+            following=outcome.reference.report.following,
+        )
+
+    def _compare_learning_rates(self, proposals: Sequence[MergeProposal]) -> None:
+        # A rank that has taken no step since may set its rate when it takes one.
+        knowing = [
+            proposal.report
+            for proposal in proposals
+            if proposal.report.since_merge and not proposal.is_new
+        ]
+        if len({report.learning_rates for report in knowing}) <= 1 or self._said_that_rates_differ:
+            return
+        self._said_that_rates_differ = True
+        rates = ", ".join(
+            f"{report.learning_rates[0]:.6g} on rank {report.rank}"
+            for report in knowing
+            if report.learning_rates
+        )
+        self._warn(
+            f"learning rates differ between ranks at a merge: {rates}. Ranks take different numbers"
+            " of batches, so a scheduler that is stepped for each batch is further on one rank than"
+            " on another; step it with session.on_merge(scheduler.step), and count mega-batches"
+        )
+
+    def _tell_what_stays_local(self) -> None:
+        if self._said_what_stays_local or not self._plan.merges_optimizer_state:
+            return
+        remark = notice_of_local_states(self._optimizer, self._weights.parameters)
+        if remark is not None:
+            self._said_what_stays_local = True
+            self._notify(remark)
+
+    def _merge_weights(self, proposals: Sequence[MergeProposal]) -> Sequence[float]:
+        shares = [proposal.report.share for proposal in proposals]
+        updates = [share.full_updates for share in shares]
+        if not any(updates):
+            # Nobody has claims: loops feed the ranks, or the run ends within a mega-batch.
+            steps = [float(proposal.report.since_merge) for proposal in proposals]
+            return steps if any(steps) else (1.0,) * len(shares)
+        weights = merge_weights(
+            self._plan.weighting,
+            updates=updates,
+            batch_sizes=[share.batch_size for share in shares],
+            samples=[share.samples for share in shares],
+        )
+        norms = [proposal.norm for proposal in proposals]
+        return perturbed(weights, norms, delta=self._plan.delta, threshold=self._plan.threshold)
+
+    def _resize(self, proposals: Sequence[MergeProposal]) -> None:
+        shares = [proposal.report.share for proposal in proposals]
+        bounds = [self._bounds(proposal.report.memory_limit) for proposal in proposals]
+        sizes = [bound.clip(share.batch_size) for bound, share in zip(bounds, shares, strict=True)]
+        rule = self._plan.rule
+        if rule is None or all(proposal.report.claim_round is None for proposal in proposals):
+            self.batch_sizes = tuple(sizes)
+            return
+        # Where only ratios count, updates per second of computing say the same as updates do, and
+        # are less coarse.
+        # What one that is new has done since is lost, or was in another run.
+        paces = [Pace() if each.is_new else each.report.pace for each in proposals]
+        by_time = rule.only_ratios_count and all(pace.busy_s > 0 for pace in paces if pace.updates)
+        updates = [
+            pace.updates / pace.busy_s if by_time and pace.updates else pace.whole_updates
+            for pace in paces
+        ]
+        self.batch_sizes = rule.resize(sizes, updates, bounds)
+        now_binding = {
+            self.ranks[number]: end for number, end in binding(self.batch_sizes, bounds).items()
+        }
+        if now_binding != self._binding:
+            sized = dict(zip(self.ranks, self.batch_sizes, strict=True))
+            which = ", ".join(
+                f"rank {rank} at its {end} ({sized[rank]})" for rank, end in now_binding.items()
+            )
+            self._notify(
+                f"merge {self._protocol.num_merges}: batch sizes are held by bounds:"
+                f" {which or 'none any more'}"
+            )
+        self._binding = now_binding
+
+    def _bounds(self, memory_limit: int | None) -> Bounds:
+        """Of the batch size of a rank with this memory limit."""
+        given = self._plan.bounds
+        limit = given.limit if memory_limit is None else min(memory_limit, given.limit)
+        return Bounds(smallest=given.smallest, largest=None if limit == Bounds().limit else limit)
+
+    def _norm(self) -> float:
+        """||w|| / (number of parameters); 0 where the plan does not ask for it."""
+        if not self._plan.delta:
+            return 0.0
+        parameters = [p.detach() for p in self._weights.parameters.values() if p.numel()]
+        return float(torch.nn.utils.get_total_norm(parameters)) / sum(p.numel() for p in parameters)
+
+    # State
+
+    @override
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        counts = {
+            "num_merges": self._protocol.num_merges,
+            "since_merge": self._num_steps - self._merged_at_step,
+            "batch_sizes": list(self.batch_sizes),
+        }
+        momentum = {} if self._momentum is None else self._momentum.state()
+        so_far = self._pace if self._under_way is None else self._pace_before
+        pace = {
+            "updates": so_far.updates,
+            "busy_s": so_far.busy_s,
+            "missed_rounds": self._missed_rounds,
+        }
+        return {"replicated": counts | momentum, "local": pace | self._weights.counter_state()}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        saved = state["replicated"]
+        if "num_merges" not in saved:
+            raise CheckpointError("the state lacks 'num_merges'; it was saved by another strategy")
+        if self._momentum is not None:
+            self._momentum.load(
+                {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
+            )
+        if self._under_way is not None:
+            self._under_way.is_dropped = True  # It is of another model.
+        self._taken = None
+        local = state.get("local", {})
+        self._weights.load_counter_state(local)
+        self._protocol.num_merges = int(saved["num_merges"])
+        self._protocol.rows.forget()  # The ranks' models may differ.
+        self._num_steps = self._merged_at_step + int(saved["since_merge"])
+        sizes = tuple(map(int, saved["batch_sizes"]))
+        self._pace, self._missed_rounds = Pace(), False
+        # With another number of workers, sizes begin anew: other workers have other speeds. Older
+        # checkpoints have no pace.
+        if len(sizes) == len(self.batch_sizes):
+            self.batch_sizes = sizes
+            self._pace = Pace(
+                updates=float(local.get("updates", 0.0)), busy_s=float(local.get("busy_s", 0.0))
+            )
+            self._missed_rounds = bool(local.get("missed_rounds", False))
+        self._num_claimed = 0
+
+    @override
+    def close(self) -> None:
+        self._learning_rate.restore()
+        over = False
+        # The run is over once all members have closed; until then those that are left go on.
+        with suppress(OffbeatError):
+            over = self._group.closes_last()
+        self._close(over=over)
+
+    def _close(self, *, over: bool = False) -> None:
+        if self._generations is not None:
+            self._generations.close(over=over)
+        self._group.close()
+        if self._under_way is not None:
+            self._under_way.wait()  # It raises, now that the connections are closed.
+            self._under_way = None
+
+
+class _MergeUnderWay:
+    """A merge of a snapshot, carried out by a thread of its own.
+
+    Args:
+        protocol: of this rank.
+        snapshot: that is merged.
+
+    Attributes:
+        is_dropped: whether nobody wants its outcome any more.
+    """
+
+    def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot) -> None:
+        self.is_dropped = False
+        self._protocol, self._snapshot = protocol, snapshot
+        self._merged: Future[MergedSnapshot] = Future()
+        self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
+        self._thread.start()
+
+    def is_over(self) -> bool:
+        """Whether `merged` would return, or raise, at once."""
+        return self._merged.done()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def merged(self) -> MergedSnapshot:
+        """What came of it. Raises as `MergeProtocol.merge_snapshot`."""
+        self._thread.join()
+        return self._merged.result()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._merged.set_result(self._protocol.merge_snapshot(self._snapshot))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._merged.set_exception(error)

@@ -1,0 +1,67 @@
+"""Processes that a script starts: those that are fresh interpreters, as
+`torch.multiprocessing.spawn` makes them, get what their parent got.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from offbeat.errors import UnsupportedError
+from offbeat.run import patches
+
+CHILD_VARIABLE: Final = "OFFBEAT_SCRIPT_CONFIG"
+"""Environment variable with the run's configuration, for processes that the script starts."""
+
+_patched_here: list[bool] = []
+"""Not empty in a process that was patched, and in those that are forked from it."""
+
+
+class ChildFunction:
+    """The function of such a process, with the same strategy put into it. Can be pickled if the
+    function can.
+
+    Args:
+        function: what the script wants to be run.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        if not _patched_here:
+            _patched_here.append(True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _patched_here:
+            return self._function(*args, **kwargs)
+        # What is imported here takes a while, and children such as those of a DataLoader need none
+        # of it unless they train.
+        from offbeat.run.coupling import ModelListener, ScriptSessions, is_good_end
+        from offbeat.run.recipes import recipe_for
+        from offbeat.run.worker import patched_for
+        from offbeat_lab.config import RunConfig
+
+        _patched_here.append(True)
+        # The script says who its ranks are; the supervisor's store is for its own workers.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        config = RunConfig.model_validate_json(os.environ[CHILD_VARIABLE])
+        recipe = recipe_for(config.build_strategy())
+        sessions = ScriptSessions(recipe, ModelListener())
+        with patched_for(recipe, sessions), patches.no_group_unless(config.workers == 1, _refusal):
+            try:
+                result = self._function(*args, **kwargs)
+            except BaseException as error:
+                sessions.close(None if is_good_end(error) else error)
+                raise
+            sessions.close(None)
+        if sessions.num_ddp_models and (complaint := sessions.complaint(sys.argv[0])) is not None:
+            raise complaint
+        return result
+
+
+def _refusal() -> UnsupportedError:
+    return UnsupportedError(
+        "the script starts its ranks itself, in processes of its own, and so does offbeat run; add"
+        " --workers 1, and the script decides how many there are"
+    )

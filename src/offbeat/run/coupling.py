@@ -1,0 +1,415 @@
+"""From what a script makes, DistributedDataParallel and optimizers, to sessions.
+
+    optimizer, scaler made  remembered, weakly
+    DDP prepares a forward  attach: DDP's module, and the optimizer that has most of its parameters
+      pass with gradients
+    later passes            `require_backward_grad_sync` is handed on, as it stands
+    group destroyed, end    sessions are closed
+
+All ranks come to the first forward pass together, as DDP's own first broadcast made them, so it is
+the place for what is collective. Where there is no optimizer yet, or never will be, gradients are
+exchanged as DDP does. An optimizer that is made later and stepped in the place of the attached one,
+as by a script that freezes layers at first, has a session attached anew; so has a model that is
+wrapped anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.run.carried_state import CarriedStates
+from offbeat.run.children import ChildFunction
+from offbeat.run.evaluation import EvaluationWeights
+from offbeat.run.patches import ScriptListener
+from offbeat.run.recipes import Attached, ScriptRecipe
+from offbeat.session.session import Adopted, Session
+from offbeat.strategies.base import Strategy
+from offbeat.torch_private import is_in_flat_parameter
+from offbeat_lab.native import NativeSession
+
+LOGGER = logging.getLogger("offbeat")
+
+
+NOT_DISTRIBUTED = """\
+{script} trains on one rank only, with neither DistributedDataParallel nor offbeat.attach; add
+    torch.distributed.init_process_group()
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    loader = DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset), ...)
+    torch.distributed.destroy_process_group()  # at the end"""
+
+WITHOUT_DDP = """\
+{script} makes a process group, but trains with neither DistributedDataParallel nor\
+ offbeat.attach, so {strategy} exchanges nothing; wrap the model:\
+ torch.nn.parallel.DistributedDataParallel(model)"""
+
+WITHOUT_WRAPPER = """\
+{script} steps the parameters of a DistributedDataParallel model that no forward pass for training\
+ went through, so nothing is exchanged; call the wrapper, model(x) with gradients and in training\
+ mode, and not model.module(x)"""
+
+WITHOUT_OPTIMIZER = """\
+no optimizer of torch.optim's has parameters of the DistributedDataParallel model yet, so gradients\
+ are exchanged as DistributedDataParallel does it; {strategy} begins when one has stepped them"""
+
+NO_OPTIMIZER = """\
+{script} made a DistributedDataParallel model and stepped it by no optimizer of torch.optim's, so\
+ {strategy} has done nothing"""
+
+NO_TRAINING = """\
+{script} came to its end and no training was seen, so {strategy} has done nothing: no optimizer of\
+ torch.optim has taken a step in the process that runs it"""
+
+
+class ModelListener:
+    """Hears of models that are trained, as the record of the run does. Does nothing unless a
+    subclass overrides it.
+    """
+
+    def attached(
+        self, session: Attached, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """`session` is at work on `model`, which `optimizer` steps."""
+
+    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+        """`backward` is called on `loss`, which is `scale` times the script's."""
+
+    def backward_ended(self) -> None:
+        """What `loss_seen` announced is over."""
+
+    def samples_seen(self, args: Sequence[Any]) -> None:
+        """A forward pass for training begins with these arguments."""
+
+    def evaluates(self) -> None:
+        """The script puts a model out of training mode."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Coupled:
+    """A DDP model and its session.
+
+    Attributes:
+        ddp: may have gone: a script that wraps its model anew keeps the first wrapper no longer.
+        module: what it wraps.
+        parameters: the ids of its parameters.
+        session: at work on that.
+        optimizer: the attached one; None: there was none.
+        evaluation: the mean, where ranks' models differ.
+        stepped: optimizers that have stepped the module's parameters since its last forward pass.
+    """
+
+    ddp: weakref.ref[DistributedDataParallel]
+    module: torch.nn.Module
+    parameters: frozenset[int]
+    session: Attached
+    optimizer: torch.optim.Optimizer | None
+    evaluation: EvaluationWeights | None
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        return not self.parameters.isdisjoint(map(id, parameters))
+
+
+@dataclass(kw_only=True, eq=False)
+class _Made:
+    """Optimizers and scalers of the script, in the order in which they were made."""
+
+    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
+    scalers: list[weakref.ref[torch.amp.GradScaler]] = field(default_factory=list)
+
+    def living_optimizers(self) -> list[torch.optim.Optimizer]:
+        found = [reference() for reference in self.optimizers]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    def newest_scaler(self) -> torch.amp.GradScaler | None:
+        found = [reference() for reference in self.scalers]
+        enabled = [scaler for scaler in found if scaler is not None and scaler.is_enabled()]
+        return enabled[-1] if enabled else None
+
+
+class ScriptSessions(ScriptListener):
+    """The sessions of one script.
+
+    Args:
+        recipe: what is attached.
+        listener: hears of models.
+
+    Attributes:
+        num_ddp_models: DDP models that the script has made.
+        num_attached: sessions that were attached, by this or by the script itself.
+        num_processes: processes that the script has started, but for those that load data.
+        trains_without_session: whether its first step was of a model that no session has.
+        trains_without_ddp: whether that step was in a process group.
+    """
+
+    def __init__(self, recipe: ScriptRecipe, listener: ModelListener) -> None:
+        self.num_ddp_models = 0
+        self.num_attached = 0
+        self.num_processes = 0
+        self.trains_without_session = self.trains_without_ddp = False
+        self._recipe = recipe
+        self._listener = listener
+        self._made = _Made()
+        self._carried = CarriedStates()
+        self._adopted: weakref.WeakKeyDictionary[DistributedDataParallel, Adopted] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._coupled: list[_Coupled] = []
+        self._evaluations: dict[int, EvaluationWeights] = {}
+        self._attached_models: set[int] = set()
+        self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_told_of_override = False
+
+    @property
+    def has_made_anything(self) -> bool:
+        """Whether the script has made a DDP model or an optimizer."""
+        return bool(self.num_ddp_models or self._made.optimizers)
+
+    # What the script does
+
+    @override
+    def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
+        self.num_ddp_models += 1
+        self._adopted[ddp] = (
+            "nothing" if not copied else "model" if ddp.broadcast_buffers else "parameters"
+        )
+        if self._recipe.replicas_differ:
+            # Rank 0's buffers would replace all ranks' in each forward pass, and tie them together.
+            ddp.broadcast_buffers = False
+
+    @override
+    def hook_ignored(self, ddp: DistributedDataParallel) -> None:
+        LOGGER.warning(
+            "the script's communication hook is ignored: %s exchanges in its place",
+            self._recipe.name,
+        )
+
+    @override
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        self._made.optimizers.append(weakref.ref(optimizer))
+        with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
+            optimizer.register_step_pre_hook(self._note_step)
+            self._carried.watch(optimizer)
+
+    @override
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        self._made.scalers.append(weakref.ref(scaler))
+
+    @override
+    def mode_changed(self, module: torch.nn.Module) -> None:
+        if not module.training and id(module) in self._attached_models:
+            self._listener.evaluates()
+        evaluation = self._evaluations.get(id(module))
+        if evaluation is not None:
+            evaluation.mode_changed(training=module.training)
+
+    @override
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        scaler = self._made.newest_scaler()
+        self._listener.loss_seen(loss, 1.0 if scaler is None else scaler.get_scale())
+
+    @override
+    def backward_ended(self) -> None:
+        for coupled in self._coupled:
+            if isinstance(coupled.session, NativeSession):
+                coupled.session.meter.backward_done()
+        self._listener.backward_ended()
+
+    @override
+    def group_ends(self) -> None:
+        self.close(None)
+
+    def process_made(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a process that the script makes is to call in the place of `function`."""
+        self.num_processes += not str(getattr(function, "__module__", "")).startswith(
+            "torch.utils.data"
+        )
+        return ChildFunction(function)
+
+    # What the script attaches itself
+
+    def replacement(self, asked: Strategy) -> Strategy:
+        """The strategy of `offbeat run`, in the place of the script's own; said once."""
+        strategy = self._recipe.strategy_for_attach()
+        if strategy != asked and not self._has_told_of_override:
+            self._has_told_of_override = True
+            LOGGER.warning(
+                "the script attaches %r; offbeat run trains with %r in its place", asked, strategy
+            )
+        return strategy
+
+    def attached_by_script(
+        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.num_attached += 1
+        self._attached_models.add(id(model))
+        self._listener.attached(session, model, optimizer)
+
+    def close(self, error: BaseException | None) -> None:
+        """End all sessions; after `error`, if that ended the script. Idempotent."""
+        for coupled in list(self._coupled):
+            self._end(coupled, error)
+
+    def complaint(self, script: str) -> ConfigError | None:
+        """Why the strategy has not been at work at all, if it has not."""
+        if self.num_attached:
+            return None
+        if self.num_ddp_models:
+            why = NO_OPTIMIZER
+        elif self.trains_without_ddp:
+            why = WITHOUT_DDP
+        else:
+            why = NOT_DISTRIBUTED if self.trains_without_session else NO_TRAINING
+        return ConfigError(why.format(script=script, strategy=self._recipe.name))
+
+    # Forward passes
+
+    @override
+    def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+        if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
+            return  # of several wrappers around each other the innermost one has the model
+        self._listener.samples_seen(args)
+        coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
+        candidates = self._made.living_optimizers()
+        if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
+            candidates = coupled.stepped
+            self._end(coupled, None)
+            coupled = None
+        if coupled is None:
+            coupled = self._attach(ddp, _optimizer_of(ddp, candidates))
+            if coupled is None:
+                return
+        coupled.stepped.clear()
+        if coupled.evaluation is not None:
+            coupled.evaluation.training_goes_on()
+        if isinstance(coupled.session, Session):
+            ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
+
+    def _attach(
+        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None
+    ) -> _Coupled | None:
+        model = ddp.module
+        if optimizer is None and not model.training:
+            return None  # an evaluation, perhaps on one rank alone
+        for other in list(self._coupled):
+            if other.has_any_of(model.parameters()):
+                self._end(other, None)
+        adopted = self._adopted.get(ddp, "nothing")
+        session = self._recipe.attach(ddp, optimizer, self._made.newest_scaler(), adopted)
+        if session is None:
+            return None
+        coupled = _Coupled(
+            ddp=weakref.ref(ddp),
+            module=model,
+            parameters=frozenset(map(id, model.parameters())),
+            session=session,
+            optimizer=optimizer,
+            evaluation=None,
+        )
+        self._coupled.append(coupled)
+        if optimizer is None:
+            self.num_attached += not self._recipe.needs_optimizer
+            if self._recipe.needs_optimizer:
+                LOGGER.warning("%s", WITHOUT_OPTIMIZER.format(strategy=self._recipe.name))
+            return coupled
+        if isinstance(session, Session):
+            self._carried.attached(session, optimizer)
+            if session.strategy.replicas_differ:
+                ignored = ddp.parameters_to_ignore
+                coupled.evaluation = EvaluationWeights(session, model, optimizer, ignored)
+                self._evaluations[id(model)] = coupled.evaluation
+        self._attached_models.add(id(model))
+        self.num_attached += 1
+        self._listener.attached(session, model, optimizer)
+        return coupled
+
+    def _end(self, coupled: _Coupled, error: BaseException | None) -> None:
+        self._coupled.remove(coupled)
+        if coupled.optimizer is not None:
+            self._carried.detached(coupled.optimizer)
+        self._evaluations.pop(id(coupled.module), None)
+        if coupled.evaluation is not None:
+            coupled.evaluation.close()
+        session, cause = coupled.session, error or sys.exception()
+        if cause is not None and not is_good_end(cause):
+            session.__exit__(type(cause), cause, cause.__traceback__)
+            return
+        # Not `finish`: no rank is to wait for one that has come back and begun anew.
+        session.__exit__(None, None, None)
+
+    # Steps
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        is_coupled = False
+        for coupled in self._coupled:
+            if coupled.has_any_of(_parameters_of(optimizer)):
+                is_coupled = True
+                if optimizer not in coupled.stepped:
+                    coupled.stepped.append(optimizer)
+        if is_coupled or optimizer in self._steppers:
+            return
+        stepped = {id(p) for p in _parameters_of(optimizer) if p.grad is not None}
+        if not stepped:
+            return  # a step that only makes the optimizer's state
+        self._steppers.add(optimizer)
+        if not (self.trains_without_session or self.num_attached or self.num_ddp_models):
+            self.trains_without_session = True
+            _refuse_what_nobody_exchanges(optimizer)
+            self.trains_without_ddp = True
+            LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
+        elif not self._recipe.ddp_exchanges and any(
+            id(p) in stepped for ddp in self._adopted for p in ddp.module.parameters()
+        ):
+            raise ConfigError(WITHOUT_WRAPPER.format(script=sys.argv[0]))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _optimizer_of(
+    ddp: DistributedDataParallel, candidates: Sequence[torch.optim.Optimizer]
+) -> torch.optim.Optimizer | None:
+    """The one that has most of the model's trainable parameters; of several the first, since what
+    wraps an optimizer is made before the one inside.
+    """
+    trained = {id(parameter) for parameter in ddp.module.parameters() if parameter.requires_grad}
+
+    def shared(optimizer: torch.optim.Optimizer) -> int:
+        return sum(id(parameter) in trained for parameter in _parameters_of(optimizer))
+
+    best = max(candidates, key=shared, default=None)
+    return best if best is not None and shared(best) else None
+
+
+def _refuse_what_nobody_exchanges(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the model that `optimizer` steps is sharded, or trained on this rank alone."""
+    parameters = list(_parameters_of(optimizer))
+    sharded_by = ""
+    if any(map(is_in_flat_parameter, parameters)):
+        sharded_by = "FullyShardedDataParallel (FSDP)"
+    elif any(type(tensor).__name__ == "DTensor" for p in parameters for tensor in (p, p.data)):
+        sharded_by = "fully_shard (FSDP2), or has other parameters that are DTensors"
+    if sharded_by:
+        raise UnsupportedError(
+            f"the script shards its model by {sharded_by}; offbeat needs every rank to hold whole"
+            " parameters: wrap the model in DistributedDataParallel in its place"
+        )
+    if not dist.is_initialized():
+        raise ConfigError(NOT_DISTRIBUTED.format(script=sys.argv[0]))
+
+
+def is_good_end(error: BaseException) -> bool:
+    """Whether `error` is how a script ends that has done what it was to do: `sys.exit()`."""
+    return isinstance(error, SystemExit) and not error.code

@@ -1,0 +1,163 @@
+"""The mean of all ranks' models, in the place of a rank's own where a script evaluates and saves.
+
+Where a strategy averages weights the ranks' models differ between steps, and the mean is what they
+stand for. But scripts evaluate and save as they like, often on one rank alone, so nothing may be
+collective there:
+
+    model.eval()            the mean is put into the parameters
+    model.state_dict()      returns the mean
+    model.train(), a forward pass with gradients, optimizer.step()
+                            this rank's own weights are put back
+    model.load_state_dict() what is loaded counts as the mean from then on
+
+Where the mean comes from:
+
+- strategies whose ranks average alone, such as WAGMA, are asked for it when it is needed;
+- with LocalSGD all ranks hold the same after each average, which is kept;
+- with the others all ranks average for it every `MEAN_EVERY` steps, together.
+
+So what is evaluated and saved is up to one period, or `MEAN_EVERY` steps, old.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any, Final
+
+import torch
+
+from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.errors import OffbeatError
+from offbeat.session.metrics import SessionObserver
+from offbeat.session.model_tensors import persistent_buffers, plain_name
+from offbeat.session.session import Session
+
+MEAN_EVERY: Final = 50
+"""Steps between two means, where they cost an exchange of their own: 2% of the bytes of a strategy
+that sends the weights in each step.
+"""
+
+LOGGER = logging.getLogger("offbeat")
+
+
+class EvaluationWeights(SessionObserver):
+    """The mean for one attached model.
+
+    Args:
+        session: at work on it.
+        model: the attached module.
+        optimizer: that steps it.
+        ignored: names of parameters and buffers that are each rank's own affair.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ignored: Collection[str] = (),
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._names = {
+            *(
+                plain_name(name)
+                for name, p in model.named_parameters()
+                if p.requires_grad and name not in ignored
+            ),
+            *persistent_buffers(model, ignored),
+        }
+        self._mean: dict[str, torch.Tensor] | None = None
+        self._own: dict[str, torch.Tensor] | None = None
+        self._num_steps = 0
+        self._rest = ExitStack()
+        self._handles: list[Any] = [
+            model.register_state_dict_post_hook(ModuleHook(model, self._state_dict_made)),
+            model.register_load_state_dict_post_hook(ModuleHook(model, self._loaded)),
+            optimizer.register_step_pre_hook(self._step_begins),
+        ]
+        session.observers.append(self)
+
+    def step_ended(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        session = self._session
+        if session.averages_alone:
+            self._mean = None
+        elif session.replicas_agree:
+            self._mean = self._copies()
+        elif num_steps % MEAN_EVERY == 0:
+            self._mean = session.averaged_tensors()
+
+    def mode_changed(self, *, training: bool) -> None:
+        """The module was put into training mode, or out of it."""
+        if training:
+            self.training_goes_on()
+        elif self._own is None:
+            if (mean := self._newest_mean()) is not None:
+                self._own = self._copies()
+                self._write(mean)
+            self._rest.enter_context(self._session.resting())
+
+    def training_goes_on(self) -> None:
+        """Put this rank's own weights back, if the mean is in their place."""
+        if self._own is not None:
+            self._write(self._own)
+            self._own = None
+        self._rest.close()
+
+    def close(self) -> None:
+        """Take hooks out. A model that is not in training mode stays the mean."""
+        for handle in self._handles:
+            handle.remove()
+        if self in self._session.observers:
+            self._session.observers.remove(self)
+        self._rest.close()
+
+    def _step_begins(self, *_: Any) -> None:
+        self.training_goes_on()
+
+    def _newest_mean(self) -> dict[str, torch.Tensor] | None:
+        """None where nothing is known of a mean: then this rank's own weights have to do."""
+        if self._mean is None and self._session.averages_alone and self._num_steps:
+            try:
+                with self._session.resting():
+                    self._mean = self._session.averaged_tensors()
+            except OffbeatError as error:
+                LOGGER.warning("this rank evaluates, or saves, its own weights: %s", error)
+        return self._mean
+
+    def _state_dict_made(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        if self._own is not None:
+            return  # the parameters hold the mean already
+        tensors = dict(self._tensors())
+        # With keep_vars the parameters themselves are asked for, as the session does.
+        if any(state.get(prefix + name) is tensor for name, tensor in tensors.items()):
+            return
+        if (mean := self._newest_mean()) is not None:
+            state |= {
+                prefix + name: mean[plain_name(name)].clone()
+                for name in tensors
+                if prefix + name in state
+            }
+
+    def _loaded(self, *_: Any) -> None:
+        self._own = None
+        self._mean = self._copies()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the mean has of the model, by the model's own names."""
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        return ((name, tensor) for name, tensor in named if plain_name(name) in self._names)
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {plain_name(name): tensor.detach().clone() for name, tensor in self._tensors()}
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self._tensors():
+            tensor.copy_(values[plain_name(name)])

@@ -1,0 +1,97 @@
+"""`attach(..., record="runs/mine")`: a session's steps are recorded, and nothing else is done."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.run.recording import ScriptRecorder
+from offbeat.run.sharing import shared_record
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+from offbeat_lab.config import RunConfig, ScriptCommand
+from offbeat_lab.options import strategy_values
+from offbeat_lab.pauses import StepLimit
+from offbeat_lab.run_summary import HANGS_S
+
+
+def record_session(
+    session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path
+) -> None:
+    """Record the steps of `session` in `directory`, until it is closed. Collective.
+
+    Args:
+        session: that was just attached.
+        model, optimizer: that it was attached to.
+        directory: must not exist yet, or be empty.
+
+    Raises:
+        RecordError: it is in use.
+    """
+    config = _config(session.strategy)
+    recorder = _SessionRecorder(
+        lambda: shared_record(config, directory),
+        lambda report: None,
+        turns=StepLimit.unlimited(),
+        stop_after=None,
+        patience_s=HANGS_S,
+    )
+    recorder.attached(session, model, optimizer)
+
+    def forward_begins(module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            recorder.samples_seen(args)
+
+    recorder.forward_hook = model.register_forward_pre_hook(ModuleHook(model, forward_begins))
+
+
+class _SessionRecorder(ScriptRecorder):
+    """Ends its record with the session, and takes its hook out of the model."""
+
+    forward_hook: RemovableHandle | None = None
+
+    @override
+    def closed(self, error: BaseException | None) -> None:
+        if self.forward_hook is not None:
+            self.forward_hook.remove()
+        if error is None:
+            self.end(finished=True)
+        else:
+            self.abandon()
+
+
+def _config(strategy: Strategy) -> RunConfig:
+    words = sys.argv or [""]
+    script = ScriptCommand(path=words[0] or "session", arguments=words[1:])
+    return RunConfig(
+        task=script.name,
+        task_options={"arguments": shlex.join(words[1:])} if words[1:] else {},
+        strategy=strategy.name,
+        strategy_options={
+            name: _as_json(value) for name, value in strategy_values(strategy).items()
+        },
+        workers=1,
+        epochs=None,
+        steps=None,
+        seed=0,
+        checkpoint_every=None,
+        eval_every=None,
+        script=script,
+    )
+
+
+def _as_json(value: Any) -> JsonValue:
+    """An option as it stands in a record: objects of Python by what they print."""
+    try:
+        return json.loads(json.dumps(value))  # type: ignore[no-any-return]
+    except (TypeError, ValueError):
+        return repr(value)

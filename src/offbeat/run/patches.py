@@ -1,0 +1,299 @@
+"""All that `offbeat run` changes in PyTorch and Python: the whole list, each with its reason.
+
+Nothing is changed outside of `offbeat run`, and `patched` puts everything back. A test of each
+entry fails when a new version of PyTorch changes what it stands on (tests/run/test_patches.py).
+
+- `torch.distributed.Reducer`, `Logger`: DistributedDataParallel makes both when it is made, and the
+  reducer would exchange gradients; a stand-in does nothing. DDP's class, its first broadcast, its
+  names of parameters, `no_sync` and copies stay genuine.
+- `DistributedDataParallel.__init__`: to know each such model, and to refuse options that exchange
+  by themselves.
+- `DistributedDataParallel._pre_forward`: a session is attached there, and told what the pass is to
+  do; see `torch_private.PREPARES_FORWARD_OF_DDP`.
+- `DistributedDataParallel._run_ddp_forward`: see `torch_private.CALLS_MODULE_OF_DDP`.
+- `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
+  to C++, which takes no stand-in; what is exchanged is the strategy's affair.
+- `DistributedDataParallel.join`: it counts on the reducer's buckets.
+- `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
+- `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
+  what counts then.
+- `Tensor.backward`: the tensor that it is called on is the loss, for the record.
+- `torch.distributed.destroy_process_group`: sessions end before the group that they were made with;
+  and the groups are kept until the script has ended, since DDP's reducer must not be the last that
+  refers to one. It waits then for gloo's threads and holds the interpreter's lock, which they need
+  to let go of a tensor, so a script whose model outlives the group hangs now and then.
+- `torch.distributed.init_process_group`, `get_rank`, `get_world_size`: only in a worker that comes
+  back, since the process group of its peers was made without it and cannot be joined; and the first
+  of them in processes that a script starts as ranks while `offbeat run` has started ranks too.
+- `multiprocessing.Process`: children that a script starts afresh, as `torch.multiprocessing.spawn`
+  does, have to be patched too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing.process
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from offbeat.errors import UnsupportedError
+from offbeat.torch_private import (
+    CALLS_MODULE_OF_DDP,
+    PREPARES_FORWARD_OF_DDP,
+    REGISTERS_BUILTIN_HOOK,
+    TELLS_WHAT_DDP_LOGGED,
+)
+
+
+class ScriptListener:
+    """Hears what a script does. Does nothing unless a subclass overrides it."""
+
+    def ddp_made(self, ddp: DistributedDataParallel, copied: bool) -> None:
+        """The script has wrapped a model; `copied`: DDP has made it rank 0's on all ranks, as it
+        does unless it was made with `init_sync=False`.
+        """
+
+    def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+        """A forward pass begins with these arguments."""
+
+    def hook_ignored(self, ddp: DistributedDataParallel) -> None:
+        """It has registered a communication hook, which is not used."""
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has made an optimizer."""
+
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        """It has made a scaler of losses."""
+
+    def mode_changed(self, module: torch.nn.Module) -> None:
+        """`module` trains now, or is evaluated, as `module.training` says."""
+
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """`loss.backward()` was called."""
+
+    def backward_ended(self) -> None:
+        """It is about to return."""
+
+    def group_ends(self) -> None:
+        """The process group is about to be destroyed."""
+
+
+class IdleReducer:
+    """Stands where DDP's reducer would, or its logger: every method is there and returns None, but
+    for the one that tells what was logged.
+    """
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing_logged if name == TELLS_WHAT_DDP_LOGGED else _do_nothing
+
+
+def _nothing_logged() -> SimpleNamespace:
+    return SimpleNamespace(strs_map={}, ints_map={})
+
+
+def _do_nothing(*_: object, **__: object) -> None: ...
+
+
+@contextmanager
+def patched(
+    listener: ScriptListener, *, exchanges: bool, ddp_options: Mapping[str, object]
+) -> Iterator[None]:
+    """PyTorch as a script under `offbeat run` finds it, while the block runs.
+
+    Args:
+        listener: hears what the script does.
+        exchanges: whether DDP itself exchanges gradients, as it does outside of `offbeat run`.
+        ddp_options: what DDP is made with, in the place of what the script says.
+    """
+    with ExitStack() as stack:
+
+        def put(owner: object, name: str, value: object) -> None:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        ddp = DistributedDataParallel
+        put(ddp, "__init__", _ddp_init(ddp.__init__, listener, exchanges, ddp_options))
+        prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener)
+        put(ddp, PREPARES_FORWARD_OF_DDP, prepares)
+        if not exchanges:
+            put(dist, "Reducer", IdleReducer)
+            put(dist, "Logger", IdleReducer)
+            put(ddp, CALLS_MODULE_OF_DDP, _call_module)
+            for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):
+                put(ddp, name, lambda model, *_, **__: listener.hook_ignored(model))
+            put(ddp, "join", _refuse_join)
+        put(
+            torch.optim.Optimizer,
+            "__init__",
+            _then(torch.optim.Optimizer.__init__, listener.optimizer_made),
+        )
+        put(
+            torch.amp.GradScaler,
+            "__init__",
+            _then(torch.amp.GradScaler.__init__, listener.scaler_made),
+        )
+        put(torch.nn.Module, "train", _train(torch.nn.Module.train, listener))
+        put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
+        kept: list[dist.ProcessGroup | None] = []
+        stack.callback(kept.clear)
+        destroy = _destroy(dist.destroy_process_group, listener, kept)
+        for module in (dist, distributed_c10d):
+            put(module, "destroy_process_group", destroy)
+        yield
+
+
+@contextmanager
+def beside_the_group(rank: int, world_size: int) -> Iterator[None]:
+    """In a worker that comes back: `init_process_group` makes a group of this process alone, and
+    the script is told its rank and the number of workers all the same.
+
+    What a script exchanges by itself through torch.distributed does not reach its peers then.
+    """
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        backend = args[0] if args else kwargs.get("backend")
+        initialise(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    initialise = dist.init_process_group
+    with ExitStack() as stack:
+        for module in (dist, distributed_c10d):
+            for name, value in (
+                ("init_process_group", init_process_group),
+                ("get_rank", lambda group=None: rank),
+                ("get_world_size", lambda group=None: world_size),
+            ):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
+        yield
+
+
+@contextmanager
+def no_group_unless(allowed: bool, refusal: Callable[[], Exception]) -> Iterator[None]:
+    """`init_process_group` raises `refusal()` while the block runs, unless it is `allowed`."""
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        raise refusal()
+
+    with ExitStack() as stack:
+        for module in () if allowed else (dist, distributed_c10d):
+            stack.callback(setattr, module, "init_process_group", dist.init_process_group)
+            setattr(module, "init_process_group", init_process_group)  # noqa: B010 - mypy knows no such thing
+        yield
+
+
+@contextmanager
+def processes_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """The function of each process that the script starts goes through `wrap`, while the block
+    runs. What `wrap` returns is pickled where the process is a fresh interpreter.
+    """
+    original = multiprocessing.process.BaseProcess.__init__
+
+    @wraps(original)
+    def init(self: Any, group: Any = None, target: Any = None, *args: Any, **kwargs: Any) -> None:
+        original(self, group, None if target is None else wrap(target), *args, **kwargs)
+
+    multiprocessing.process.BaseProcess.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        multiprocessing.process.BaseProcess.__init__ = original  # type: ignore[method-assign]
+
+
+def _ddp_init(
+    original: Callable[..., None],
+    listener: ScriptListener,
+    exchanges: bool,
+    options: Mapping[str, object],
+) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        for option in ("mixed_precision", "delay_all_reduce_named_params"):
+            if not exchanges and kwargs.get(option):
+                raise UnsupportedError(
+                    f"DistributedDataParallel({option}=...) exchanges gradients in a way of its"
+                    " own, which no strategy can take over; leave it out"
+                )
+        original(self, *args, **{**kwargs, **options})
+        asked = signature.bind(self, *args, **kwargs).arguments
+        listener.ddp_made(self, bool(asked.get("init_sync", True)))
+
+    return init
+
+
+def _pre_forward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    tell = torch.compiler.disable(listener.forward_begins)
+
+    @wraps(original)
+    def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        tell(self, args)
+        return original(self, *args, **kwargs)
+
+    return pre_forward
+
+
+def _call_module(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    return self.module(*args, **kwargs)
+
+
+def _refuse_join(self: DistributedDataParallel, *_: Any, **__: Any) -> Any:
+    raise UnsupportedError(
+        "DistributedDataParallel.join() is of DDP's own exchange, which offbeat run replaces; give"
+        " every rank equally many batches, as DistributedSampler does"
+    )
+
+
+def _then(original: Callable[..., None], tell: Callable[[Any], None]) -> Callable[..., None]:
+    """`original`, a method, and then `tell` with its object."""
+
+    @wraps(original)
+    def both(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        tell(self)
+
+    return both
+
+
+def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    @wraps(original)
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        listener.backward_begins(self)
+        original(self, *args, **kwargs)
+        listener.backward_ended()
+
+    return backward
+
+
+def _destroy(
+    original: Callable[..., Any], listener: ScriptListener, kept: list[dist.ProcessGroup | None]
+) -> Callable[..., Any]:
+    @wraps(original)
+    def destroy(group: dist.ProcessGroup | None = None) -> Any:
+        listener.group_ends()
+        kept.append(dist.group.WORLD if group is None else group)
+        return original(group)
+
+    return destroy
+
+
+def _train(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    @wraps(original)
+    def train(self: torch.nn.Module, mode: bool = True) -> Any:
+        result = original(self, mode)
+        listener.mode_changed(self)
+        return result
+
+    return train

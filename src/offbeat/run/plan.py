@@ -1,0 +1,88 @@
+"""What `offbeat run` is to do, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from offbeat.errors import ConfigError, nearest
+from offbeat_lab.config import RunConfig, ScriptCommand, resolve_script
+from offbeat_lab.options import build_strategy, parse_spec
+
+DEFAULT_WORKERS = 4
+
+
+def script_command(
+    words: Sequence[str], *, as_module: bool = False, metric: str | None = None
+) -> ScriptCommand:
+    """The script that `words` begin with, and its arguments.
+
+    Args:
+        words: as on the command line.
+        as_module: whether the first of them names a module, as for `python -m`.
+        metric: the logged value that counts; None: chosen by its name.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    if not words:
+        raise ConfigError(
+            "no script to run; name one after the options, such as: offbeat run --strategy"
+            " gtopk:density=0.01 train.py --epochs 3"
+        )
+    path, *arguments = words
+    if as_module:
+        if find_spec(path.partition(".")[0]) is None and not Path(path.partition(".")[0]).exists():
+            raise ConfigError(f"there is no module {path!r} to run; is it installed?")
+    elif not Path(path).is_file():
+        beside = [entry.name for entry in Path(path).parent.glob("*.py")]
+        what = "is a directory, not a file" if Path(path).is_dir() else "does not exist"
+        raise ConfigError(f"the script {path} {what}{nearest(Path(path).name, beside)}")
+    return ScriptCommand(path=path, arguments=arguments, as_module=as_module, metric=metric)
+
+
+def script_config(
+    script: ScriptCommand,
+    strategy: str,
+    *,
+    workers: int,
+    steps: int | None = None,
+    log_to: Sequence[str] = (),
+) -> RunConfig:
+    """The run of `script` with `strategy`, such as "gtopk:density=0.01".
+
+    Args:
+        script: what runs.
+        strategy: with its options.
+        workers: number of ranks, >= 1.
+        steps: after which the script is stopped; None: it stops by itself.
+        log_to: as in `RunConfig`.
+
+    Raises:
+        ConfigError: no such strategy, option or logger, or a number that cannot be.
+    """
+    name, options = _one_strategy(strategy, script.path)
+    return resolve_script(script, name, options, workers=workers, steps=steps, log_to=log_to)
+
+
+def with_strategys_problem(
+    problem: ConfigError, strategy: str, words: Sequence[str]
+) -> ConfigError:
+    """`problem` of the script that `words` begin with, and what is wrong with `strategy` besides,
+    so that both are mended at once.
+    """
+    try:
+        build_strategy(*_one_strategy(strategy, words[0] if words else "train.py"))
+    except ConfigError as other:
+        return ConfigError(f"{problem}. And {other}")
+    return problem
+
+
+def _one_strategy(text: str, path: str) -> tuple[str, dict[str, str]]:
+    if "," in text.partition(":")[0]:
+        raise ConfigError(
+            f"--strategy takes one strategy, got {text!r}; to try several: offbeat compare"
+            f" --strategies {text} -- {path}"
+        )
+    return parse_spec(text)

@@ -1,0 +1,337 @@
+"""The record of a script's training: the same files as those of `offbeat train`.
+
+    forward pass with gradients     a step begins; the cluster description may make it late
+    backward                        the loss is seen
+    optimizer.step()                the step is written down; here workers take turns and stop
+    offbeat.log, session.log        the metric, and whatever else the script measures
+
+The metric is the value that was asked for by name, else the first one that is logged and is not the
+loss. A script that logs none has its training loss as its metric, as the mean over some steps.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from typing_extensions import override
+
+from offbeat.run.coupling import ModelListener
+from offbeat.run.evaluation_pause import EvaluationPause
+from offbeat.run.recipes import Attached
+from offbeat.session.metrics import SessionObserver
+from offbeat.session.session import Session
+from offbeat.torch_private import tensors_in
+from offbeat_lab.attaching import AttachedModel
+from offbeat_lab.compare_plan import ALONE
+from offbeat_lab.coordination import Coordinator
+from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.progress import Joined, Reporter
+from offbeat_lab.records import Evaluation, Record
+from offbeat_lab.run_summary import Measured, gather_ends, write_end
+from offbeat_lab.schedule import Position
+from offbeat_lab.step_recorder import RankRun, StepRecorder
+
+TRAINING_LOSS: Final = "training loss"
+LOSS_EVERY: Final = 10
+"""Steps over which the training loss is averaged where it is the metric."""
+
+REPORT_EVERY_S: Final = 0.5
+"""From one report to the supervisor to the next."""
+
+_NO_METRICS: Final = frozenset(
+    {"loss", "train_loss", "training_loss", "lr", "learning_rate", "step", "epoch", "iter", "time"}
+)
+_HIGHER_IS_BETTER: Final = (
+    "acc", "top1", "top5", "f1", "auc", "precision", "recall", "bleu", "rouge", "map", "iou",
+    "dice", "psnr", "ssim", "reward", "return", "score", "r2",
+)  # fmt: skip
+_LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape")
+"""Words that decide, whatever else a name says: top1_error, dice_loss."""
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether a metric of this name is the better the higher it is: accuracies, scores and rewards
+    are; whatever else, such as losses, errors and perplexities, is not.
+    """
+    words = name.lower().replace("-", "_").replace("/", "_").replace(" ", "_").split("_")
+    if any(word in _LOWER_IS_BETTER for word in words):
+        return False
+    return any(word.startswith(_HIGHER_IS_BETTER) for word in words)
+
+
+class ScriptLength:
+    """Where a script is. It knows by itself when to stop, unless `limit` is given.
+
+    Args:
+        limit: steps after which it is stopped; None: none.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.position = Position()
+        self.limit = limit
+
+    @property
+    def target(self) -> int:
+        """Steps done when the run will be finished, as far as that is known."""
+        return self.position.step + 1 if self.limit is None else self.limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenRecord:
+    """A record that is written, and the ranks that write it."""
+
+    record: Record
+    coordinator: Coordinator
+
+
+class ScriptRecorder(SessionObserver, ModelListener):
+    """Records one rank of a script.
+
+    Args:
+        open_record: is called when the first session is attached, on all ranks; None: there is to
+            be no record on this one.
+        report: hears how far this rank is.
+        turns: the steps that it may do.
+        stop_after: steps after which the script is stopped; None: it stops by itself.
+        patience_s: how long the end waits for ranks that are late; None: for ever.
+    """
+
+    def __init__(
+        self,
+        open_record: Callable[[], OpenRecord | None],
+        report: Reporter,
+        *,
+        turns: StepLimit,
+        stop_after: int | None,
+        patience_s: float | None = None,
+    ) -> None:
+        self._open_record = open_record
+        self._report = report
+        self._turns = turns
+        self._patience_s = patience_s
+        self._length = ScriptLength(stop_after)
+        self._run: RankRun | None = None
+        self._recorder: StepRecorder | None = None
+        self._pauses: Pauses | None = None
+        self._metric_name: str | None = None
+        self._metric: Evaluation | None = None
+        self._losses_of_step: list[torch.Tensor | float] = []
+        self._losses: list[float] = []
+        self._evaluations: list[Evaluation] = []
+        self._losses_seen = False
+        self._num_samples = 0
+        self._step_has_begun = self._has_evaluated = self._is_over = False
+        self._backward = ExitStack()
+        self._pause: EvaluationPause | None = None
+        self._evaluated_s = 0.0
+
+    # What the script does
+
+    def attached(
+        self, session: Attached, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """`session` is at work. Of several models at once, the first one's steps are recorded."""
+        run = self._run
+        opened = self._open_record() if run is None else None
+        if run is None and opened is None:
+            self._is_over = True  # nobody asked for a record
+            return
+        if run is not None and run.attached.model is not model:
+            run.notices.append("the script trains several models; the record is that of the first")
+            return
+        attached = AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
+        if isinstance(session, Session):
+            session.observers.append(self)
+        else:
+            optimizer.register_step_post_hook(lambda *_: self.step_ended(0))
+        if run is not None:
+            assert self._recorder is not None
+            run.attached = attached
+            self._recorder.begin_anew()
+            return
+        assert opened is not None
+        record, coordinator = opened.record, opened.coordinator
+        config, emulation, step = record.config, record.emulation, session.start_step
+        if config.script is not None:
+            self._metric_name = config.script.metric
+        self._length.position.step = step
+        self._run = run = RankRun(
+            record=record,
+            coordinator=coordinator,
+            attached=attached,
+            schedule=self._length,
+            step_time=StepTimeEmulator(
+                config.cluster,
+                coordinator.rank,
+                by_sleeping=emulation is not None and emulation.speeds == "sleeping",
+            ),
+        )
+        if coordinator.incarnation:
+            coordinator.rejoin_at(step + 1)
+            self._report(Joined(rank=coordinator.rank, step=step))
+        self._recorder = StepRecorder(
+            run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
+        )
+        # Where ranks average alone they would wait for the leader's evaluation too.
+        meets = config.strategy != ALONE and not attached.session.averages_alone
+        self._pauses = Pauses(run, self._recorder, self._turns, threading.Event(), meets=meets)
+        if self._turns.ends_turns and attached.session.averages_alone:
+            self._pause = EvaluationPause(coordinator, run.notices.append)
+        self._pauses.wait_for_turn(step)
+        self._recorder.restart_clock()
+
+    def samples_seen(self, args: Sequence[Any]) -> None:
+        """A forward pass for training begins."""
+        tensors = tensors_in(args)
+        self._num_samples += len(tensors[0]) if tensors and tensors[0].dim() else 0
+        self._begin_step()
+
+    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+        """`backward` is called on `loss`, which is `scale` times the script's."""
+        self._begin_step()
+        if loss.numel() == 1 and not self._is_over:
+            # Read when the step is over: a GPU would first have to end the forward pass here.
+            self._losses_of_step.append(loss.detach().float() / scale)
+        if self._run is not None and self._recorder is not None:
+            self._run.step_time.before_backward(self._recorder.elapsed_s)
+            self._backward.close()
+            self._backward.enter_context(self._run.step_time.backward())
+
+    def backward_ended(self) -> None:
+        """What `loss_seen` announced is over."""
+        self._backward.close()
+
+    def evaluates(self) -> None:
+        """The script puts a model out of training mode: what follows belongs to no step."""
+        self._has_evaluated = True
+        run, recorder, pause = self._run, self._recorder, self._pause
+        if run is None or recorder is None or pause is None or pause.is_evaluating:
+            return
+        if run.coordinator.leader == run.coordinator.rank and not self._is_over:
+            with run.attached.resting():
+                self._evaluated_s = pause.begin(self._length.position.step, recorder.elapsed_s)
+
+    @override
+    def step_ended(self, num_steps: int) -> None:
+        run, recorder, pauses = self._run, self._recorder, self._pauses
+        if run is None or recorder is None or pauses is None or self._is_over:
+            return
+        self._length.position.step += 1
+        step = self._length.position.step
+        loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
+        self._losses_seen = self._losses_seen or loss is not None
+        met_s = pauses.end_turn(step)
+        recorder.step_done(loss=loss, batch_size=self._num_samples, met_s=met_s)
+        if self._pause is not None:
+            self._pause.step_done(step, recorder.elapsed_s)
+        if loss is not None:
+            self._losses.append(loss)
+        self._losses_of_step, self._num_samples, self._step_has_begun = [], 0, False
+        if step % LOSS_EVERY == 0 and self._losses:
+            mean = sum(self._losses) / len(self._losses)
+            self._evaluations.append(recorder.evaluation(mean, {}))
+            self._losses = []
+        if self._length.limit is not None and step >= self._length.limit:
+            raise SystemExit(0)  # the script's own `finally` clauses are carried out
+        pauses.wait_for_turn(step)
+        recorder.restart_clock()
+
+    @override
+    def logged(self, values: Mapping[str, float]) -> None:
+        if "loss" in values and math.isfinite(values["loss"]):
+            self._loss_logged(values["loss"])
+        if self._metric_name is None:
+            self._metric_name = next((name for name in values if name not in _NO_METRICS), None)
+        name, recorder, run = self._metric_name, self._recorder, self._run
+        if name is None or name not in values or recorder is None or run is None or self._is_over:
+            return
+        if run.coordinator.leader != run.coordinator.rank:
+            return
+        others = {other: value for other, value in values.items() if other != name}
+        found = recorder.evaluation(values[name], others)
+        self._metric = replace(found, seconds=max(found.seconds, self._evaluated_s))
+        recorder.write_evaluation(self._metric)
+
+    def end(self, *, finished: bool) -> None:
+        """The script has ended. Writes the summary, on the rank that leads.
+
+        Args:
+            finished: False where it was interrupted.
+        """
+        run, recorder = self._run, self._recorder
+        if run is None or recorder is None or self._is_over:
+            return
+        self._is_over = True
+        self._end_pause()
+        run.coordinator.take_no_more_steps()
+        try:
+            # Of ranks that came back none took part in step 0: they have begun the script anew.
+            ends = gather_ends(run, recorder, [], patience_s=self._patience_s, step=0)
+            if ends is not None:
+                measured = self._measured(recorder)
+                write_end(run, recorder, ends, measured, run.attached.model, finished=finished)
+        finally:
+            recorder.close()
+
+    def abandon(self) -> None:
+        """The script has failed: there is no summary."""
+        if self._recorder is not None and not self._is_over:
+            self._recorder.close()
+        self._is_over = True
+        self._end_pause()
+
+    def _begin_step(self) -> None:
+        """The first thing that is seen of a step."""
+        run, recorder = self._run, self._recorder
+        if self._step_has_begun or run is None or recorder is None:
+            return
+        self._step_has_begun = True
+        self._end_pause()
+        if self._pause is not None:
+            began_s = time.monotonic()
+            with run.attached.resting():
+                self._pause.wait(self._length.position.step)
+            recorder.leave_out(time.monotonic() - began_s)
+        if self._has_evaluated:
+            recorder.restart_clock()
+            self._has_evaluated = False
+        run.step_time.begin_step(self._length.position.step + 1)
+
+    def _end_pause(self) -> None:
+        """Let the others go on, if this rank has evaluated."""
+        self._evaluated_s = 0.0
+        if self._pause is not None:
+            self._pause.end()
+
+    def _loss_logged(self, loss: float) -> None:
+        """The script says its loss, before the optimizer's step or after it."""
+        if self._step_has_begun:
+            self._losses_of_step = [loss]
+        elif self._recorder is not None and not self._is_over and self._length.position.step:
+            self._recorder.amend_loss(loss)
+            if not self._losses_seen:
+                self._losses.append(loss)
+
+    def _measured(self, recorder: StepRecorder) -> Measured:
+        if self._metric_name is not None:
+            metric = None if self._metric is None else self._metric.metric
+            others = {} if self._metric is None else self._metric.others
+            return Measured(
+                metric=metric,
+                name=self._metric_name,
+                higher_is_better=higher_is_better(self._metric_name),
+                others=others,
+            )
+        for evaluation in self._evaluations:
+            if math.isfinite(evaluation.metric):
+                recorder.write_evaluation(evaluation)
+        last = self._evaluations[-1].metric if self._evaluations else recorder.last_loss
+        return Measured(metric=last, name=TRAINING_LOSS, higher_is_better=False)

@@ -1,0 +1,290 @@
+"""Runs a user's script as one rank: as `python -m offbeat.run.worker RUN/config.json` under a
+supervisor, or within the process that torchrun or srun has started.
+
+The script is run as Python would run it: its own `sys.argv`, its directory first in `sys.path`, the
+name `__main__`. Its exit status is this process's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from offbeat.errors import OffbeatError
+from offbeat.run import patches
+from offbeat.run.attach import AttachOverride, overriding
+from offbeat.run.children import CHILD_VARIABLE
+from offbeat.run.coupling import ScriptSessions, is_good_end
+from offbeat.run.recipes import ScriptRecipe, recipe_for
+from offbeat.run.recording import OpenRecord, ScriptRecorder
+from offbeat.run.sharing import shared_record
+from offbeat.session.metrics import listening
+from offbeat.transport.connect import is_returning
+from offbeat_lab.attaching import link_delay
+from offbeat_lab.config import RunConfig, ScriptCommand
+from offbeat_lab.interrupts import exit_at_stop_signals
+from offbeat_lab.pauses import StepLimit
+from offbeat_lab.progress import TURNS_VARIABLE, Failure, Remark, Report, Reporter, pipe_reporter
+from offbeat_lab.records import Record
+from offbeat_lab.rendezvous import launched, supervised_coordinator
+
+LOGGER = logging.getLogger("offbeat")
+
+_OTHER_HOSTS_S = 60.0
+"""For how long the end of a run waits for ranks of other hosts."""
+
+
+class ScriptRun:
+    """One rank's run of a script.
+
+    Args:
+        config: of the run.
+        recipe: what is put into the script.
+        recorder: of this rank.
+        report: hears of a failure.
+        rank: of this process.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        recipe: ScriptRecipe,
+        recorder: ScriptRecorder,
+        report: Reporter,
+        *,
+        rank: int,
+    ) -> None:
+        assert config.script is not None
+        self._script: ScriptCommand = config.script
+        self._recipe = recipe
+        self._recorder = recorder
+        self._report = report
+        self._rank = rank
+        self._process = os.getpid()
+        self._sessions = ScriptSessions(recipe, recorder)
+
+    def carry_out(self) -> int:
+        """Run the script to its end; returns its exit status."""
+        error = self._run()
+        if error is None or is_good_end(error):
+            return self._end_well(has_exited=error is not None)
+        self._recorder.abandon()
+        return self._fail(error)
+
+    def _run(self) -> BaseException | None:
+        """What ended the script, if it did not come to its end."""
+        with patched_for(self._recipe, self._sessions), listening(self._recorder):
+            try:
+                run_as_main(self._script)
+            except BaseException as error:  # noqa: BLE001 - however it ended, peers must hear of it
+                if os.getpid() != self._process:
+                    _end_forked(error)
+                with suppress(OffbeatError):
+                    self._sessions.close(error)
+                return error
+            if os.getpid() != self._process:
+                _end_forked(None)
+            self._sessions.close(None)
+        return None
+
+    def _end_well(self, *, has_exited: bool) -> int:
+        # It may have trained in processes of its own, or have left before it made anything, as at
+        # `--help`.
+        has_trained_elsewhere = self._sessions.num_processes or (
+            has_exited and not self._sessions.has_made_anything
+        )
+        complaint = self._sessions.complaint(self._script.path)
+        if complaint is not None:
+            return 0 if has_trained_elsewhere else self._fail(complaint)
+        try:
+            self._recorder.end(finished=True)
+        except OffbeatError as error:
+            LOGGER.warning("the record is not complete: %s", error)
+        return 0
+
+    def _fail(self, error: BaseException) -> int:
+        """Say what has gone wrong; returns the exit status."""
+        failure = Failure.of(
+            error, rank=self._rank, has_printed=not isinstance(error, OffbeatError | SystemExit)
+        )
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, int):
+                status = error.code
+            else:
+                sys.stderr.write(f"{error.code}\n")  # as Python does
+            failure = replace(failure, message=f"the script called sys.exit({error.code!r})")
+        elif isinstance(error, OffbeatError):
+            failure = replace(failure, message=self._place_of(error) + failure.message)
+        else:
+            shown = error.with_traceback(_of_the_script(error.__traceback__))
+            sys.excepthook(type(shown), shown, shown.__traceback__)
+        self._report(failure)
+        return status
+
+    def _place_of(self, error: BaseException) -> str:
+        """Where the script stood at `error`, to begin a sentence with."""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == self._script.path]
+        names_it = str(error).startswith(self._script.path)
+        return f"{self._script.path}, line {lines[-1]}: " if lines and not names_it else ""
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that only start the script."""
+    starting = (__file__, runpy.run_path.__code__.co_filename)
+    while trace is not None and trace.tb_frame.f_code.co_filename in starting:
+        trace = trace.tb_next
+    return trace
+
+
+@contextmanager
+def patched_for(recipe: ScriptRecipe, sessions: ScriptSessions) -> Iterator[None]:
+    """All that a script finds changed while it runs."""
+    override = AttachOverride(
+        replace=sessions.replacement,
+        wrap=recipe.wrap,
+        attached=sessions.attached_by_script,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(
+            patches.patched(
+                sessions, exchanges=recipe.ddp_exchanges, ddp_options=recipe.ddp_options
+            )
+        )
+        stack.enter_context(patches.processes_wrapped(sessions.process_made))
+        stack.enter_context(overriding(override))
+        if is_returning():
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            stack.enter_context(patches.beside_the_group(rank, world_size))
+        yield
+
+
+def run_as_main(script: ScriptCommand) -> None:
+    """Run `script` as Python would."""
+    sys.argv = [script.path, *script.arguments]
+    if script.as_module:
+        sys.path[0] = os.getcwd()  # noqa: PTH109 - a string is what belongs there
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script.path).resolve().parent)
+        runpy.run_path(script.path, run_name="__main__")
+
+
+def main() -> int:
+    """Entry point of a supervised worker; returns its exit status."""
+    (config_path,) = sys.argv[1:]
+    record = Record(Path(config_path).resolve().parent)
+    turns = StepLimit(0) if TURNS_VARIABLE in os.environ else StepLimit.unlimited()
+    _listen_to_supervisor(turns)
+    report = pipe_reporter()
+    exit_at_stop_signals()
+    coordinator = supervised_coordinator()
+    assert coordinator is not None
+    config = record.config
+    in_user_space = record.emulation is not None and record.emulation.kind == "delaying"
+    delay = (
+        link_delay(config.cluster, coordinator.rank)
+        if in_user_space and config.cluster is not None
+        else None
+    )
+    os.environ[CHILD_VARIABLE] = config.model_dump_json()
+    opened = OpenRecord(record=record, coordinator=coordinator)
+    recorder = ScriptRecorder(
+        lambda: opened,
+        report,
+        turns=turns,
+        stop_after=config.steps,
+        # Where a host has gone nobody is left to say that its workers have died.
+        patience_s=None if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else _OTHER_HOSTS_S,
+    )
+    recipe = recipe_for(config.build_strategy(), delay)
+    return ScriptRun(config, recipe, recorder, report, rank=coordinator.rank).carry_out()
+
+
+def run_launched(config: RunConfig, out: Path | None) -> int:
+    """Run the script as the rank that torchrun or srun has made this process; returns its exit
+    status.
+
+    Args:
+        config: from `script_config`.
+        out: directory of the record; None: the next free one below runs/.
+    """
+    os.environ[CHILD_VARIABLE] = config.model_dump_json()
+    recorder = ScriptRecorder(
+        lambda: shared_record(config, out),
+        _say,
+        turns=StepLimit.unlimited(),
+        stop_after=config.steps,
+    )
+    launch = launched()
+    assert launch is not None
+    # What torch.distributed reads, where srun has set variables of its own.
+    os.environ.setdefault("RANK", str(launch.rank))
+    os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
+    if local := os.environ.get("SLURM_LOCALID"):
+        os.environ.setdefault("LOCAL_RANK", local)
+    recipe = recipe_for(config.build_strategy())
+    return ScriptRun(config, recipe, recorder, _say, rank=launch.rank).carry_out()
+
+
+def _say(report: Report) -> None:
+    match report:
+        case Failure():
+            sys.stderr.write(f"offbeat: rank {report.rank}: {report.message}\n")
+        case Remark():
+            sys.stderr.write(f"offbeat: rank {report.rank}: {report.text}\n")
+
+
+def main_and_exit() -> NoReturn:
+    """Be a supervised worker, and end this process."""
+    sys.exit(main())
+
+
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """End a process that the script has forked and that has come to the script's end, or to
+    `error`: it has no rank, and session and record are its parent's.
+    """
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status and not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
+    elif error is not None:
+        status = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # the script may have closed it
+            stream.flush()
+    os._exit(status)
+
+
+def _listen_to_supervisor(turns: StepLimit) -> None:
+    """Obey lines on the standard input that the supervisor gave; die when it closes. The script
+    gets an empty one in its place.
+    """
+    orders = os.fdopen(os.dup(0))
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def listen() -> None:
+        for line in orders:
+            turns.raise_to(int(line))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=listen, name="supervisor-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main_and_exit()

@@ -1,0 +1,171 @@
+"""What several commands share: flags, the panels of `--help`, exit statuses, completion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, cast, get_args
+
+import typer
+
+from offbeat.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from offbeat_lab.cluster import Cluster
+    from offbeat_lab.emulation import Mode as EmulationMode
+
+EXIT_FAILED = 1
+EXIT_MISUSED = 2
+EXIT_INTERRUPTED = 130
+
+WHAT: Final = "What to train"
+CLUSTER: Final = "The cluster"
+LENGTH: Final = "How long"
+OUTPUT: Final = "Record and output"
+
+
+def complete_strategy(incomplete: str) -> Iterator[str]:
+    """Names that the last of some strategies, with commas between, can go on to."""
+    from offbeat.strategies import REGISTRY
+
+    before, comma, last = incomplete.rpartition(",")
+    for name in REGISTRY:
+        if name.startswith(last):
+            yield f"{before}{comma}{name}"
+
+
+TaskName = Annotated[
+    str | None,
+    typer.Option(help="What to train; `offbeat tasks` lists them.", rich_help_panel=WHAT),
+]
+Epochs = Annotated[
+    int | None,
+    typer.Option(help="Passes over the data (default: the task's).", rich_help_panel=LENGTH),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Optimizer steps, in place of epochs.", rich_help_panel=LENGTH),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="A cluster to emulate: a TOML file, or the name of a preset.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(help="Processes to start on this machine (default 4).", rich_help_panel=CLUSTER),
+]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        help="Every worker's link to emulate: 1gbit, or 1gbit/0.2ms.", rich_help_panel=CLUSTER
+    ),
+]
+Speeds = Annotated[
+    str | None,
+    typer.Option(
+        help="Relative speeds to emulate, such as 1,1,1,0.5; repeated in turn.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Delay = Annotated[
+    str | None,
+    typer.Option(
+        help="Straggling: 2x320ms makes two random workers late in each step.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+StepTime = Annotated[
+    str | None,
+    typer.Option(
+        help="Fixed duration of forward and backward, as on an accelerator: 200ms.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+How = Annotated[
+    str,
+    typer.Option(
+        "--emulation",
+        help="auto, namespaces (needs root), delaying, or none.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="New directory for the record; by default one below runs/.", rich_help_panel=OUTPUT
+    ),
+]
+LogTo = Annotated[
+    str | None,
+    typer.Option(
+        help="Live metrics: tensorboard, wandb or mlflow, or several with commas.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+JsonFlag = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one line of JSON on standard output, and nothing else.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
+def require_writable(path: Path) -> None:
+    """Raise `ConfigError` where a file cannot be written, before work is done that goes into it."""
+    directory = path.resolve().parent
+    if not directory.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no directory {directory}")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"cannot write {path}: permission denied")
+
+
+def names_in(text: str | None) -> list[str]:
+    """The words of a flag that takes several with commas."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def cluster_of(
+    cluster: str | None,
+    workers: int | None,
+    link: str | None,
+    speeds: str | None,
+    delay: str | None,
+    step_time: str | None,
+) -> Cluster | None:
+    """The cluster that these flags describe; None where they say nothing about one."""
+    from offbeat_lab.cluster import from_flags
+
+    if all(flag is None for flag in (cluster, link, speeds, delay, step_time)):
+        return None
+    return from_flags(
+        cluster=cluster, workers=workers, link=link, speeds=speeds, delay=delay, step_time=step_time
+    )
+
+
+def emulation_mode(name: str) -> EmulationMode:
+    """The means of emulation called `name`. Raises `ConfigError` where there is none."""
+    from offbeat_lab.emulation import Mode as EmulationMode
+
+    if name not in get_args(EmulationMode):
+        allowed = ", ".join(get_args(EmulationMode))
+        raise ConfigError(
+            f"--emulation is {name!r}; allowed are"
+            f" {allowed}{nearest(name, get_args(EmulationMode))}"
+        )
+    return cast("EmulationMode", name)
+
+
+def write_page(directory: Path) -> Path:
+    """Write the page of a record; returns where it is."""
+    from offbeat_lab.report.page import write_report
+
+    return write_report(directory)

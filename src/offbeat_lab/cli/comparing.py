@@ -1,0 +1,342 @@
+"""`offbeat compare` on the terminal: how far every strategy is while it runs, and a table at the
+end.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from offbeat.errors import ConfigError
+from offbeat.run.plan import script_command
+from offbeat.run.supervise import script_program
+from offbeat_lab.comparison import ComparedStrategy, Comparison, Measure
+from offbeat_lab.config import ScriptCommand
+from offbeat_lab.local_worker import TASK_WORKER, WorkerProgram
+from offbeat_lab.progress import MembershipChange, WorkerProgress
+from offbeat_lab.statistics import Estimate
+
+_PLAIN_EVERY_S = 5.0
+_WORKER_AND_LOG: Final = re.compile(r"worker \d+ \(pid \d+\)|\S*/logs\S*")
+"""What differs between failures that have one reason."""
+_REFRESHES_PER_S = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """What a comparison trains.
+
+    Attributes:
+        task: its name.
+        script: what runs in its place; None for a task.
+        num_seeds: runs of each strategy, unless the user says otherwise.
+    """
+
+    task: str
+    script: ScriptCommand | None
+
+    @property
+    def num_seeds(self) -> int:
+        return 3 if self.script is None else 1
+
+    def program(self, workers: int) -> WorkerProgram:
+        """What its workers run."""
+        if self.script is None:
+            return TASK_WORKER
+        return script_program(self.script, workers, forked=True)
+
+
+def what_to_compare(
+    task: str | None,
+    words: Sequence[str] | None,
+    settings: Sequence[str] | None,
+    epochs: int | None,
+) -> Compared:
+    """A task or a script, as the command line says.
+
+    Args:
+        task: of --task.
+        words: a script and its arguments.
+        settings, epochs: of --set and --epochs, which only tasks have.
+
+    Raises:
+        ConfigError: neither or both, or there is no such script.
+    """
+    if words and task is not None:
+        raise ConfigError(f"got --task {task} and the script {words[0]}; give one of them")
+    if not words:
+        if task is None:
+            raise ConfigError(
+                "nothing to train; give --task (offbeat tasks lists them), or a script of your own"
+                " after two dashes: -- train.py --epochs 3"
+            )
+        return Compared(task=task, script=None)
+    if settings or epochs is not None:
+        raise ConfigError(
+            "--set and --epochs are for tasks; a script takes its own arguments after its name, and"
+            " --steps ends it"
+        )
+    script = script_command(words)
+    return Compared(task=script.name, script=script)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """What is known of one strategy in the runs of the current seed."""
+
+    workers: dict[int, WorkerProgress] = field(default_factory=dict)
+    seeds_done: int = 0
+    metric: float | None = None
+    failure: str | None = None
+
+    @property
+    def step(self) -> int:
+        return min((progress.step for progress in self.workers.values()), default=0)
+
+    @property
+    def seconds(self) -> float:
+        return max((progress.seconds for progress in self.workers.values()), default=0.0)
+
+
+class ComparisonDisplay:
+    """Shows how a comparison goes on: a live table on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rows: dict[str, _Row] = {}
+        self._reasons: set[str] = set()
+        self._turn = ""
+        self._num_workers = self._num_seeds = self._steps = self._seed = 0
+        self._printed_s = self._begun_s = time.monotonic()
+        self.live: Live | None = None
+
+    def begin(self, labels: Sequence[str], num_workers: int, num_seeds: int, steps: int) -> None:
+        self._rows = {label: _Row() for label in labels}
+        self._num_workers, self._num_seeds, self._steps = num_workers, num_seeds, steps
+        self._printed_s = self._begun_s = time.monotonic()
+
+    def seed(self, place: int) -> None:
+        self._seed = place
+        for row in self._rows.values():
+            row.workers, row.metric, row.seeds_done = {}, None, place
+        self._show()
+
+    def turn(self, label: str) -> None:
+        self._turn = label
+        self._show()
+
+    def progress(self, label: str, progress: WorkerProgress) -> None:
+        if label not in self._rows:  # the runs without exchange are no contestant
+            return
+        row = self._rows[label]
+        row.workers[progress.rank] = progress
+        row.metric = row.metric if progress.metric is None else progress.metric
+        self._show()
+
+    def membership_changed(self, label: str, change: MembershipChange) -> None:
+        if label not in self._rows:
+            return
+        if change.departed:
+            self._rows[label].workers.pop(change.rank, None)
+        style = "red" if change.departed else "green"
+        self._console.print(
+            f"{label}: {change.text}", style=style, markup=False, highlight=False, soft_wrap=True
+        )
+
+    def failed(self, label: str, reason: str) -> None:
+        if label in self._rows:
+            self._rows[label].failure = reason
+        why = _WORKER_AND_LOG.sub("", reason)
+        text = "for the same reason" if why in self._reasons else reason
+        self._reasons.add(why)
+        self._console.print(
+            f"{label} is out: {text}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def left_s(self) -> float | None:
+        """Seconds until the end, as far as can be said: what is left of every strategy's steps at
+        the pace it has.
+        """
+        left_s = 0.0
+        for row in self._rows.values():
+            if row.failure is not None:
+                continue
+            if not row.step:
+                return None
+            steps_left = self._steps * (self._num_seeds - row.seeds_done) - row.step
+            left_s += steps_left * row.seconds / row.step
+        return left_s
+
+    def table(self) -> Table:
+        """The state of all strategies."""
+        left_s = self.left_s()
+        starting = not any(row.step for row in self._rows.values())
+        rest = (
+            "  starting workers"
+            if starting
+            else ""
+            if left_s is None
+            else f"  about {_duration(left_s)} left"
+        )
+        table = Table(
+            title=f"seed {self._seed + 1} of {self._num_seeds}{rest}",
+            title_justify="left",
+            box=box.SIMPLE,
+        )
+        for name in (
+            "",
+            "step",
+            "ms a step",
+            "metric",
+            "sent a step",
+            *(f"w{rank}" for rank in range(self._num_workers)),
+        ):
+            table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+        for label, row in self._rows.items():
+            name = (
+                f"[bold]> {escape(label)}[/bold]" if label == self._turn else f"  {escape(label)}"
+            )
+            if row.failure is not None:
+                table.add_row(name, "[red]out[/red]")
+                continue
+            sent = [progress.bytes_per_step for progress in row.workers.values()]
+            table.add_row(
+                name,
+                f"{row.step}/{self._steps}",
+                f"{row.seconds / row.step * 1e3:.1f}" if row.step else "",
+                "" if row.metric is None else f"{row.metric:.4f}",
+                decimal(round(sum(sent) / len(sent))) if sent else "",
+                *(
+                    f"{row.workers[rank].wait_share:.0%}" if rank in row.workers else ""
+                    for rank in range(self._num_workers)
+                ),
+            )
+        table.caption, table.caption_justify = (
+            "w0, w1, ...: share of its time each worker waits",
+            "left",
+        )
+        return table
+
+    def _show(self) -> None:
+        if self.live is not None:
+            self.live.update(self.table())
+            return
+        if time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
+            self._printed_s = time.monotonic()
+            parts = [f"{label} {row.step}/{self._steps}" for label, row in self._rows.items()]
+            left_s = self.left_s()
+            rest = "" if left_s is None else f"; about {_duration(left_s)} left"
+            line = f"seed {self._seed + 1}/{self._num_seeds}: {', '.join(parts)}{rest}"
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def comparison_display(*, quiet: bool = False) -> Iterator[ComparisonDisplay]:
+    """A display for as long as the block runs. It writes to standard error."""
+    console = Console(stderr=True, quiet=quiet)
+    display = ComparisonDisplay(console)
+    if not console.is_terminal or quiet:
+        yield display
+        return
+    with Live(console=console, refresh_per_second=_REFRESHES_PER_S) as live:
+        display.live = live
+        yield display
+
+
+_ROWS: Final[Sequence[tuple[str, Measure, Callable[[float], str]]]] = (
+    ("time to target", "time_to_target_s", lambda s: f"{s:.3g} s"),
+    ("steps to target", "steps_to_target", lambda n: f"{n:.0f}"),
+    ("final {metric}", "final_metric", lambda m: f"{m:.4f}"),
+    ("a step", "step_s", lambda s: f"{s * 1e3:.3g} ms" if s < 1 else f"{s:.3g} s"),
+    ("samples a second", "samples_per_s", lambda n: f"{n:,.0f}"),
+    ("of the ideal", "efficiency", lambda part: f"{part:.0%}"),
+    ("sent a step", "bytes_per_step", lambda n: decimal(round(n))),
+    ("messages a step", "messages_per_step", lambda n: f"{n:.3g}"),
+    ("computing", "share_compute", lambda part: f"{part:.0%}"),
+    ("encoding", "share_encode", lambda part: f"{part:.0%}"),
+    ("waiting for others", "share_wait", lambda part: f"{part:.0%}"),
+    ("transfer", "share_transfer", lambda part: f"{part:.0%}"),
+    ("waiting for factors", "factors_exposed_s", lambda s: f"{s * 1e3:.3g} ms"),
+    ("inverting", "inversion_s", lambda s: f"{s * 1e3:.3g} ms"),
+    ("memory of a worker", "peak_memory_bytes", lambda n: decimal(round(n))),
+)
+_WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}
+
+
+def print_comparison(comparison: Comparison, directory: Path, page: Path | None) -> None:
+    """The verdict, the table, and where the rest is."""
+    console = Console()
+    if all(contestant.failure is not None for contestant in comparison.contestants):
+        # Each failure has been said when it came.
+        console.print(escape(comparison.verdict), style="bold", highlight=False)
+        print(f"record: {directory}")
+        return
+    table = Table(
+        title=f"{comparison.task} on {comparison.cluster.describe()}",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    table.add_column("")
+    for contestant in comparison.contestants:
+        table.add_column(escape(contestant.label), justify="right", overflow="fold")
+    for name, measure, text in _ROWS:
+        cells = [_cell(contestant, measure, text) for contestant in comparison.contestants]
+        if any(cells):
+            table.add_row(name.format(metric=comparison.metric_name.replace("_", " ")), *cells)
+    console.print(table)
+    lines = [comparison.verdict, *comparison.findings]
+    console.print(escape(lines[0]), style="bold", highlight=False, soft_wrap=True)
+    for line in lines[1:]:
+        console.print(f"- {escape(line)}", highlight=False, soft_wrap=True)
+    target = "" if comparison.target is None else f"target {comparison.target:.4g}"
+    reason = (
+        "" if comparison.target_was_given or not target else " (the best that every run reached)"
+    )
+    seeds = (
+        f"medians over {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
+    )
+    console.print(f"[dim]{target}{reason}{'; ' if target else ''}{seeds}[/dim]")
+    emulation = comparison.emulation
+    console.print(
+        f"[dim]network: {escape(emulation.network)}; compute: {escape(emulation.compute)}[/dim]",
+        soft_wrap=True,
+    )
+    for notice in emulation.notices:
+        console.print(f"note: {escape(notice)}", highlight=False, soft_wrap=True)
+    for contestant in comparison.contestants:
+        for notice in contestant.notices:
+            console.print(
+                f"note ({escape(contestant.label)}): {escape(notice)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+    console.print(f"record: {escape(str(directory))}", highlight=False, soft_wrap=True)
+    if page is not None:
+        console.print(f"page:   {escape(str(page))}", highlight=False, soft_wrap=True)
+
+
+def _cell(contestant: ComparedStrategy, measure: Measure, text: Callable[[float], str]) -> str:
+    if contestant.failure is not None:
+        return "failed" if measure == "step_s" else ""
+    figure: Estimate | None = contestant.measures.get(measure)
+    if figure is None or figure.median is None:
+        return ""
+    if measure not in _WITH_INTERVAL or figure.low is None or figure.high is None:
+        return text(figure.median)
+    return f"{text(figure.median)}\n[dim]{text(figure.low)} to {text(figure.high)}[/dim]"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

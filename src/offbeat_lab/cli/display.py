@@ -1,0 +1,261 @@
+"""What people see: progress while workers train, and tables afterwards. Progress goes to standard
+error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from offbeat_lab.factor_work import factor_work
+from offbeat_lab.options import Option
+from offbeat_lab.profiles import read_profiles
+from offbeat_lab.progress import MembershipChange, WorkerProgress
+from offbeat_lab.records import Record, Summary
+from offbeat_lab.report import charts_dispatch, page_factors
+
+_PLAIN_EVERY_S = 5.0
+
+
+class ProgressDisplay(Protocol):
+    """What is shown while workers train."""
+
+    def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
+        """Show how far a worker is, or that it has died or come back."""
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
+
+@contextmanager
+def progress_display(
+    title: str, num_workers: int, *, quiet: bool = False
+) -> Iterator[ProgressDisplay]:
+    """Show progress and news under `title` while the block runs: bars on a terminal, a line now and
+    then elsewhere.
+    """
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        yield _Lines(title, console, num_workers)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(
+            "loss {task.fields[loss]:.4f}  waiting {task.fields[wait]:>4.0%} "
+            " {task.fields[sent]:>9} a step"
+        ),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=console) as bars:
+        console.print(title, style="bold")
+        yield _Bars(bars, console, num_workers)
+
+
+class _Bars:
+    """One bar for each worker."""
+
+    def __init__(self, bars: Bars, console: Console, num_workers: int) -> None:
+        self._bars = bars
+        self._console = console
+        nothing_yet = {"loss": float("nan"), "wait": 0.0, "sent": "", "total": None}
+        self._tasks: dict[int, TaskID] = {
+            rank: bars.add_task(f"worker {rank}", **nothing_yet)  # type: ignore[arg-type]  # fields of any type
+            for rank in range(num_workers)
+        }
+
+    def say(self, text: str) -> None:
+        _print_line(self._console, text)
+
+    def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
+        if isinstance(progress, MembershipChange):
+            what = "[red]gone[/red]" if progress.departed else "    "
+            self._bars.update(
+                self._tasks[progress.rank], description=f"worker {progress.rank} {what}"
+            )
+            _print_change(self._console, progress)
+            return
+        self._bars.update(
+            self._tasks[progress.rank],
+            completed=progress.step,
+            total=progress.target,
+            loss=progress.loss,
+            wait=progress.wait_share,
+            sent=decimal(round(progress.bytes_per_step)),
+        )
+
+
+class _Lines:
+    """One line for all workers every few seconds, and one when the last of them is done."""
+
+    def __init__(self, title: str, console: Console, num_workers: int) -> None:
+        self._title = title
+        self._num_workers = num_workers
+        self._console = console
+        self._latest: dict[int, WorkerProgress] = {}
+        self._gone: set[int] = set()
+        self._printed_s = time.monotonic()
+
+    def say(self, text: str) -> None:
+        _print_line(self._console, text)
+
+    def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
+        if isinstance(progress, MembershipChange):
+            self._gone = (
+                self._gone | {progress.rank} if progress.departed else self._gone - {progress.rank}
+            )
+            self._latest.pop(progress.rank, None)
+            _print_change(self._console, progress)
+            return
+        self._latest[progress.rank] = progress
+        if len(self._latest) < self._num_workers - len(self._gone):
+            return
+        slowest = min(self._latest.values(), key=lambda latest: latest.step)
+        if time.monotonic() - self._printed_s < _PLAIN_EVERY_S and slowest.step < slowest.target:
+            return
+        self._printed_s = time.monotonic()
+        workers = [self._latest[rank] for rank in sorted(self._latest)]
+        losses = " ".join(f"{worker.loss:.4f}" for worker in workers)
+        waits = " ".join(f"{worker.wait_share:.0%}" for worker in workers)
+        self._console.print(
+            f"{self._title}: step {slowest.step}/{slowest.target}  loss {losses}  waiting {waits}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _print_line(console: Console, text: str) -> None:
+    console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+def _print_change(console: Console, change: MembershipChange) -> None:
+    console.print(
+        escape(change.text),
+        style="red" if change.departed else "green",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def print_summary(summary: Summary, page: Path | None = None) -> None:
+    """One run as a table, and where its page is."""
+    table = Table(
+        show_header=False, title=f"{summary.task} · {summary.strategy}", title_justify="left"
+    )
+    table.add_column()
+    table.add_column(overflow="fold")
+    for label, text in _summary_rows(summary):
+        table.add_row(label, text)
+    if page is not None:
+        table.add_row("page", escape(str(page)))
+    Console().print(table)
+    for sentence in _work_of(Path(summary.run_directory)):
+        Console().print(escape(sentence), highlight=False, soft_wrap=True)
+    _print_notices([summary])
+
+
+def note_of(strategy: str, notice: str) -> str:
+    """The line that says `notice`."""
+    return f"note ({strategy}): {notice}"
+
+
+def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
+    """A task or a strategy and what `--set` takes for it."""
+    console = Console()
+    console.print(f"[bold]{name}[/bold]  {escape(summary)}")
+    for option in options:
+        default = f" = {escape(option.default)}" if option.default != "required" else " (required)"
+        console.print(
+            f"  [bold]{option.name}[/bold]{default}  [dim]{escape(option.allowed)}[/dim]",
+            highlight=False,
+        )
+        console.print(Padding(escape(option.help), (0, 0, 0, 6)), highlight=False)
+    console.print()
+
+
+def print_strategies(
+    own: Sequence[tuple[str, str, str]], native: Sequence[tuple[str, str]]
+) -> None:
+    """A line for each strategy.
+
+    Args:
+        own: name, summary and paper of offbeat's.
+        native: name and summary of those that torch ships.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for name, summary, paper in own:
+        table.add_row(name, f"{escape(summary)} [dim]({escape(paper)})[/dim]")
+    table.add_section()
+    for name, summary in native:
+        table.add_row(name, escape(summary))
+    console = Console()
+    console.print(table)
+    console.print(
+        "\nOptions of one: offbeat strategies gtopk. In other commands they follow after colons:"
+        " gtopk:density=0.01.",
+        highlight=False,
+    )
+
+
+def _work_of(run_directory: Path) -> Iterator[str]:
+    """What the record says of work that was divided within steps, or between merges."""
+    record = Record(run_directory)
+    if (work := factor_work(read_profiles(record))) is not None:
+        yield page_factors.sentence_of(work)
+    if mega_batches := record.mega_batches():
+        yield charts_dispatch.sentence_of(mega_batches)
+
+
+def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    metric = "not measured" if summary.metric is None else f"{summary.metric:.4f}"
+    return [
+        (summary.metric_name.replace("_", " "), metric),
+        *((name, f"{value:.4f}") for name, value in summary.other_metrics.items()),
+        ("last loss", "not finite" if summary.loss is None else f"{summary.loss:.4f}"),
+        ("workers", str(summary.workers) + _lost(summary)),
+        ("parameters", f"{summary.num_parameters:,}"),
+        (
+            "steps",
+            f"{summary.steps:,}"
+            + (f" (from {summary.resumed_from_step})" if summary.resumed_from_step else ""),
+        ),
+        (
+            "training time",
+            f"{summary.seconds:.1f} s"
+            + (" (since the resume)" if summary.resumed_from_step else ""),
+        ),
+        ("steps a second", f"{summary.steps_per_s:.1f}"),
+        ("sent by a worker in a step", decimal(round(summary.bytes_sent_per_step))),
+        ("skipped steps", str(summary.skipped_steps)),
+        ("replicas", "identical" if summary.replicas_identical else "differ"),
+        ("record", escape(summary.run_directory)),
+    ]
+
+
+def _lost(summary: Summary) -> str:
+    """How many workers died on the way, and how many of them came back."""
+    if not summary.losses:
+        return ""
+    back = sum(loss.returned_step is not None for loss in summary.losses)
+    return f" ({len(summary.losses)} died{f', {back} came back' if back else ''})"
+
+
+def _print_notices(summaries: Sequence[Summary]) -> None:
+    console = Console()
+    for summary in summaries:
+        for notice in summary.notices:
+            _print_line(console, note_of(summary.strategy, notice))

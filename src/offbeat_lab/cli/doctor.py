@@ -1,0 +1,200 @@
+"""`offbeat doctor`: what is here, what the network does, and what that means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from offbeat.errors import ConfigError
+from offbeat_lab.cli.common import require_writable
+from offbeat_lab.doctor import Diagnosis, diagnose
+from offbeat_lab.doctor.advice import (
+    USUAL_DENSITY,
+    Prediction,
+    display_count,
+    display_link,
+    display_seconds,
+)
+from offbeat_lab.doctor.diagnosis import ALONE, within
+from offbeat_lab.doctor.facts import Finding, Purpose
+from offbeat_lab.doctor.measure import Measurement
+from offbeat_lab.doctor.probe import cluster_of
+from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
+from offbeat_lab.plan.profile import ModelProfile
+from offbeat_lab.plan.shipped import named_profile
+
+_MARKS = {
+    "ok": "[green]ok[/green]",
+    "missing": "[yellow]missing[/yellow]",
+    "unknown": "[dim]not tried[/dim]",
+}
+_HEADS: dict[Purpose, str] = {
+    "training": "for training",
+    "emulation": "for emulating a cluster on this machine",
+}
+_PAIRS_SHOWN = 10
+
+
+def run(
+    *,
+    workers: int | None = None,
+    parameters: Sequence[int] = (),
+    density: float = USUAL_DENSITY,
+    write: Path | None = None,
+    profile: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Diagnose and, on rank 0, print. Returns the exit status: 1 when training on several workers
+    is impossible here.
+
+    Args:
+        workers: local workers to measure between; None measures only where torchrun or srun started
+            this command.
+        parameters: sizes of exchanges to predict; by default 1, 25 and 100 million.
+        density: of gTop-k in them.
+        write: where the measured cluster goes, as TOML.
+        profile: a model to plan for on it, in place of these.
+        as_json: print one line of JSON in place of the tables.
+
+    Raises:
+        ConfigError: an argument that is not allowed, or a plan where nothing was measured.
+    """
+    model = None if profile is None else named_profile(profile)
+    if model is not None and (parameters or density != USUAL_DENSITY):
+        raise ConfigError(
+            "--parameters and --density are of an exchange alone, and --profile is of a model with"
+            " its computing; give one or the other"
+        )
+    if write is not None:
+        require_writable(write)
+    diagnosis = diagnose(
+        workers=workers, parameters=None if model is not None else parameters, density=density
+    )
+    if diagnosis is None:
+        return 0
+    if write is not None or model is not None:
+        diagnosis = _with_cluster(diagnosis, write, model)
+    if as_json:
+        print(TypeAdapter(Diagnosis).dump_json(diagnosis).decode())
+    else:
+        print_diagnosis(Console(), diagnosis)
+    return int(
+        any(one.name in ("torch", "gloo") and one.state == "missing" for one in diagnosis.findings)
+    )
+
+
+def _with_cluster(diagnosis: Diagnosis, path: Path | None, model: ModelProfile | None) -> Diagnosis:
+    """What was measured as a cluster, written to `path`; the advice is the plan for `model` on it.
+
+    Raises:
+        ConfigError: nothing was measured.
+    """
+    if diagnosis.measurement is None:
+        raise ConfigError(f"nothing was measured, so there is no cluster. {ALONE}")
+    cluster = cluster_of(diagnosis.measurement)
+    remarks = [*diagnosis.advice, f"Measured: {cluster.describe()}."]
+    if path is not None:
+        path.write_text(cluster.to_toml(), encoding="utf-8")
+        remarks.append(
+            f"Written: {path}. Plan with it: offbeat plan --cluster {path} --script train.py"
+        )
+    if model is None:
+        return replace(diagnosis, advice=remarks)
+    plan = make_plan(PlanRequest(profile=model, clusters=[cluster], strategies=USUAL))
+    best = plan.best(cluster.workers, plan.predictions[0].rate_bit_per_s)
+    steps = ", ".join(
+        f"{one.strategy} {display_seconds(one.step_s)}"
+        for one in sorted(plan.predictions, key=lambda one: one.step_s)
+    )
+    return replace(
+        diagnosis,
+        verdict=f"{within(diagnosis.measurement)}Plan for {model.name}: {best.strategy},"
+        f" {best.share_of_ideal:.0%} of the ideal.",
+        advice=[*remarks, f"A step of {model.name}: {steps}.", *plan.remarks],
+    )
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """The tables, and the verdict last, where the eye is."""
+    for purpose, head in _HEADS.items():
+        console.print(
+            _findings(head, [one for one in diagnosis.findings if one.purpose == purpose])
+        )
+    if diagnosis.measurement is not None:
+        console.print(_network(diagnosis.measurement))
+        console.print(_sockets(diagnosis.measurement))
+    if diagnosis.predictions:
+        console.print(_predictions(diagnosis.predictions))
+    for sentence in diagnosis.advice:
+        console.print(f"- {escape(sentence)}", highlight=False, soft_wrap=True)
+    console.print(escape(diagnosis.verdict), style="bold", highlight=False, soft_wrap=True)
+
+
+def _findings(head: str, findings: Sequence[Finding]) -> Table:
+    table = Table(title=head, title_justify="left", show_header=False)
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in findings:
+        text = f"{one.value}: {one.means}" if one.value else one.means
+        remedy = f"; to get it: {one.remedy}" if one.remedy else ""
+        mark = "[dim]none[/dim]" if one.state == "missing" and not one.remedy else _MARKS[one.state]
+        table.add_row(one.name, mark, escape(text + remedy))
+    return table
+
+
+def _network(measurement: Measurement) -> Table:
+    title = f"between {measurement.world_size} workers, the slowest one's figures"
+    table = Table(title=title, title_justify="left", show_header=False)
+    network = measurement.network
+    table.add_row("messages", display_link(network.messages))
+    table.add_row(f"dense all-reduce ({measurement.device}), a hop", display_link(network.dense))
+    table.add_row(
+        "selection",
+        f"{display_seconds(network.select_s_per_element * 1e6)} for each million elements",
+    )
+    pairs = sorted(measurement.pairs, key=lambda link: link.cost.beta_s_per_byte, reverse=True)
+    for link in pairs[:_PAIRS_SHOWN]:
+        table.add_row(f"worker {link.first} and worker {link.second}", display_link(link.cost))
+    if len(pairs) > _PAIRS_SHOWN:
+        table.add_row("", f"and {len(pairs) - _PAIRS_SHOWN} faster pairs")
+    return table
+
+
+def _sockets(measurement: Measurement) -> Table:
+    table = Table(
+        "worker",
+        "opened by",
+        "listens on",
+        "",
+        title="sockets that accept connections",
+        title_justify="left",
+    )
+    for one in measurement.listening:
+        address = f"[{one.address}]" if ":" in one.address else one.address
+        open_to_all = "[yellow]every network[/yellow]" if one.is_open_to_all else ""
+        table.add_row(str(one.rank), one.owner, escape(f"{address}:{one.port}"), open_to_all)
+    return table
+
+
+def _predictions(predictions: Sequence[Prediction]) -> Table:
+    table = Table("parameters", title="expected exchange a step", title_justify="left")
+    names = {"dense": "DDP all-reduce"} | {
+        name: f"gTop-k {name}" for name in ("reduce_scatter", "all_gather", "tree")
+    }
+    for head in names.values():
+        table.add_column(head, justify="right")
+    for one in predictions:
+        costs = (display_seconds(one.costs_s[name]) for name in names)
+        marked = (
+            f"[bold]{text}[/bold]" if name == one.best else text
+            for name, text in zip(names, costs, strict=True)
+        )
+        table.add_row(display_count(one.num_parameters), *marked)
+    return table

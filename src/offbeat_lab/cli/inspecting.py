@@ -1,0 +1,123 @@
+"""The commands that look at things: records, traces, this machine, what there is to choose from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat_lab.cli.common import JsonFlag, complete_strategy
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
+) -> None:
+    """Write the page of a record again, and print where it is."""
+    from offbeat_lab.report.page import write_report
+
+    print(write_report(directory))
+
+
+def trace(
+    directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="File to write (.json or .json.gz), or a directory with --tensorboard."),
+    ],
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars instead.")] = False,
+) -> None:
+    """Write a trace of all workers for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    from offbeat_lab.report.tensorboard import write_scalars
+    from offbeat_lab.report.trace import write_trace
+
+    if tensorboard:
+        write_scalars(directory, out)
+        print(f"scalars in {out}; look at them with: tensorboard --logdir {out}")
+    else:
+        print(
+            f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev"
+        )
+
+
+def doctor(
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Local processes to measure between, where nobody launched any."),
+    ] = None,
+    parameters: Annotated[
+        list[int] | None, typer.Option(help="Size of an exchange to predict; may be given again.")
+    ] = None,
+    density: Annotated[float, typer.Option(help="That gTop-k would send.")] = 0.001,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write the cluster that was measured here, for plan and the lab."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Advise by a plan for this model: a profile's file, or resnet50."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what this machine has, measure the network between workers, and what that means for the
+    choice of strategy.
+    """
+    from offbeat_lab.cli import doctor as diagnosing
+
+    raise typer.Exit(
+        diagnosing.run(
+            workers=workers,
+            parameters=parameters or (),
+            density=density,
+            write=write,
+            profile=profile,
+            as_json=as_json,
+        )
+    )
+
+
+def clean() -> None:
+    """Remove the namespaces, quotas and workers that a killed run left behind, and nothing else."""
+    from offbeat_lab.emulation import clean as remove_leftovers
+
+    removed = remove_leftovers()
+    print("\n".join(removed) if removed else "nothing was left behind")
+
+
+def tasks() -> None:
+    """List the tasks and what --set takes for each."""
+    from offbeat_lab.cli import display
+    from offbeat_lab.options import task_options
+    from offbeat_lab.tasks import TASKS
+
+    for name, kind in TASKS.items():
+        display.print_options(name, kind.summary, task_options(name))
+
+
+def strategies(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="Only this one, such as gtopk, with all its options.",
+            show_default=False,
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+) -> None:
+    """List the strategies, a line each; or one of them, with its options, their meaning, what is
+    allowed and the default.
+    """
+    from offbeat.strategies import REGISTRY
+    from offbeat.strategies.docstrings import first_sentence
+    from offbeat_lab.cli import display
+    from offbeat_lab.native import NATIVE
+    from offbeat_lab.options import strategy_options, strategy_type
+
+    papers = {entry.name: entry.paper for entry in REGISTRY.entries.values()}
+    if name is not None:
+        kind = strategy_type(name)
+        paper = f" ({papers[name]})" if name in papers else ""
+        display.print_options(name, first_sentence(kind) + paper, strategy_options(name))
+        return
+    own = [(entry.name, entry.summary, entry.paper) for entry in REGISTRY.entries.values()]
+    display.print_strategies(own, [(name, first_sentence(kind)) for name, kind in NATIVE.items()])

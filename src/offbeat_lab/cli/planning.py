@@ -1,0 +1,415 @@
+"""`offbeat plan` and `offbeat profile`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from offbeat.errors import ConfigError
+from offbeat_lab.cli.common import require_writable
+
+if TYPE_CHECKING:
+    from offbeat_lab.cluster import Cluster
+    from offbeat_lab.plan.predictions import Plan
+    from offbeat_lab.plan.profile import ModelProfile
+
+_RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
+_MOST_CLUSTERS = 200
+_SCRIPT_STEPS = 20
+_CHECK_S, _LEAST_CHECKED_STEPS, _MOST_CHECKED_STEPS = 120.0, 24, 5000
+_LAB_WORKERS = 4
+_NAME_COLUMNS = 12  # with all other columns that is 80
+
+
+def plan(
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2."),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(help="In its place, your script with its arguments, profiled here at first."),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="A comparison's directory: how well it would have been predicted."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A cluster: a TOML file, or the name of a preset.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.")
+    ] = None,
+    latency: Annotated[str | None, typer.Option(help="One way, of every link: 0.1ms.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="2,4,8, or 8..1024 for all doublings between.")
+    ] = None,
+    strategies: Annotated[
+        str | None, typer.Option(help="With options, as gtopk:density=0.001; commas between.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(help="Straggling: 2x320ms.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Of a worker (default: the profile's).")
+    ] = None,
+    steps_from: Annotated[
+        Path | None,
+        typer.Option(help="A comparison's directory: also the time to its target."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Also write a page of HTML here; with --check the profile."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON, and nothing else.")
+    ] = False,
+) -> None:
+    """Predict which strategy is fastest on which cluster."""
+    from offbeat_lab.plan.page import write_page
+    from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
+    from offbeat_lab.plan.steps_to_target import steps_to_target
+
+    if out is not None:
+        require_writable(out)
+    if check is not None:
+        given = (script, cluster, link, workers, steps_from)
+        if any(one is not None for one in given):
+            raise ConfigError(
+                "--check takes the cluster and what is trained from the comparison; leave --script,"
+                " --cluster, --link, --workers and --steps-from out"
+            )
+        _check(check, profile, out, as_json=as_json)
+        return
+    model = _what_to_plan(profile, script)
+    if batch_size is not None:
+        model = model.at_batch_size(batch_size)
+    clusters = _clusters(cluster, link, latency, workers, delay)
+    specs = tuple(USUAL) if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
+    to_target = None if steps_from is None else steps_to_target(steps_from, specs, model)
+    made = make_plan(
+        PlanRequest(profile=model, clusters=clusters, strategies=specs, to_target=to_target)
+    )
+    flags = ClusterFlags(cluster=cluster, link=link, latency=latency, delay=delay)
+    commands = _to_check(made, flags, trains=_to_train(model, script, clusters[0]))
+    if out is not None:
+        write_page(made, out, commands)
+    if as_json:
+        print(json.dumps([asdict(one) for one in made.predictions]))
+    else:
+        _show(made, out, commands)
+
+
+def profile(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SCRIPT [ARGUMENTS]...]", help="Your own script.", show_default=False
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="A task in its place; `offbeat tasks` lists them.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the task."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps that are timed, at each batch size.")] = 20,
+    also: Annotated[
+        str | None,
+        typer.Option(
+            help="Arguments that give the script another batch size: '--batch-size 16'. It is"
+            " timed with both."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples of a batch, where nothing else says it.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="In their place, a trace that torch.profiler wrote.")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option(help="The traced model's profile: a file, or a shipped one.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="That was traced, for people.")] = "traced device",
+    out: Annotated[Path | None, typer.Option(help="Where to (default: standard output).")] = None,
+) -> None:
+    """Time solo steps of your script or of a task, for `offbeat plan`."""
+    from offbeat.run.plan import script_command
+    from offbeat_lab.options import route
+    from offbeat_lab.plan.kineto import profile_from_trace
+    from offbeat_lab.plan.measure import measure_task
+    from offbeat_lab.plan.script_timing import measure_script
+    from offbeat_lab.plan.shipped import named_profile
+
+    if out is not None:
+        require_writable(out)
+    given = [
+        name for name, one in (("a script", words), ("--task", task), ("--trace", trace)) if one
+    ]
+    if len(given) != 1:
+        raise ConfigError(
+            f"got {' and '.join(given) or 'nothing'} to profile; give one of: --task (offbeat tasks"
+            " lists them), --trace, or a script of your own after two dashes: -- train.py"
+        )
+    if trace is not None:
+        if like is None or batch_size is None:
+            raise ConfigError(
+                "--trace says nothing of parameters and samples; give --like, a profile of the"
+                " model, and --batch-size"
+            )
+        made = profile_from_trace(trace, named_profile(like), batch_size=batch_size, device=device)
+    elif task is not None:
+        options, _ = route(task, "allreduce", settings or [])
+        made = measure_task(task, options, steps=steps)
+    else:
+        made = measure_script(
+            script_command(words or []),
+            steps=steps,
+            also=shlex.split(also or ""),
+            batch_size=batch_size,
+            inform=_inform,
+        )
+    text = made.to_json()
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+def _what_to_plan(profile: str | None, script: str | None) -> ModelProfile:
+    from offbeat.run.plan import script_command
+    from offbeat_lab.plan.script_timing import measure_script
+    from offbeat_lab.plan.shipped import named_profile
+
+    if (profile is None) == (script is None):
+        raise ConfigError(
+            "nothing to plan for; give --profile (a file, or resnet50) or --script"
+            if profile is None
+            else f"got --profile {profile} and --script; give one of them"
+        )
+    if profile is not None:
+        return named_profile(profile)
+    assert script is not None
+    print(f"offbeat: timing {_SCRIPT_STEPS} steps of {script}", file=sys.stderr)
+    return measure_script(script_command(shlex.split(script)), steps=_SCRIPT_STEPS, inform=_inform)
+
+
+def _inform(remark: str) -> None:
+    print(f"offbeat: {remark}", file=sys.stderr)
+
+
+def parse_workers(text: str) -> list[int]:
+    """`2,4,8` or `8..1024`, which doubles. Raises `ConfigError` for anything else."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        if match := _RANGE.fullmatch(part.strip()):
+            number, last = int(match[1]), int(match[2])
+            while 1 <= number <= last:
+                numbers.append(number)
+                number *= 2
+        elif part.strip().isdecimal():
+            numbers.append(int(part))
+        else:
+            numbers = []
+            break
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(
+            f"--workers is {text!r}; allowed are numbers from 1 on with commas between them, and"
+            " ranges such as 8..1024"
+        )
+    return sorted(set(numbers))
+
+
+def _clusters(
+    cluster: str | None,
+    link: str | None,
+    latency: str | None,
+    workers: str | None,
+    delay: str | None,
+) -> list[Cluster]:
+    from offbeat_lab.cluster import from_flags
+
+    links: list[str | None] = [None] if link is None else [*link.split(",")]
+    numbers: list[int | None] = [None] if workers is None else [*parse_workers(workers)]
+    if len(links) * len(numbers) > _MOST_CLUSTERS:
+        raise ConfigError(
+            f"{len(links)} links and {len(numbers)} numbers of workers are more than"
+            f" {_MOST_CLUSTERS} clusters; ask for fewer"
+        )
+    found = [
+        from_flags(cluster=cluster, workers=number, link=rate, latency=latency, delay=delay)
+        for rate in links
+        for number in numbers
+    ]
+    if len({(one.workers, one.link.rate_bit_per_s) for one in found}) < len(found):
+        raise ConfigError(
+            f"--link {link} has one rate twice; plans for other latencies are made one at a time"
+        )
+    return found
+
+
+def _show(made: Plan, out: Path | None, commands: Sequence[str]) -> None:
+    from offbeat_lab.plan.table import column_words, plan_tables
+
+    console = Console()
+    for found in plan_tables(made, narrow=True):
+        table = Table(
+            title=found.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=0,
+            show_edge=False,
+        )
+        first, *others = found.heads
+        longest = max(len(cells[0]) for cells in found.rows)
+        table.add_column(first, overflow="fold", min_width=min(_NAME_COLUMNS, longest))
+        for head in others:
+            table.add_column(head, justify="right", no_wrap=True)
+        for number, cells in enumerate(found.rows):
+            table.add_row(*map(escape, cells), style="bold" if number == found.best else "")
+        console.print(table)
+    console.print(column_words(made), highlight=False, style="dim")
+    for sentence in (*made.crossovers, *made.remarks, *commands):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    if out is not None:
+        console.print(f"Page: {out}", highlight=False)
+
+
+def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: bool) -> None:
+    """Predicted against measured steps of a comparison, misses first."""
+    from offbeat_lab.plan.check import WITHIN, check_comparison
+    from offbeat_lab.plan.shipped import named_profile
+
+    found = check_comparison(directory, None if profile is None else named_profile(profile))
+    if out is not None:
+        out.write_text(found.profile.to_json(), encoding="utf-8")
+    if as_json:
+        print(json.dumps([asdict(one) for one in found.steps]))
+        return
+    console = Console()
+    table = Table(title=f"{directory.name}: {found.where}", title_justify="left")
+    table.add_column("strategy")
+    for head in ("measured", "predicted", "ratio", "repeats differ"):
+        table.add_column(head, justify="right")
+    table.add_column("")
+    for one in found.steps:
+        if one.predicted_s is None:
+            note = one.why
+        elif one.repeats_differ is None:
+            note = "not judged: nothing was repeated; train for longer, or with several --seeds"
+        elif not one.is_judged:
+            note = "not judged: its repeats differ too much"
+        else:
+            note = "" if one.error <= WITHIN else "[red]missed[/red]"
+        table.add_row(
+            escape(one.strategy),
+            f"{one.measured_s:.3g} s",
+            "" if one.predicted_s is None else f"{one.predicted_s:.3g} s",
+            "" if one.predicted_s is None else f"{one.ratio:.2f}",
+            "" if one.repeats_differ is None else f"{one.repeats_differ:.0%}",
+            note,
+        )
+    console.print(table)
+    if not found.judged:
+        console.print("Nothing could be judged: train for longer, on a machine that is quiet.")
+        return
+    console.print(
+        f"{found.share_within:.0%} of {len(found.judged)} strategies within {WITHIN:.0%}; median"
+        f" error {found.median_error:.1%}; {len(found.misplaced)} of {len(found.apart)} pairs that"
+        f" differ by more than {WITHIN:.0%} in the wrong order.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if out is not None:
+        console.print(f"Profile with this check: {out}", highlight=False)
+
+
+def _to_train(model: ModelProfile, script: str | None, first: Cluster) -> str:
+    """What the lab can train of it: the script, the task, or any script in padded steps."""
+    from offbeat_lab.cluster.quantities import duration_text
+    from offbeat_lab.tasks import TASKS
+
+    if script is not None:
+        return f"-- {script}"
+    if model.name in TASKS:
+        return f"--task {model.name}"
+    passes_s = first.step_s or float(f"{model.batch.forward_s + model.batch.backward_s:.3g}")
+    return f"--step-time {duration_text(passes_s)} -- YOUR_SCRIPT.py"
+
+
+def _to_check(made: Plan, flags: ClusterFlags, *, trains: str) -> list[str]:
+    """The commands that hold the first recommendation, beside plain DDP, against two minutes of
+    training. What exchanges nothing takes part in a comparison anyway.
+    """
+    first = made.request.clusters[0]
+    here = made.at(first.workers, first.link.rate_bit_per_s or float("inf"))
+    best = made.best(first.workers, first.link.rate_bit_per_s or float("inf"))
+    specs = dict.fromkeys(["ddp", *({best.strategy} - {"alone"})])
+    known_s = {one.strategy: one.step_s for one in here}
+    round_s = best.share_of_ideal * best.step_s
+    round_s += sum(known_s.get(spec, best.step_s) for spec in specs)
+    steps = min(_MOST_CHECKED_STEPS, max(_LEAST_CHECKED_STEPS, round(_CHECK_S / round_s)))
+    beside = ", and with ddp as well" if len(specs) > 1 else ""
+    workers = min(_LAB_WORKERS, first.workers)
+    without, where = flags.in_lab(first, workers)
+    return [
+        f"To check it for two minutes in the lab{without}: offbeat compare --strategies"
+        f" {','.join(specs)} --workers {workers} {where} --seeds 1 --steps {steps} {trains}",
+        f"On the cluster, started on every host as training is{beside}: offbeat run --strategy"
+        f" {best.strategy} --steps {steps} -- {trains.partition('-- ')[2] or 'YOUR_SCRIPT.py'}",
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """What was said of the cluster, as it was given."""
+
+    cluster: str | None
+    link: str | None
+    latency: str | None
+    delay: str | None
+
+    def in_lab(self, first: Cluster, workers: int) -> tuple[str, str]:
+        """How a comparison gets the cluster `first` with so many workers: what has to be left out,
+        in words, and its flags.
+        """
+        from offbeat_lab.cluster import from_flags
+
+        given = {
+            "cluster": self.cluster,
+            "link": None if self.link is None and self.cluster is not None else _link_text(first),
+            "latency": self.latency if self.link is None and self.cluster is not None else None,
+            "delay": self.delay,
+        }
+        without = ""
+        try:
+            asked = from_flags(workers=workers, **given)
+            if asked.racks is not None:
+                without = ", without racks, which it cannot emulate"
+            elif asked.straggling_record is not None:
+                without = ", without the record's computing times, which it cannot emulate"
+        except ConfigError:
+            without = ", without what is said of further workers"
+        if without:
+            given = {"cluster": None, "link": _link_text(first), "latency": None, "delay": None}
+        flags = " ".join(f"--{name} {shlex.quote(text)}" for name, text in given.items() if text)
+        return without, flags
+
+
+def _link_text(cluster: Cluster) -> str:
+    from offbeat_lab.cluster.quantities import duration_text, rate_text
+
+    rate = rate_text(cluster.link.rate_bit_per_s or 1e13)
+    latency_s = cluster.link.latency_s
+    return f"{rate}/{duration_text(latency_s)}" if latency_s else rate

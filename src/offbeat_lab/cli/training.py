@@ -1,0 +1,338 @@
+"""The commands that train: `offbeat train`, `run`, `compare` and `demo`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.errors import ConfigError
+from offbeat_lab.cli.common import (
+    CLUSTER,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    LENGTH,
+    OUTPUT,
+    WHAT,
+    Delay,
+    Epochs,
+    How,
+    JsonFlag,
+    Link,
+    LogTo,
+    Out,
+    Preset,
+    Speeds,
+    Steps,
+    StepTime,
+    TaskName,
+    Workers,
+    cluster_of,
+    complete_strategy,
+    emulation_mode,
+    names_in,
+    write_page,
+)
+
+
+def train(
+    task: TaskName = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="How workers exchange, with options after colons: gtopk:density=0.01."
+            " `offbeat strategies` lists them.",
+            rich_help_panel=WHAT,
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+    workers: Workers = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An option of task or strategy.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of initial parameters and sample order (default 0).", rich_help_panel=WHAT
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(help="Steps between checkpoints (default 100).", rich_help_panel=LENGTH),
+    ] = None,
+    eval_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between measurements (default: only at the end).", rich_help_panel=LENGTH
+        ),
+    ] = None,
+    cluster: Preset = None,
+    link: Link = None,
+    speeds: Speeds = None,
+    delay: Delay = None,
+    step_time: StepTime = None,
+    emulation: How = "auto",
+    log_to: LogTo = None,
+    out: Out = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the run recorded in this directory.", rich_help_panel=OUTPUT),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            hidden=True, help="Repeat the claims of this record; see docs/methods/adaptive.md."
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a task on local workers, or as one rank where torchrun or srun started this command."""
+    from offbeat_lab.cli import display
+    from offbeat_lab.config import Request
+    from offbeat_lab.options import parse_spec
+    from offbeat_lab.train import plan
+    from offbeat_lab.train import train as train_workers
+
+    name, options = (None, {}) if strategy is None else parse_spec(strategy)
+    request = Request(
+        task=task,
+        strategy=name,
+        workers=workers,
+        settings=[*(settings or ()), *(f"{key}={value}" for key, value in options.items())],
+        epochs=epochs,
+        steps=steps,
+        seed=seed,
+        checkpoint_every=checkpoint_every,
+        eval_every=eval_every,
+        cluster=cluster_of(cluster, workers, link, speeds, delay, step_time),
+        emulation=emulation_mode(emulation),
+        replay=replay,
+        log_to=names_in(log_to),
+    )
+    planned = plan(request, out=out, resume=resume)
+    quiet = planned.launch is not None and planned.launch.rank != 0
+    num_watched = planned.config.workers if planned.launch is None else 1
+    with display.progress_display(
+        f"{planned.config.task} · {planned.config.strategy}", num_watched, quiet=quiet
+    ) as shown:
+        summary = train_workers(
+            planned,
+            shown,
+            lambda notice: shown.say(display.note_of(planned.config.strategy, notice)),
+        )
+    if summary is None:
+        return
+    page = write_page(Path(summary.run_directory))
+    if as_json:
+        print(summary.model_dump_json())
+    else:
+        display.print_summary(summary, page)
+    if summary.status == "stopped":
+        print(
+            f"stopped after step {summary.steps}; go on with: offbeat train --resume"
+            f" {summary.run_directory}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def run(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="As for python.", show_default=False),
+    ] = None,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="How workers exchange, with options after colons: gtopk:density=0.01."
+            " `offbeat strategies` lists them.",
+            rich_help_panel=WHAT,
+            autocompletion=complete_strategy,
+        ),
+    ] = "allreduce",
+    workers: Workers = None,
+    as_module: Annotated[
+        bool,
+        typer.Option(
+            "--module", "-m", help="SCRIPT is a module, as for python -m.", rich_help_panel=WHAT
+        ),
+    ] = False,
+    restarts: Annotated[
+        int,
+        typer.Option(help="How often workers that die are started again.", rich_help_panel=CLUSTER),
+    ] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="End the script after so many optimizer steps.", rich_help_panel=LENGTH),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of the first of several hosts.", rich_help_panel=CLUSTER),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="How many hosts there are.", rich_help_panel=CLUSTER)
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Which of them this is, from 0.", rich_help_panel=CLUSTER)
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="Which logged value counts (default: the first that is not the loss).",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    log_to: LogTo = None,
+    out: Out = None,
+) -> None:
+    """Run your own script with a strategy. It needs no change if it uses DistributedDataParallel.
+    Under torchrun or srun this process is one rank.
+    """
+    from offbeat.run.hosts import meeting
+    from offbeat_lab.cli import running
+
+    sys.exit(
+        running.run(
+            words or [],
+            strategy=strategy,
+            workers=workers,
+            as_module=as_module,
+            restarts=restarts,
+            steps=steps,
+            metric=metric,
+            log_to=names_in(log_to),
+            where=meeting(rendezvous, nodes, node_rank),
+            out=out,
+        )
+    )
+
+
+def compare(
+    strategies: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Separated by commas, with options after colons:"
+                " ddp,gtopk:density=0.01,ddp-powersgd:rank=1."
+            ),
+            rich_help_panel=WHAT,
+            autocompletion=complete_strategy,
+        ),
+    ],
+    task: TaskName = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SCRIPT [ARGUMENTS]...]",
+            help="Your own script, in the place of a task; it runs as by offbeat run.",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: Preset = None,
+    workers: Workers = None,
+    link: Link = None,
+    speeds: Speeds = None,
+    delay: Delay = None,
+    step_time: StepTime = None,
+    emulation: How = "auto",
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs of each strategy (default 3; 1 of a script).", rich_help_panel=LENGTH
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="An option of the task.", rich_help_panel=WHAT
+        ),
+    ] = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
+    eval_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between measurements (default: a dozen in a run).", rich_help_panel=LENGTH
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="The metric to reach (default: the best that all runs reach).",
+            rich_help_panel=LENGTH,
+        ),
+    ] = None,
+    turn: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a strategy trains before the next one's turn.",
+            rich_help_panel=LENGTH,
+        ),
+    ] = 3.0,
+    out: Out = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a task, or your own script, with several strategies by turns, on this machine or an
+    emulated cluster, and say which is best.
+    """
+    from offbeat_lab.cli import comparing
+    from offbeat_lab.cluster import Cluster
+    from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+
+    if seeds is not None and seeds < 1:
+        raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
+    compared = comparing.what_to_compare(task, words, settings, epochs)
+    request = CompareRequest(
+        task=compared.task,
+        script=compared.script,
+        strategies=[text for text in strategies.split(",") if text.strip()],
+        settings=settings or (),
+        cluster=cluster_of(cluster, workers, link, speeds, delay, step_time)
+        or Cluster(workers=workers or 4),
+        emulation=emulation_mode(emulation),
+        seeds=range(seeds or compared.num_seeds),
+        epochs=epochs,
+        steps=steps,
+        eval_every=eval_every,
+        target=target,
+        turn_s=turn,
+    )
+    planned = plan_comparison(request, out=out, program=compared.program(request.cluster.workers))
+    with comparing.comparison_display(quiet=as_json) as listener:
+        directory, comparison = run_comparison(
+            planned, listener, command=shlex.join(["offbeat", *sys.argv[1:]])
+        )
+    if comparison.status == "stopped":
+        print(f"stopped; what was recorded so far is in {directory}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    page = write_page(directory)
+    if as_json:
+        print(comparison.model_dump_json())
+    else:
+        comparing.print_comparison(comparison, directory, page)
+    if all(contestant.failure is not None for contestant in comparison.contestants):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def demo(
+    workers: Annotated[int, typer.Option(help="Processes to start.", rich_help_panel=CLUSTER)] = 4,
+    out: Out = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare DDP, gTop-k and PowerSGD on real digits behind a slow link, and write a page about
+    it.
+    """
+    from offbeat_lab.cli import demonstration
+
+    raise typer.Exit(demonstration.run(workers=workers, out=out, as_json=as_json))

@@ -1,0 +1,183 @@
+"""What a comparison found: `comparison.json`, read and written. `docs/records.md` lists every
+field.
+
+OUT/comparison.json        this
+OUT/runs/LABEL-seed-S/     one ordinary run record for each strategy and seed
+OUT/report.html            the page made of both
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, JsonValue, field_validator
+
+from offbeat.errors import RecordError
+from offbeat_lab.cluster import Cluster
+from offbeat_lab.emulation import EmulationReport
+from offbeat_lab.records import read_versioned
+from offbeat_lab.statistics import Estimate, Ratio
+
+SCHEMA = 1
+KIND = "offbeat comparison"
+FILE = "comparison.json"
+
+Measure = Literal[
+    "time_to_target_s",
+    "steps_to_target",
+    "final_metric",
+    "step_s",
+    "steps_per_s",
+    "samples_per_s",
+    "efficiency",
+    "bytes_per_step",
+    "messages_per_step",
+    "share_compute",
+    "share_encode",
+    "share_wait",
+    "share_transfer",
+    "peak_memory_bytes",
+    "factors_exposed_s",
+    "inversion_s",
+]
+
+MEASURES: Final[Mapping[Measure, str]] = {
+    "time_to_target_s": "training time until the metric reached the target, in seconds",
+    "steps_to_target": "optimizer steps until then",
+    "final_metric": "the metric after the last step",
+    "step_s": "seconds a step: median over blocks of steps, the first steps left out",
+    "steps_per_s": "its inverse",
+    "samples_per_s": "of all workers together: the sum of each one's samples over its own time",
+    "efficiency": (
+        "samples_per_s as a fraction of what the same workers do when they exchange nothing"
+    ),
+    "bytes_per_step": "sent by a worker, mean over workers",
+    "messages_per_step": "likewise",
+    "share_compute": (
+        "fraction of step time: data, forward, backward, optimizer, and emulated compute"
+    ),
+    "share_encode": "fraction of step time: selection, compression, decoding",
+    "share_wait": "fraction of step time: waiting for workers that were late",
+    "share_transfer": "fraction of step time: waiting although everybody was there",
+    "peak_memory_bytes": "of the largest worker process",
+    "factors_exposed_s": (
+        "seconds of a step with factors in which a worker stood still for these alone, mean over"
+        " workers"
+    ),
+    "inversion_s": (
+        "seconds for which the slowest worker inverts factors, in a step with inversions"
+    ),
+}
+"""What is measured, and what it means."""
+
+
+class ComparedStrategy(BaseModel):
+    """One strategy with its options.
+
+    Attributes:
+        label: unique within the comparison.
+        strategy, options, summary: what it is.
+        runs: directories of its runs, relative to the comparison's, one for each seed.
+        notices: of its runs: fallbacks, choices, what was skipped.
+        failure: why it has no result; None if it has one.
+        measures: see `MEASURES`.
+        lateness_s: mean lateness of each rank at the exchange, in seconds.
+        slow_worker: the rank that is last in most steps, as `offbeat_lab.lateness` says; None if
+            none stands out.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    label: str
+    strategy: str
+    options: dict[str, JsonValue]
+    summary: str
+    runs: list[str]
+    notices: list[str] = []
+    failure: str | None = None
+    measures: dict[Measure, Estimate] = {}
+    lateness_s: list[float] = []
+
+    @field_validator("runs")
+    @classmethod
+    def _inside(cls, runs: list[str]) -> list[str]:
+        """A file from elsewhere must not make a reader look at other directories."""
+        for run in map(PurePath, runs):
+            if run.is_absolute() or ".." in run.parts or "\0" in str(run):
+                raise ValueError(f"{str(run)!r} is not a directory below the comparison's")
+        return runs
+
+    slow_worker: int | None = None
+
+
+class Difference(Ratio):
+    """How many times larger `measure` is for contestant `a` than for `b`."""
+
+    measure: Measure
+    a: str
+    b: str
+
+
+class Comparison(BaseModel):
+    """A comparison's file. `verdict` is one sentence, `findings` are a few more."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["offbeat comparison"] = "offbeat comparison"
+    schema_version: int = SCHEMA
+    status: Literal["running", "finished", "stopped"]
+    command: str
+    created_at: str
+    task: str
+    task_options: dict[str, JsonValue]
+    metric_name: str
+    higher_is_better: bool
+    target: float | None
+    target_was_given: bool
+    seeds: list[int]
+    steps: int
+    workers: int
+    num_parameters: int
+    cluster: Cluster
+    emulation: EmulationReport
+    environment: dict[str, JsonValue]
+    contestants: list[ComparedStrategy]
+    differences: list[Difference] = []
+    verdict: str = ""
+    findings: list[str] = []
+
+
+def is_comparison(directory: Path) -> bool:
+    return (directory / FILE).exists()
+
+
+def read_comparison(directory: Path) -> Comparison:
+    """The comparison recorded in `directory`.
+
+    Raises:
+        RecordError: there is none, it is damaged, or of a newer version.
+    """
+    return read_versioned(
+        directory / FILE,
+        Comparison,
+        kind=KIND,
+        schema=SCHEMA,
+        what="comparison",
+        command="offbeat compare",
+    )
+
+
+def write_comparison(directory: Path, comparison: Comparison) -> None:
+    """Replace the comparison's file whole. Raises `RecordError` when the disk does not take it."""
+    temporary = directory / f".{FILE}.tmp"
+    try:
+        temporary.write_text(comparison.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, directory / FILE)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RecordError(
+            f"cannot write {directory / FILE}: {error.strerror}; make room, or choose another --out"
+        ) from None

@@ -1,0 +1,221 @@
+"""One local worker: its process, the pipe that it reports through, and what it has reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from offbeat.errors import WireError
+from offbeat_lab.emulation import Placement
+from offbeat_lab.forked_workers import WORKER_FORKS
+from offbeat_lab.forking import ForkedProcess, ForkServerError
+from offbeat_lab.progress import (
+    EXIT_STOPPED,
+    MAX_REPORT_BYTES,
+    PIPE_VARIABLE,
+    Failure,
+    Report,
+    decode,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerProgram:
+    """What a worker's process runs.
+
+    Attributes:
+        module: it runs as by `python -m`, with the path of a config.json.
+        forked: whether it may be forked from `offbeat_lab.worker_server`. What it sets before it
+            imports torch it then sets too late.
+        imports: what the process from which workers are forked imports for all of them.
+        shown: ranks that print to where this process prints; the others print to logs.
+        environment: variables that it is told in the place of the usual ones.
+        ends_alone: whether one that has ended well does not mean that the others are about to.
+    """
+
+    module: str = "offbeat_lab.worker"
+    forked: bool = True
+    imports: Sequence[str] = ()
+    shown: Collection[int] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ends_alone: bool = False
+
+
+TASK_WORKER: Final = WorkerProgram()
+"""Trains one of the lab's tasks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalWorker:
+    """A process that has a rank, in a session of its own.
+
+    Attributes:
+        rank: which one.
+        process: of it.
+        stdin: its standard input, to which `run_until` writes. Its end ends the worker.
+        pipe: the descriptor from which its reports are read.
+        incarnation: how many processes have had this rank before and died.
+        joined: whether it is one of the members; one that comes back has to become one.
+        failure: why it gave up, if it reported so.
+        seconds: its training time.
+        paused_at: the step at which it waits until it may train on.
+        met_s: for how long it has waited for the others to end their turn.
+        death_recorded: whether the supervisor has recorded its death.
+    """
+
+    rank: int
+    process: subprocess.Popen[bytes] | ForkedProcess
+    stdin: IO[bytes]
+    pipe: int
+    incarnation: int = 0
+    joined: bool = True
+    failure: Failure | None = None
+    seconds: float = 0.0
+    paused_at: int | None = None
+    met_s: float = 0.0
+    death_recorded: bool = False
+    _unread: bytes = b""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def ended_well(self) -> bool:
+        return self.process.poll() in (0, EXIT_STOPPED) and self.failure is None
+
+    @property
+    def is_secondary_failure(self) -> bool:
+        """Whether it failed only because it noticed that a peer had failed."""
+        return self.failure is not None and self.failure.kind.startswith("Peer")
+
+    def read(self) -> tuple[list[Report], bool]:
+        """What it has reported since, and whether more may come. Waits where there is
+        nothing yet.
+        """
+        chunk = os.read(self.pipe, 65_536)
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        if len(self._unread) > MAX_REPORT_BYTES:
+            raise WireError(
+                f"worker {self.rank} reported a line of more than {MAX_REPORT_BYTES} bytes to its"
+                " supervisor; does something else in it write to the same descriptor?"
+            )
+        return [decode(line) for line in lines], bool(chunk)
+
+    def run_until(self, until_step: int) -> None:
+        """Let it train up to `until_step`."""
+        self.paused_at = None
+        with suppress(OSError):  # a dead worker is noticed elsewhere
+            self.stdin.write(f"{until_step}\n".encode())
+            self.stdin.flush()
+
+    def kill(self) -> None:
+        if self.alive:
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # its own session: whatever it started goes with it
+
+    def close(self) -> None:
+        """Wait for its end, and give back what belonged to it."""
+        self.process.wait()
+        with suppress(OSError):
+            self.stdin.close()
+        os.close(self.pipe)
+
+
+def start_worker(
+    rank: int,
+    run_directory: Path,
+    placement: Placement,
+    environment: Mapping[str, str],
+    *,
+    program: WorkerProgram,
+    incarnation: int,
+    seconds: float,
+) -> LocalWorker:
+    """Start the process of `rank` of the run in `run_directory`.
+
+    Args:
+        rank: which one.
+        run_directory: a record with a config.json; what the process prints goes to its logs.
+        program: what it runs.
+        placement: where it runs.
+        environment: what it is told besides what this process was told.
+        incarnation: how many processes have had this rank before and died.
+        seconds: training time so far.
+    """
+    stdin, to_stdin = os.pipe()
+    reading, writing = os.pipe()
+    try:
+        with (run_directory / "logs" / f"rank-{rank}.log").open("ab") as log:
+            process = _start_process(
+                str(run_directory / "config.json"),
+                placement,
+                {**os.environ, **environment, **placement.environment},
+                program=program,
+                stdin=stdin,
+                log=None if rank in program.shown else log,
+                pipe=writing,
+            )
+    except BaseException:
+        os.close(to_stdin)
+        os.close(reading)
+        raise
+    finally:
+        os.close(stdin)
+        os.close(writing)
+    return LocalWorker(
+        rank=rank,
+        process=process,
+        stdin=os.fdopen(to_stdin, "wb"),
+        pipe=reading,
+        incarnation=incarnation,
+        joined=not incarnation,
+        seconds=seconds,
+    )
+
+
+def _start_process(
+    config_path: str,
+    placement: Placement,
+    environment: Mapping[str, str],
+    *,
+    program: WorkerProgram,
+    stdin: int,
+    log: IO[bytes] | None,
+    pipe: int,
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Fork a worker, or start a fresh interpreter where that cannot be done. Both behave alike, but
+    a fresh one takes seconds to begin.
+    """
+    if program.forked:
+        output = sys.stdout.fileno() if log is None else log.fileno()
+        try:
+            return WORKER_FORKS.fork(
+                [program.module, config_path],
+                environment=environment,
+                stdin=stdin,
+                output=output,
+                pipe=pipe,
+                namespace=placement.namespace,
+                imports=program.imports,
+            )
+        except ForkServerError as error:
+            with suppress(OSError):  # a full disk takes no log
+                os.write(output, f"not forked: {error}\n".encode())
+    return subprocess.Popen(
+        [*placement.prefix, sys.executable, "-m", program.module, config_path],
+        stdin=stdin,
+        stdout=log,
+        stderr=log,
+        pass_fds=(pipe,),
+        start_new_session=True,
+        env={**environment, PIPE_VARIABLE: str(pipe)},
+    )

@@ -1,0 +1,212 @@
+"""DistributedDataParallel, and the compressing hooks that torch ships with it.
+
+The hooks are torch's own, called from one that takes the time: DDP itself then runs the same code
+as with no hook, but for the division by the world size, which torch's `allreduce_hook` does as DDP
+does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.xmc.label_loss import LabelLayer
+from offbeat.xmc.sparse_linear import SparseLinear
+from offbeat_lab.native.base import Native
+from offbeat_lab.native.session import CommunicationMeter, NativeSession
+
+Hook: TypeAlias = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
+
+_ONE_BUCKET_MIB = 1 << 20
+_ONE_BUCKET = "PowerSGD runs in one bucket: over gloo its hook allows no more"
+
+
+def wrapped(
+    model: nn.Module, hook: Hook, meter: CommunicationMeter, *, bucket_mib: int | None = None
+) -> DistributedDataParallel:
+    """`model` in DDP with `hook`, which is called for each bucket as its gradients are ready.
+
+    Args:
+        model: with parameters on one device.
+        hook: begins the reduction of a bucket.
+        meter: counts the time that the hook takes.
+        bucket_mib: size of buckets; None: DDP's own.
+    """
+    _yield_dense_gradients(model)
+    module = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
+    hooked(module, hook, meter)
+    return module
+
+
+def hooked(module: DistributedDataParallel, hook: Hook, meter: CommunicationMeter) -> None:
+    """Have `module` call `hook` for each bucket as its gradients are ready.
+
+    Args:
+        module: without a hook so far.
+        hook: begins the reduction of a bucket.
+        meter: counts the time that the hook takes.
+    """
+
+    def timed(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        begun_s = time.monotonic()
+        future = hook(bucket)
+        meter.launched(begun_s, bucket.index())
+        return future
+
+    timed.__annotations__ = {}  # torch compares annotations with classes, and these are text
+    module.register_comm_hook(None, timed)
+
+
+def _yield_dense_gradients(model: nn.Module) -> None:
+    """DDP takes every gradient for a dense one but those of torch's own embeddings."""
+    for module in model.modules():
+        if isinstance(module, SparseLinear | LabelLayer):
+            module.dense_gradients = True
+
+
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(Native):
+    """DistributedDataParallel: dense all-reduce of buckets during the backward pass."""
+
+    name: ClassVar[str] = "ddp"
+    resumable: ClassVar[bool] = True
+    _bytes_per_element: ClassVar[int | None] = None
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
+        return NativeSession(wrapped(model, self._hook(meter), meter), optimizer, meter)
+
+    def couple(
+        self,
+        module: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        meter: CommunicationMeter,
+    ) -> NativeSession:
+        hooked(module, self._hook(meter), meter)
+        return NativeSession(module, optimizer, meter)
+
+    def _hook(self, meter: CommunicationMeter) -> Hook:
+        def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            buffer = bucket.buffer()
+            meter.reduced(buffer.numel() * (self._bytes_per_element or buffer.element_size()))
+            return self._reduce(bucket)
+
+        return hook
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.allreduce_hook(_everyone(), bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float16(DDP):
+    """DDP with torch's float16 hook: half the bytes, no error feedback."""
+
+    name: ClassVar[str] = "ddp-fp16"
+    _bytes_per_element: ClassVar[int | None] = 2
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.fp16_compress_hook(_everyone(), bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BFloat16(DDP):
+    """DDP with torch's bfloat16 hook: half the bytes, the range of float32. Only where the backend
+    can add bfloat16.
+    """
+
+    name: ClassVar[str] = "ddp-bf16"
+    _bytes_per_element: ClassVar[int | None] = 2
+
+    def _hook(self, meter: CommunicationMeter) -> Hook:
+        try:
+            dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16))
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"this build's {dist.get_backend()} backend cannot add bfloat16 ({error}); use"
+                " ddp-fp16"
+            ) from None
+        return super()._hook(meter)
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.bf16_compress_hook(_everyone(), bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(Native):
+    """DDP with torch's PowerSGD hook: low-rank gradients with error feedback (Vogels et al.,
+    NeurIPS 2019).
+
+    Attributes:
+        rank: of the approximation.
+        start_step: steps with plain all-reduce before compression begins, at least 2. torch's
+            default is 1000.
+    """
+
+    name: ClassVar[str] = "ddp-powersgd"
+    ddp_options: ClassVar[Mapping[str, object]] = {"bucket_cap_mb": _ONE_BUCKET_MIB}
+    rank: int = 4
+    start_step: int = 10
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"rank is {self.rank}; allowed is 1 or more")
+        if self.start_step < 2:
+            raise ConfigError(
+                f"start_step is {self.start_step}; allowed is 2 or more, since DDP first finds its"
+                " buckets"
+            )
+
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
+        # With several buckets the hook's chained all-reduces start in another order on each rank,
+        # and gloo aborts.
+        module = wrapped(model, self._hook(meter), meter, bucket_mib=_ONE_BUCKET_MIB)
+        return NativeSession(module, optimizer, meter, notices=[_ONE_BUCKET])
+
+    def couple(
+        self,
+        module: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        meter: CommunicationMeter,
+    ) -> NativeSession:
+        hooked(module, self._hook(meter), meter)
+        return NativeSession(module, optimizer, meter, notices=[_ONE_BUCKET])
+
+    def _hook(self, meter: CommunicationMeter) -> Hook:
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=self.rank,
+            start_powerSGD_iter=self.start_step,
+        )
+
+        def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+            compressing = state.iter >= self.start_step
+            before = state.compression_stats()[2]
+            future = powerSGD_hook.powerSGD_hook(state, bucket)
+            buffer = bucket.buffer()
+            num_elements = state.compression_stats()[2] - before if compressing else buffer.numel()
+            # in turn: what stays whole, the factors P, the factors Q
+            meter.reduced(
+                num_elements * buffer.element_size(), num_collectives=3 if compressing else 1
+            )
+            return future
+
+        return hook

@@ -1,0 +1,87 @@
+"""What K-FAC costs on a device: computing factors, preconditioning and inverting, timed in steps of
+SPD-KFAC in a world of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import fsum
+from typing import Any, Final
+
+import torch
+
+from offbeat.kfac.blocks import Block, slots_of
+from offbeat.kfac.exchange.costs import equivalent_dim, time_inversions
+from offbeat.kfac.plans.iteration import Layer
+from offbeat.kfac.survey import survey
+from offbeat.session.session import Session
+from offbeat.strategies.spdkfac import SPDKFAC
+from offbeat_lab.plan.profile import ModelProfile, Source
+
+# Every step has factors; the first one, which inverts too and is not timed, is behind them all.
+STRATEGY: Final = SPDKFAC(factor_interval=1, ramp=False)
+
+_STEPS: Final = 5
+
+
+class FactorTimer:
+    """Watches steps of a session with `STRATEGY`.
+
+    Args:
+        model: that it trains.
+
+    Raises:
+        ConfigError: K-FAC covers nothing of it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._blocks: Sequence[Block] = survey(model, STRATEGY.options()).blocks
+        self._positions: dict[str, int] = {}
+        self._factors_s: list[float] = []
+        self._precondition_s: list[float] = []
+        self._num_steps = 0
+        for block in self._blocks:
+            block.module.register_forward_hook(partial(self._note_positions, block))
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._factors_s) >= _STEPS
+
+    def step_ended(self, session: Session) -> None:
+        """Take down what a step took; the first one is not typical."""
+        self._num_steps += 1
+        noted = session.take_profile()
+        if self._num_steps == 1 or noted is None:
+            return
+        for kind, found in (("factor", self._factors_s), ("precondition", self._precondition_s)):
+            found.append(fsum(s.ended_s - s.began_s for s in noted.spans if s.kind == kind))
+
+    def complete(self, profile: ModelProfile, source: str) -> ModelProfile:
+        """`profile` with what was found; as it is where nothing was."""
+        if not self._factors_s:
+            return profile
+        fields = ("factors_s", "precondition_s", "inversion")
+        return replace(
+            profile,
+            layers=tuple(
+                Layer(
+                    a_dim=equivalent_dim(block.inputs),
+                    g_dim=equivalent_dim(block.outputs),
+                    num_positions=self._positions.get(block.name, 1),
+                )
+                for block in self._blocks
+            ),
+            factors_s=min(self._factors_s),
+            precondition_s=min(self._precondition_s),
+            inversion=time_inversions(slots_of(self._blocks), STRATEGY.settings()),
+            sources=(*profile.sources, *(Source(field=field, source=source) for field in fields)),
+        )
+
+    def _note_positions(self, block: Block, _: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """How many outputs each of a layer's output channels has for a sample."""
+        if isinstance(output, torch.Tensor) and inputs and isinstance(inputs[0], torch.Tensor):
+            channels = block.matrix_shape[0] * block.matrix_shape[1]
+            samples = max(1, len(inputs[0]))
+            self._positions[block.name] = max(1, output.numel() // (channels * samples))

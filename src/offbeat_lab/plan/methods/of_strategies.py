@@ -1,0 +1,151 @@
+"""The method of each strategy, by its name and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from offbeat.errors import ConfigError
+from offbeat.gradients.collective_choice import BY_ITSELF
+from offbeat_lab.options import Recipe
+from offbeat_lab.plan.methods.averages import Gossip, PartialMean, PeriodicMean
+from offbeat_lab.plan.methods.background import Background
+from offbeat_lab.plan.methods.gradients import DenseGradients, LowRankGradients, SoloSteps
+from offbeat_lab.plan.methods.mega_batches import MegaBatches
+from offbeat_lab.plan.methods.phases import FirstSteps
+from offbeat_lab.plan.methods.sparse_gradients import SparseGradients
+from offbeat_lab.plan.second_order import PLANS, OwnerFactors, SecondOrder
+from offbeat_lab.plan.simulation import Method, StepMethod
+
+
+def method_of(name: str, recipe: Recipe) -> Method:
+    """What a strategy does in a step.
+
+    Args:
+        name: of the strategy.
+        recipe: with its options.
+
+    Raises:
+        ConfigError: it cannot be predicted.
+    """
+    return _method_of(name, recipe)
+
+
+def _method_of(name: str, recipe: Any) -> Method:
+    match name:
+        case "alone":
+            method: Method = SoloSteps()
+        case "allreduce":
+            method = DenseGradients(recipe.bucket_mib, recipe.first_bucket_mib)
+        case "ddp":
+            method = DenseGradients()
+        case "ddp-fp16" | "ddp-bf16":
+            method = DenseGradients(element_bytes=2)
+        case "ddp-powersgd":
+            method = LowRankGradients(recipe.rank, recipe.start_step)
+        case "topk" | "gtopk" | "ef21":
+            method = _sparse(name, recipe)
+        case "localsgd":
+            first = recipe.first_steps
+            method = FirstSteps(
+                recipe.start_step,
+                first=method_of(first.name, first),
+                then=PeriodicMean(
+                    recipe.period,
+                    warmup=recipe.steps_of_growth,
+                    start_step=recipe.start_step,
+                    averages_state=recipe.averages_state,
+                ),
+            )
+        case "post-localsgd":
+            method = FirstSteps(
+                recipe.start_step,
+                first=DenseGradients(),
+                then=PeriodicMean(recipe.period, start_step=recipe.start_step),
+            )
+        case "crossbow":
+            method = PeriodicMean(recipe.period, extra_bytes=3.0)
+        case "dpsgd":
+            method = Gossip()
+        case "sgp":
+            method = Gossip(recipe.out_degree)
+        case "wagma":
+            # Workers with processors to spare average in each step.
+            recipe = replace(recipe, interval=1) if recipe.interval == "auto" else recipe
+            method = Background(
+                recipe.group_of,
+                pairs=False,
+                period=recipe.period,
+                interval=recipe.intervals[0],
+                rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
+                overlaps=recipe.overlaps,
+                averages_momenta=recipe.momenta == "averaged",
+            )
+        case "adpsgd":
+            method = Background(recipe.group_of, pairs=True)
+        case "eagersgd":
+            solo = recipe.mode == "solo"
+            method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
+        case "adaptive" | "elasticsgd":
+            method = MegaBatches(recipe.plan())
+        case "dpkfac":
+            method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
+        case _ if name in PLANS:
+            method = SecondOrder(PLANS[name], recipe.settings(), _exchange_of(recipe))
+        case _:
+            raise ConfigError(f"{name} cannot be predicted; leave it out")
+    return method
+
+
+def _sparse(name: str, recipe: Any) -> SparseGradients:
+    values, indices = recipe.codecs()
+    sparse = partial(
+        SparseGradients,
+        density=recipe.density,
+        bucket_mib=recipe.bucket_mib,
+        values=values,
+        indices=indices,
+        small_below=partial(_small_below, recipe),
+    )
+    if name == "ef21":
+        method = sparse(collective="all_gather")
+        method.extra_bytes = 3.0
+        return method
+    carries = partial(_carries_small, recipe)
+    if name == "topk":
+        return sparse(collective="all_gather", carries_small=carries, density_at=recipe.density_at)
+    return sparse(
+        collective=recipe.collective,
+        budget=recipe.budget,
+        carries_small=carries,
+        among=frozenset({"all_gather", "dense"}) if recipe.apply == "union" else BY_ITSELF,
+        density_at=recipe.density_at,
+    )
+
+
+def _exchange_of(recipe: Any) -> StepMethod:
+    """The exchange of gradients of a K-FAC strategy."""
+    method = method_of(recipe.gradients.name, recipe.gradients)
+    assert isinstance(method, StepMethod)
+    return method
+
+
+def _small_below(recipe: Any, sizes: Sequence[int]) -> int:
+    """Parameters of fewer elements are sent whole by the sparse strategy of `recipe`."""
+    below: int = recipe.small_below(_parameters(sizes))
+    return below
+
+
+def _carries_small(recipe: Any, sizes: Sequence[int], workers: int) -> bool:
+    """Whether these travel in the messages of the others."""
+    carries: bool = recipe.carries_small(_parameters(sizes), workers)
+    return carries
+
+
+def _parameters(sizes: Sequence[int]) -> list[torch.Tensor]:
+    return [torch.empty(size, device="meta") for size in sizes]

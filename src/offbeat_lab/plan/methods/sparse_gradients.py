@@ -1,0 +1,334 @@
+"""The largest entries of gradients: TopK, GTopK and EF21."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Final
+
+import numpy as np
+from typing_extensions import override
+
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
+from offbeat.codec.index_codecs import INDEX_CODECS, GapIndices, IndexCodec
+from offbeat.codec.tally import NUM_COUNTERS, Tally
+from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
+from offbeat.codec.weightless import WeightlessWire
+from offbeat.codec.wire import Wire
+from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
+from offbeat.collectives.base import SparseCollective
+from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
+from offbeat.gradients.density_choice import affordable_density, warm_up_factor
+from offbeat.gradients.reductions import JOINED_BYTES
+from offbeat.transport.operations import Collective
+from offbeat.transport.virtual import VirtualCluster
+from offbeat_lab.plan.methods.gradients import GradientMethod, PlannedBucket
+from offbeat_lab.plan.methods.phases import simulate_phases
+from offbeat_lab.plan.methods.stand_ins import all_reduce
+from offbeat_lab.plan.profile import FLOAT_BYTES
+from offbeat_lab.plan.simulation import (
+    EVENTS_UP_TO,
+    Method,
+    Run,
+    Setting,
+    Simulated,
+    confirmed_s,
+    until_over,
+)
+
+SPARSE: Final[dict[str, SparseCollective]] = {
+    "reduce_scatter": sparse_reduce_scatter.sparse_reduce_scatter,
+    "all_gather": topk_allgather.topk_sum,
+    "tree": gtopk_tree.gtopk_tree,
+}
+
+_NAMED_CODECS: Final[dict[str, object]] = {**VALUE_CODECS, **INDEX_CODECS}
+
+
+class SparseGradients(GradientMethod):
+    """The largest entries of residual + gradient: TopK and GTopK.
+
+    Args:
+        density: of what travels; "auto": what is affordable.
+        collective: by name, or "auto".
+        budget: of density "auto".
+        bucket_mib: of a bucket; None: all gradients in one.
+        values: how values travel.
+        indices: likewise.
+        among: what "auto" chooses among.
+        small_below: tensors of fewer elements are sent whole; of all sizes.
+        carries_small: whether these travel in the messages of the others; of all sizes and the
+            number of workers. Else they have an exchange of their own.
+        density_at: of an exchange, from its number and the density that follows the warm-up.
+    """
+
+    extra_bytes = 2.0
+
+    def __init__(
+        self,
+        *,
+        density: float | str,
+        collective: str,
+        budget: float = 0.1,
+        bucket_mib: float | None = None,
+        values: ValueCodec | None = None,
+        indices: IndexCodec | None = None,
+        among: frozenset[str] = BY_ITSELF,
+        small_below: Callable[[Sequence[int]], int] = lambda sizes: 0,
+        carries_small: Callable[[Sequence[int], int], bool] = lambda sizes, workers: False,
+        density_at: Callable[[int, float], float] = lambda exchange, target: target,
+    ) -> None:
+        super().__init__(bucket_mib)
+        self._density = density
+        self._density_at = density_at
+        self._warmup_densities: dict[Setting, float] = {}
+        self._collective = collective
+        self._budget = budget
+        self._values = values or Float32Values()
+        self._indices = indices or GapIndices()
+        self._codec_names = [
+            next((name for name, known in _NAMED_CODECS.items() if known == one), "")
+            for one in (self._values, self._indices)
+        ]
+        self._small_below = small_below
+        self._carries_small = carries_small
+        self._among = among if collective == "auto" else frozenset({collective, "dense"})
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        target, steps = self.density(setting), setting.steps
+        if setting in self._warmup_densities:
+            return super().simulate(setting)
+        if steps is None:
+            found = super().simulate(setting)
+            if self._density_at(0, target) == target:
+                return found
+            return replace(found, note="steps behind its warm-up are shown")
+        densities = [self._density_at(step, target) for step in steps]
+        if set(densities) == {target}:
+            return super().simulate(setting)
+        phases: list[tuple[Method, Setting]] = []
+        begin = steps.start
+        for density, alike in groupby(densities):
+            end = begin + len(list(alike))
+            there = replace(setting, steps=range(begin, end))
+            self._warmup_densities[there] = density
+            phases.append((self, there))
+            begin = end
+        return simulate_phases(phases)
+
+    def _wire(self, bucket: PlannedBucket) -> Wire:
+        return Wire(
+            num_elements=bucket.num_elements,
+            num_parameters=bucket.num_counted,
+            num_whole=sum(bucket.carried),
+            dtype=np.dtype(np.float32),
+            values=self._values,
+            indices=self._indices,
+        )
+
+    def _bucket_kind(self, num_elements: int) -> BucketKind:
+        return BucketKind(
+            num_elements=num_elements,
+            element_bytes=FLOAT_BYTES,
+            values=self._values,
+            indices=self._indices,
+        )
+
+    def density(self, setting: Setting) -> float:
+        """As a session would choose it."""
+        if setting in self._warmup_densities:
+            return self._warmup_densities[setting]
+        if not isinstance(self._density, str):
+            return self._density
+        profile = setting.profile
+        choice = CheapestCollective(
+            setting.network, world_size=setting.world_size, among=self._among
+        )
+        small_below = self.small_below(setting)
+        sizes = [tensor.num_elements for tensor in profile.tensors]
+        num_apart = sum(size for size in sizes if size < small_below)
+        bucket = self._bucket_kind(profile.num_elements - num_apart)
+        if self.carries(setting):
+            beside_s = self._carried_s(setting, setting.network, num_apart)
+        else:
+            apart = self._bucket_kind(num_apart)
+            beside_s = choice.costs_s(apart, 1)["dense"] if num_apart else 0.0
+        steps = setting.steps
+        budget = self._budget * (1.0 if steps is None else warm_up_factor(steps.stop - 1))
+        return affordable_density(
+            lambda k: choice.costs_s(bucket, k),
+            num_elements=bucket.num_elements,
+            allowed_s=budget * profile.compute_s * float(setting.slowdowns.max()),
+            beside_s=beside_s,
+        )
+
+    @override
+    def small_below(self, setting: Setting) -> int:
+        tensors = setting.profile.tensors
+        return self.remember(
+            (setting, "small"),
+            lambda: self._small_below([tensor.num_elements for tensor in tensors]),
+        )
+
+    def carries(self, setting: Setting) -> bool:
+        """Whether small tensors travel in the messages of the last bucket of others."""
+        sizes = [tensor.num_elements for tensor in setting.profile.tensors]
+        key = (setting, "carries")
+        return self.remember(key, lambda: self._carries_small(sizes, setting.world_size))
+
+    def _is_small(self, setting: Setting, group: Sequence[int]) -> bool:
+        return setting.profile.tensors[group[0]].num_elements < self.small_below(setting)
+
+    @override
+    def _in_order(self, setting: Setting, groups: list[list[int]]) -> list[list[int]]:
+        if not self.carries(setting):
+            return groups
+        (small,) = (group for group in groups if self._is_small(setting, group))
+        others = [group for group in groups if group is not small]
+        return [*others[:-1], small, others[-1]]
+
+    @override
+    def _fused(self, setting: Setting) -> list[PlannedBucket]:
+        buckets = super()._fused(setting)
+        if not self.carries(setting):
+            return buckets
+        *others, small, last = buckets
+        tensors = setting.profile.tensors
+        carried = tuple(tensors[index].num_elements for index in small.tensors)
+        return [*others, small._replace(rides=True), last._replace(carried=carried)]
+
+    def _carried_s(self, setting: Setting, network: NetworkCosts, num_elements: int) -> float:
+        """What elements cost that travel whole inside messages: every rank's come to every rank."""
+        num_bytes = (setting.world_size - 1) * FLOAT_BYTES * num_elements
+        return network.messages.time_s(num_messages=0, num_bytes=num_bytes)
+
+    def chosen(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
+        """The collective of a bucket, and k."""
+        key = (setting, tuple(bucket.tensors))
+        return self.remember(key, lambda: self._choose(setting, bucket))
+
+    def _choose(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
+        num_elements = bucket.num_elements
+        if self._is_small(setting, bucket.tensors):
+            return "dense", num_elements
+        density = self.density(setting)
+        k = max(1, round(density * num_elements))
+        if density == 1.0 and self._density != 1.0:
+            return "dense", k
+        if self._collective != "auto":
+            return self._collective, k
+        choice = CheapestCollective(
+            setting.network, world_size=setting.world_size, among=self._among
+        )
+        return cheapest(choice.costs_s(self._bucket_kind(num_elements), k)), k
+
+    @override
+    def stage_s(self, setting: Setting, bucket: PlannedBucket) -> float:
+        staged_s = super().stage_s(setting, bucket)
+        name, k = self.chosen(setting, bucket)
+        if name == "dense":
+            return staged_s
+        profile, num_elements = setting.profile, bucket.num_elements
+        coding_s = profile.coding_s(num_elements, k, self._codec_names)
+        return staged_s + profile.select_s_per_element * num_elements + coding_s
+
+    @override
+    def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
+        if bucket.rides:
+            return
+        setting = run.setting
+        name, k = self.chosen(setting, bucket)
+        if name == "dense":
+            yield from self._everything(run, rank, bucket)
+        elif not setting.by_closed_forms:
+            yield from self._entries(setting, rank, name, k, bucket)
+        else:
+            seconds, num_bytes = self._beyond(setting, name, k, bucket)
+            yield from run.closed_form(seconds, num_bytes)
+
+    def _everything(self, run: Run, rank: int, bucket: PlannedBucket) -> Collective[None]:
+        """A gradient and its tally, in one sum where the gradient is small, else in two."""
+        num_bytes = FLOAT_BYTES * bucket.num_elements
+        num_beside = NUM_COUNTERS + bucket.num_counted + sum(bucket.carried)
+        if num_bytes <= JOINED_BYTES:
+            yield from all_reduce(run, rank, num_bytes + FLOAT_BYTES * num_beside)
+            return
+        beside = run.begin(rank, all_reduce(run, rank, 8 * num_beside), channel=0)
+        yield from all_reduce(run, rank, num_bytes)
+        yield until_over(beside)
+
+    def _entries(
+        self, setting: Setting, rank: int, name: str, k: int, bucket: PlannedBucket
+    ) -> Collective[None]:
+        arithmetic = WeightlessWire(
+            wire=self._wire(bucket), num_places=setting.num_places(k, bucket.num_elements)
+        )
+        whole = np.zeros(sum(bucket.carried), dtype=np.float32)
+        yield from SPARSE[name](
+            rank,
+            setting.world_size,
+            arithmetic.picked(k),
+            replace(_TALLY, whole=whole),
+            k,
+            arithmetic,
+        )
+
+    def _beyond(
+        self, setting: Setting, name: str, k: int, bucket: PlannedBucket
+    ) -> tuple[float, float]:
+        """Seconds of one exchange of many workers, and bytes that a rank sends."""
+        pair_bytes = self._bucket_kind(bucket.num_elements).pair_bytes(k)
+
+        def cost(world_size: int, network: NetworkCosts) -> float:
+            return COSTS[name](world_size=world_size, k=k, pair_bytes=pair_bytes, network=network)
+
+        def make() -> tuple[float, float]:
+            num_few = min(setting.world_size, EVENTS_UP_TO)
+            few = replace(setting, cluster=setting.cluster.left_with(num_few))
+            cluster = VirtualCluster(
+                num_few,
+                link=few.links,
+                racks=few.cluster.virtual_racks(),
+                weightless=True,
+            )
+            cluster.run([self._entries(few, rank, name, k, bucket) for rank in range(num_few)])
+            seconds = confirmed_s(
+                setting, partial(cost, network=setting.network), lambda _: cluster.now_s
+            )
+            return seconds, cost(setting.world_size, _BYTES_ALONE)
+
+        return self.remember((setting, name, k, tuple(bucket.tensors)), make)
+
+    @override
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        total_s = 0.0
+        for bucket in self.buckets(setting):
+            if bucket.rides:
+                continue
+            num_elements = bucket.num_elements
+            name, k = self.chosen(setting, bucket)
+            total_s += self._carried_s(setting, network, sum(bucket.carried))
+            if name == "dense":
+                num_bytes = FLOAT_BYTES * num_elements
+                total_s += dense.cost_s(
+                    world_size=setting.world_size, num_bytes=num_bytes, network=network
+                )
+            else:
+                pair_bytes = self._bucket_kind(num_elements).pair_bytes(k)
+                total_s += COSTS[name](
+                    world_size=setting.world_size, k=k, pair_bytes=pair_bytes, network=network
+                )
+        return total_s
+
+
+_TALLY: Final = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
+
+_BYTES_ALONE: Final = NetworkCosts(
+    messages=LinkCost(alpha_s=0.0, beta_s_per_byte=1.0),
+    dense=LinkCost(alpha_s=0.0, beta_s_per_byte=1.0),
+    select_s_per_element=0.0,
+)
+"""Costs that make closed forms count bytes."""

@@ -1,0 +1,397 @@
+"""What a prediction has to know of a model and of the device that trains it, as a JSON file.
+
+    offbeat profile --task digits > digits.json        measured here
+    offbeat plan --profile digits.json                 or the name of a shipped profile
+
+A profile is of one device and one batch size. The gradient of a tensor is ready at a share of the
+backward pass, so that exchanges which overlap with it can be simulated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from offbeat.codec.json_objects import build
+from offbeat.errors import ConfigError
+from offbeat.kfac.plans.inversion import PolynomialInversion, TabledInversion
+from offbeat.kfac.plans.iteration import Layer
+from offbeat_lab.cluster.quantities import display_rate
+
+FORMAT: Final = 1
+FLOAT_BYTES: Final = 4
+SELECTED_DENSITY: Final = 0.001
+"""At which `select_s_per_element` is timed, and `SELECTED_CODECS` are part of it."""
+
+SELECTED_CODECS: Final[tuple[Literal["float32"], Literal["gaps"]]] = ("float32", "gaps")
+
+_MOST_CHARACTERS: Final = 1 << 26
+_LATENCY_WITHIN_S: Final = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorProfile:
+    """One parameter.
+
+    Attributes:
+        num_elements: >= 1.
+        ready: when its gradient is there, as a share of the backward pass, 0 to 1.
+        rows: length of its first dimension, for what approximates it as a matrix, >= 1.
+    """
+
+    num_elements: int
+    ready: float
+    rows: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedBatch:
+    """How long a batch takes on the device, alone.
+
+    Attributes:
+        batch_size: samples, >= 1.
+        forward_s: seconds > 0.
+        backward_s: seconds > 0.
+    """
+
+    batch_size: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecCost:
+    """What a value codec or an index codec computes.
+
+    Attributes:
+        name: by which options of strategies name it.
+        s_per_entry: encoding an entry of a message, and decoding it again.
+    """
+
+    name: str
+    s_per_entry: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a number comes from.
+
+    Attributes:
+        field: its name.
+        source: in words.
+    """
+
+    field: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """Predictions that were held against measured steps.
+
+    Attributes:
+        record: where the measurements are.
+        workers: how many there were.
+        least_rate_bit_per_s, most_rate_bit_per_s: of their links; infinite: not limited.
+        strategies: that ran, with their options.
+        median_error: of a predicted step, as a share of the measured one.
+        worst_error: likewise.
+        most_latency_s: of their links.
+    """
+
+    record: str
+    workers: int
+    least_rate_bit_per_s: float
+    most_rate_bit_per_s: float
+    strategies: tuple[str, ...]
+    median_error: float
+    worst_error: float
+    most_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """A model on a device.
+
+    Attributes:
+        name: for people.
+        device: likewise.
+        on_gpu: whether the device is a GPU, where dense collectives are NCCL's; elsewhere they are
+            gloo's.
+        batches: at one or more batch sizes, ascending; the last is the one that is planned for.
+        optimizer_s: the optimizer's step.
+        padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
+        tensors: parameters, in the order of the model.
+        select_s_per_element: residual and selection of the largest entries, for each element.
+        codecs: what coding entries costs; those that are not named here cost what selection's do.
+        copy_s_per_byte: reading or writing a model beside training, from or to the host's memory,
+            for each byte.
+        bucket_s_per_byte: likewise gradients and their buckets, which stay on the device; 0: as
+            `copy_s_per_byte`.
+        publish_s_per_byte: giving the model to a thread that averages it, and taking it back; 0: as
+            two copies.
+        mean_s_per_byte: adding what a peer has sent of its model to a mean on the host, for each
+            byte; 0: unknown.
+        low_rank_s_per_element: approximating gradients as PowerSGD does, at rank 1, for each
+            element of the model; 0: unknown.
+        low_rank_s_per_element_and_rank: what each further rank adds.
+        spread: standard deviation of a step over its mean, on one device, >= 0.
+        moments: what the optimizer keeps of each parameter, in sizes of the model, >= 0: 1 with SGD
+            with momentum, 2 with Adam.
+        layers: those with Kronecker factors, in the order of the forward pass; none: K-FAC cannot
+            be planned.
+        factors_s: computing all factors of a batch; 0: unknown.
+        precondition_s: turning all gradients into preconditioned ones; 0: unknown.
+        inversion: of a factor; None: unknown.
+        sources: where the numbers come from.
+        checked: predictions from it that were held against measurements.
+        format: of the file.
+    """
+
+    name: str
+    device: str
+    batches: tuple[TimedBatch, ...]
+    optimizer_s: float
+    tensors: tuple[TensorProfile, ...]
+    select_s_per_element: float
+    copy_s_per_byte: float
+    on_gpu: bool = False
+    codecs: tuple[CodecCost, ...] = ()
+    bucket_s_per_byte: float = 0.0
+    publish_s_per_byte: float = 0.0
+    mean_s_per_byte: float = 0.0
+    low_rank_s_per_element: float = 0.0
+    low_rank_s_per_element_and_rank: float = 0.0
+    padding_s: float = 0.0
+    spread: float = 0.0
+    moments: float = 1.0
+    layers: tuple[Layer, ...] = ()
+    factors_s: float = 0.0
+    precondition_s: float = 0.0
+    inversion: PolynomialInversion | TabledInversion | None = None
+    sources: tuple[Source, ...] = ()
+    checked: tuple[Checked, ...] = ()
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ConfigError(
+                f"profile {self.name!r} has format {self.format}, this offbeat reads {FORMAT};"
+                " write it anew with `offbeat profile`"
+            )
+        if not self.batches or not self.tensors:
+            raise ConfigError(
+                f"profile {self.name!r} has {len(self.batches)} timed batches and"
+                f" {len(self.tensors)} tensors, needed is at least one of each"
+            )
+        for batch in self.batches:
+            if batch.batch_size < 1:
+                raise ConfigError(
+                    f"profile {self.name!r} has a batch of {batch.batch_size} samples"
+                )
+            self._require_seconds("forward_s", batch.forward_s, least=1e-12)
+            self._require_seconds("backward_s", batch.backward_s, least=1e-12)
+        for field in (
+            "optimizer_s",
+            "select_s_per_element",
+            "copy_s_per_byte",
+            "bucket_s_per_byte",
+            "publish_s_per_byte",
+            "mean_s_per_byte",
+            "factors_s",
+            "precondition_s",
+            "padding_s",
+            "low_rank_s_per_element",
+            "low_rank_s_per_element_and_rank",
+            "spread",
+            "moments",
+        ):
+            self._require_seconds(field, getattr(self, field))
+        for codec in self.codecs:
+            self._require_seconds(f"s_per_entry of codec {codec.name!r}", codec.s_per_entry)
+        for tensor in self.tensors:
+            if tensor.num_elements < 1 or tensor.rows < 1 or not 0 <= tensor.ready <= 1:
+                raise ConfigError(
+                    f"profile {self.name!r} has a tensor of {tensor.num_elements} elements and"
+                    f" {tensor.rows} rows, ready at {tensor.ready}; allowed are 1 or more, and 0"
+                    " to 1"
+                )
+
+    def _require_seconds(self, field: str, value: float, *, least: float = 0.0) -> None:
+        if not (math.isfinite(value) and value >= least):
+            raise ConfigError(
+                f"profile {self.name!r} has {field} {value}, allowed are finite numbers from"
+                f" {least:g} on"
+            )
+
+    @property
+    def batch(self) -> TimedBatch:
+        """The batch that is planned for."""
+        return self.batches[-1]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the model in float32."""
+        return FLOAT_BYTES * self.num_elements
+
+    def averaged_bytes(self, *, with_state: bool) -> int:
+        """Of what an average of models takes, with the optimizer's state or without."""
+        return round((1 + self.moments * with_state) * self.num_bytes)
+
+    def coding_s(self, num_elements: int, num_entries: int, codecs: Sequence[str]) -> float:
+        """What coding a message takes besides what selection includes, >= 0; 0 where a codec was
+        not timed.
+
+        Args:
+            num_elements: of the vector.
+            num_entries: of it that travel.
+            codecs: of their values and indices.
+        """
+        if not self.codecs:
+            return 0.0
+        costs = {one.name: one.s_per_entry for one in self.codecs}
+        if not costs.keys() >= {*codecs, *SELECTED_CODECS}:
+            return 0.0
+        included_s = SELECTED_DENSITY * num_elements * sum(costs[name] for name in SELECTED_CODECS)
+        return max(0.0, num_entries * sum(costs[name] for name in codecs) - included_s)
+
+    @property
+    def bucket_copy_s_per_byte(self) -> float:
+        """Copying a gradient into its bucket, or a result out of it."""
+        return self.bucket_s_per_byte or self.copy_s_per_byte
+
+    @property
+    def publish_s(self) -> float:
+        """Giving the model to a thread, and taking it back."""
+        return (self.publish_s_per_byte or 2 * self.copy_s_per_byte) * self.num_bytes
+
+    @property
+    def compute_s(self) -> float:
+        """A step that exchanges nothing."""
+        return self.batch.forward_s + self.batch.backward_s + self.optimizer_s
+
+    def unchecked(
+        self, *, workers: int, rate_bit_per_s: float, latency_s: float, strategy: str
+    ) -> str:
+        """What of a prediction lies outside of all that was checked, in words; empty: nothing, or
+        nothing was checked at all.
+
+        Args:
+            workers: of the prediction.
+            rate_bit_per_s: of its links.
+            latency_s: of its links. A millisecond more than what was checked lies within.
+            strategy: with its options.
+        """
+        if not self.checked:
+            return ""
+        name = strategy.partition(":")[0]
+        alike = [
+            one
+            for one in self.checked
+            if name in {checked.partition(":")[0] for checked in one.strategies}
+        ]
+        if not alike:
+            return f"{name} was not checked"
+        fewest, most = (f(one.workers for one in alike) for f in (min, max))
+        slowest = min(one.least_rate_bit_per_s for one in alike)
+        fastest = max(one.most_rate_bit_per_s for one in alike)
+        longest_s = max(one.most_latency_s for one in alike)
+        if latency_s > longest_s + _LATENCY_WITHIN_S:
+            return f"{name} was checked with latencies up to {1e3 * longest_s:g} ms only"
+        if fewest <= workers <= most and slowest <= rate_bit_per_s <= fastest:
+            return ""
+        numbers = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        rates = [
+            "unlimited rates" if math.isinf(rate) else display_rate(rate)
+            for rate in dict.fromkeys((slowest, fastest))
+        ]
+        return f"{name} was checked with {numbers} workers and {' to '.join(rates)} only"
+
+    def at_batch_size(self, batch_size: int) -> ModelProfile:
+        """The same model in batches of `batch_size`: along the line through the two nearest sizes
+        that were timed; in proportion to the batch where only one was.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}, allowed is 1 or more")
+        batches = sorted(self.batches, key=lambda one: abs(one.batch_size - batch_size))[:2]
+        timed = TimedBatch(
+            batch_size=batch_size,
+            forward_s=_between(batch_size, [(one.batch_size, one.forward_s) for one in batches]),
+            backward_s=_between(batch_size, [(one.batch_size, one.backward_s) for one in batches]),
+        )
+        share = batch_size / self.batch.batch_size
+        return replace(self, batches=(timed,), padding_s=0.0, factors_s=self.factors_s * share)
+
+    def with_step(self, *, batch_size: int, forward_backward_s: float, device: str) -> ModelProfile:
+        """The same model on another device, where a batch takes so long."""
+        share = self.batch.forward_s / (self.batch.forward_s + self.batch.backward_s)
+        timed = TimedBatch(
+            batch_size=batch_size,
+            forward_s=share * forward_backward_s,
+            backward_s=(1 - share) * forward_backward_s,
+        )
+        return replace(self, batches=(timed,), padding_s=0.0, device=device)
+
+    def padded(self, duration_s: float) -> ModelProfile:
+        """The same model where forward and backward pass take `duration_s` together, as the lab
+        pads them: before the backward pass. Unchanged if they take longer.
+        """
+        batch, computing_s = self.batch, self.batch.forward_s + self.batch.backward_s
+        if duration_s <= computing_s:
+            return self
+        return replace(
+            self,
+            batches=(replace(batch, forward_s=duration_s - batch.backward_s),),
+            padding_s=duration_s - computing_s,
+        )
+
+    def to_json(self) -> str:
+        """As `read_profile` reads it."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def _between(size: int, timed: Sequence[tuple[int, float]]) -> float:
+    (first, first_s), (last, last_s) = timed[0], timed[-1]
+    if first == last:
+        return first_s * size / first
+    slope = (last_s - first_s) / (last - first)
+    return max(first_s + slope * (size - first), 1e-12)
+
+
+def read_profile(path: Path) -> ModelProfile:
+    """The profile in a file.
+
+    Raises:
+        ConfigError: there is none, it is no JSON, or it is not a profile.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read profile {path}: {error}") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{path} is longer than {_MOST_CHARACTERS} characters; is it a profile?")
+    try:
+        return profile_from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no profile: {error}; `offbeat profile` writes one") from None
+
+
+def profile_from_json(text: str) -> ModelProfile:
+    """What `ModelProfile.to_json` wrote.
+
+    Raises:
+        ConfigError: numbers that no profile has.
+        TypeError, ValueError, RecursionError: it is something else.
+    """
+    return build(ModelProfile, json.loads(text))

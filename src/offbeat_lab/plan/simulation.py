@@ -1,0 +1,570 @@
+"""Steps of a training run under a virtual clock: computing is sleep, and what is exchanged has the
+real protocols' messages.
+
+    for each step, on each rank
+        sleep for as long as this rank is late, computes, and encodes
+        run the generators that training runs, with lengths in the place of payloads
+
+`plan.methods` says what each strategy does in a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
+from offbeat.errors import ConfigError
+from offbeat.transport.driver import Pending
+from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat.transport.virtual_driver import SleepUntil
+from offbeat_lab.cluster import Cluster
+from offbeat_lab.plan.cores import (
+    DENSE_CPU_S_PER_BYTE,
+    DENSE_WAKE_S,
+    MESSAGE_CPU_S,
+    MESSAGE_CPU_S_PER_BYTE,
+    MESSAGE_WAKE_S,
+    Cores,
+    until_done,
+)
+from offbeat_lab.plan.profile import ModelProfile
+from offbeat_lab.plan.recorded_times import recorded_times
+
+T = TypeVar("T")
+
+EVENTS_UP_TO: Final = 64
+"""Workers up to which every message of every collective is simulated. Beyond that a symmetric
+collective takes its closed form, times what its messages took at so many workers over its closed
+form there. So it does with fewer workers, but more than `FEW_WORKERS`, where links are equal and
+many steps are needed.
+"""
+
+FEW_WORKERS: Final = 16
+
+PAYLOAD_SHARE: Final = 0.95
+"""What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
+frame. gloo's all-reduce was measured to fill 0.92 to 0.955 of emulated links.
+"""
+
+LATER: Final = 10_000
+"""A step behind everything that is done in the first steps only."""
+
+_STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 8
+_MOST_STEPS = 200
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setting:
+    """A model on a cluster.
+
+    Attributes:
+        profile: of the model.
+        cluster: how many workers, and what connects them.
+        message_s: what a message occupies a port for besides its bytes.
+        payload_share: what headers leave of a link's rate, in (0, 1].
+        shared: which part of one rank's largest entries another rank has too, 0 to 1.
+        steps: of a run that are predicted, counted from 0; None: those that follow when whatever
+            is done in the first ones only is over.
+        free_messages: whether what carries messages takes neither time nor cores, but for the
+            cluster's links.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    message_s: float = MESSAGE_S
+    payload_share: float = PAYLOAD_SHARE
+    shared: float = 0.2
+    steps: range | None = None
+    free_messages: bool = False
+
+    def __post_init__(self) -> None:
+        if any(self.cluster.link_of(w).rate_bit_per_s is None for w in range(self.world_size)):
+            raise ConfigError(
+                f"cluster {self.cluster.name!r} says no rate for some of its links; a prediction"
+                ' needs one, such as link = "1gbit/0.2ms" or --link 1gbit'
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.workers
+
+    @cached_property
+    def links(self) -> list[VirtualLink]:
+        return [
+            VirtualLink(
+                latency_s=link.latency_s + self._or_free(MESSAGE_WAKE_S),
+                bytes_per_s=self.payload_share * link.bytes_per_s,
+                message_s=self.message_s,
+            )
+            for link in self.cluster.virtual_links()
+        ]
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether workers are processes of one machine."""
+        return self.cluster.cores is not None
+
+    @property
+    def dense_announced(self) -> bool:
+        """Whether receivers of dense operations say that they are ready, as gloo's do."""
+        return self.shares_cores or not self.profile.on_gpu
+
+    @property
+    def announced_s(self) -> float:
+        """How long the slowest of these words is on its way."""
+        return self.latency_s if self.dense_announced else 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """Of the longest way between two workers."""
+        return self.cluster.most_latency_s + self._or_free(MESSAGE_WAKE_S)
+
+    @property
+    def dense_round_s(self) -> float:
+        """What a round of a dense operation takes besides the ways of its messages."""
+        return self._or_free(DENSE_WAKE_S - 2 * MESSAGE_WAKE_S)
+
+    def message_work_s(self, num_bytes: float) -> float:
+        """What encrypting and carrying a message takes of a core."""
+        return self._or_free(MESSAGE_CPU_S + MESSAGE_CPU_S_PER_BYTE * num_bytes)
+
+    def dense_work_s(self, num_bytes: float) -> float:
+        """What a rank's part of a dense operation takes of a core, of which it sends so much."""
+        return self._or_free(DENSE_CPU_S_PER_BYTE * num_bytes)
+
+    def _or_free(self, seconds: float) -> float:
+        """What carrying a message costs where workers share cores."""
+        return seconds if self.shares_cores and not self.free_messages else 0.0
+
+    @cached_property
+    def network(self) -> NetworkCosts:
+        """The slowest worker's costs, as `GTopK(collective="auto")` measures them."""
+        alpha_s = self.latency_s + self.message_s
+        rate = min(link.bytes_per_s for link in self.links)
+        racks = self.cluster.racks
+        if racks is not None and self.world_size > racks.size:
+            # All of a rack's workers may send out of it at once.
+            rate = min(rate, racks.rate_bit_per_s / 8 / racks.size)
+        return NetworkCosts(
+            messages=LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate),
+            dense=LinkCost(
+                alpha_s=alpha_s + self.announced_s + self.dense_round_s, beta_s_per_byte=1 / rate
+            ),
+            select_s_per_element=self.profile.select_s_per_element,
+        )
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Whether all steps take the same time on all ranks."""
+        cluster = self.cluster
+        late = cluster.straggling or cluster.straggling_record is not None
+        return not (late or self.profile.spread or set(cluster.speeds) != {1.0})
+
+    @property
+    def by_closed_forms(self) -> bool:
+        """Whether symmetric collectives take their closed forms."""
+        if self.world_size > EVENTS_UP_TO:
+            return True
+        equal = len(set(self.links)) == 1 and self.cluster.racks is None
+        return equal and not self.is_steady and self.world_size > FEW_WORKERS
+
+    @cached_property
+    def num_steps(self) -> int:
+        """As many as the mean needs."""
+        if self.steps is not None:
+            return min(len(self.steps), _MOST_STEPS)
+        if self.is_steady:
+            return _STEADY_STEPS
+        return _STEPS if self.world_size <= EVENTS_UP_TO else _FEWER_STEPS
+
+    @cached_property
+    def factors(self) -> NDArray[np.float64]:
+        """By what computing takes longer than the profile says, shape (steps, ranks)."""
+        speeds = np.array(self.cluster.speeds)
+        record = self.cluster.straggling_record
+        if record is not None:
+            times, seed = recorded_times(record), self.cluster.seed
+            rows = range(self._first_step, self._first_step + self.num_steps)
+            recorded: NDArray[np.float64] = (
+                np.stack([times.drawn(seed, row, self.world_size) for row in rows]) / speeds
+            )
+            return recorded
+        generator = np.random.default_rng([self.cluster.seed, 2])
+        shape = (self.num_steps, self.world_size)
+        spread = self.profile.spread
+        drawn = generator.lognormal(0.0, spread, shape) if spread else np.ones(shape)
+        factors: NDArray[np.float64] = drawn / drawn.mean() / speeds
+        return factors
+
+    @cached_property
+    def late_s(self) -> NDArray[np.float64]:
+        """How long ranks sleep besides, shape (steps, ranks)."""
+        late = np.zeros((self.num_steps, self.world_size))
+        if self.cluster.straggling:
+            for row in range(self.num_steps):
+                step = self._first_step + row
+                for rank, delay_s in self.cluster.delayed_ranks(step).items():
+                    late[row, rank] = delay_s
+        return late
+
+    @property
+    def _first_step(self) -> int:
+        """Counted from 1, as the lab draws for steps."""
+        return 1 if self.steps is None else self.steps[-self.num_steps] + 1
+
+    def share(self, occurs: Callable[[int], bool]) -> float:
+        """Of the steps that are predicted, the part in which something `occurs`."""
+        steps = range(LATER, 2 * LATER) if self.steps is None else self.steps
+        return sum(map(occurs, steps)) / len(steps)
+
+    @property
+    def work_s(self) -> float:
+        """Of a step that exchanges nothing, what takes a core."""
+        return self.profile.compute_s - self.profile.padding_s
+
+    @cached_property
+    def crowding(self) -> float:
+        """How much longer a worker of speed 1 computes since all of them share cores, >= 1, when
+        all compute at once.
+        """
+        return self._crowding(self.work_s / self.profile.compute_s)
+
+    @cached_property
+    def factor_crowding(self) -> float:
+        """Likewise of what all workers compute at once without padding, >= 1."""
+        return self._crowding(1.0)
+
+    def _crowding(self, busy: float) -> float:
+        """Likewise where a worker of speed 1 that is alone keeps a core for the part `busy` of its
+        time. All get equal shares of the cores, but nobody gets more than its speed.
+        """
+        if self.cluster.cores is None:
+            return 1.0
+        left = self.cluster.cores / busy
+        for number, speed in enumerate(sorted(self.cluster.speeds)):
+            share = left / (self.world_size - number)
+            if share < speed:
+                return 1 / share
+            left -= speed
+        return 1.0
+
+    @property
+    def slowdowns(self) -> NDArray[np.float64]:
+        """By what each rank computes longer than the profile says, shape (ranks,)."""
+        speeds = np.array(self.cluster.speeds)
+        slowdowns: NDArray[np.float64] = np.maximum(self.crowding, 1 / speeds)
+        return slowdowns
+
+    @cached_property
+    def durations_s(self) -> NDArray[np.float64]:
+        """Of a step that exchanges nothing, shape (steps, ranks)."""
+        drawn: NDArray[np.float64] = self.factors * np.array(self.cluster.speeds)
+        return self.late_s + self.profile.compute_s * drawn * self.slowdowns
+
+    @cached_property
+    def simulated(self) -> list[tuple[StepMethod, Simulated]]:
+        """What was simulated here so far."""
+        return []
+
+    def without_network(self) -> Setting:
+        """The same, but messages take no time."""
+        fast = self.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
+        values = {**self.cluster.fields(), "link": fast, "links": {}, "racks": None}
+        values["speeds"] = self.cluster.speed_pattern
+        return replace(self, cluster=Cluster(**values), message_s=0.0, free_messages=True)
+
+    @property
+    def ideal_s(self) -> float:
+        """The mean step of a rank that exchanges nothing."""
+        return float(self.durations_s.mean())
+
+    def num_places(self, k: float, num_elements: int) -> float:
+        """Where ranks' largest entries are, of `num_elements`, so that two ranks have the part
+        `shared` of them in common.
+        """
+        return min(num_elements, k / max(self.shared, k / num_elements))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """What a simulation says.
+
+    Attributes:
+        step_s: mean over ranks and steps.
+        bytes_per_step: that a rank sends in a step.
+        encode_s: of a step, on a rank of speed 1.
+        alpha_share: which part of the exchange's time is that of latencies and messages.
+        by_events: whether every message was simulated.
+        note: what should be known; empty: nothing.
+        is_lower_limit: whether the simulated steps end before their first averages do.
+    """
+
+    step_s: float
+    bytes_per_step: float
+    encode_s: float
+    alpha_share: float
+    by_events: bool = True
+    note: str = ""
+    is_lower_limit: bool = False
+
+
+class Method(ABC):
+    """What a strategy does in a step.
+
+    Attributes:
+        steps_in_a_period: steps after which its exchanges repeat.
+        extra_bytes: memory for each byte of the model, besides weights, gradients and moments.
+    """
+
+    steps_in_a_period: int = 1
+    extra_bytes: float = 0.0
+
+    def __init__(self) -> None:
+        self._remembered: dict[tuple[object, ...], Any] = {}
+
+    def remember(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """What `make` has made for `key`."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        made: T = self._remembered[key]
+        return made
+
+    @abstractmethod
+    def simulate(self, setting: Setting) -> Simulated:
+        """A step on `setting`."""
+
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        """How long a step is waited for peers, if messages took no time, where a rank encodes for
+        `encode_s`.
+        """
+        return max(
+            0.0, self.simulate(setting.without_network()).step_s - setting.ideal_s - encode_s
+        )
+
+
+class StepMethod(Method):
+    """A strategy whose ranks do in each step what `step` yields."""
+
+    weightless = True
+
+    def is_like(self, other: StepMethod) -> bool:
+        """Whether both do the same in each step, as far as that is known."""
+        return self is other
+
+    def num_bytes(self, setting: Setting, payload: Payload) -> float:
+        """What a message weighs."""
+        return len(payload)
+
+    @abstractmethod
+    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        """Step `number` of the run, from 0, at `rank`."""
+
+    @abstractmethod
+    def encode_s(self, setting: Setting) -> float:
+        """What a rank computes in a step because of the exchange, in seconds."""
+
+    @abstractmethod
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        """The closed form of a step's exchange."""
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        for method, known in setting.simulated:
+            if self.is_like(method):
+                return known
+        found = self._simulate(setting)
+        setting.simulated.append((self, found))
+        return found
+
+    def _simulate(self, setting: Setting) -> Simulated:
+        run = Run(setting, self)
+        run.cluster.run([run.train(rank) for rank in range(setting.world_size)])
+        network = setting.network
+        alone = NetworkCosts(
+            messages=LinkCost(alpha_s=network.messages.alpha_s, beta_s_per_byte=0.0),
+            dense=LinkCost(alpha_s=network.dense.alpha_s, beta_s_per_byte=0.0),
+            select_s_per_element=0.0,
+        )
+        whole_s = self.exchange_cost_s(setting, network)
+        return Simulated(
+            step_s=run.step_s,
+            bytes_per_step=run.bytes_per_step,
+            encode_s=self.encode_s(setting),
+            alpha_share=self.exchange_cost_s(setting, alone) / whole_s if whole_s else 0.0,
+            by_events=not setting.by_closed_forms,
+        )
+
+
+class Run:
+    """One simulation of a `StepMethod`."""
+
+    def __init__(self, setting: Setting, method: StepMethod) -> None:
+        self.setting = setting
+        self.method = method
+        self.cluster = VirtualCluster(
+            setting.world_size,
+            seed=setting.cluster.seed,
+            link=setting.links,
+            racks=setting.cluster.virtual_racks(),
+            weightless=method.weightless,
+            num_bytes=self._carry,
+            dense_round_s=setting.dense_round_s,
+            dense_announced=setting.dense_announced,
+        )
+        self.cores = Cores(self.cluster, setting.cluster.cores)
+        period = method.steps_in_a_period
+        if setting.steps is None:
+            self.num_steps = max(1, -(-setting.num_steps // period)) * period
+            self._first = -(-LATER // period) * period
+        else:
+            self.num_steps = setting.num_steps
+            self._first = setting.steps[-self.num_steps]
+        self._dense_bytes = 0.0
+        self._ends_s = np.zeros(setting.world_size)
+
+    @property
+    def step_s(self) -> float:
+        return float(self._ends_s.mean()) / self.num_steps
+
+    @property
+    def bytes_per_step(self) -> float:
+        world_size = self.setting.world_size
+        sent = (sum(self.cluster.bytes_sent) + self._dense_bytes) / world_size
+        return sent / self.num_steps
+
+    def train(self, rank: int) -> Collective[None]:
+        """All steps of `rank`."""
+        for number in range(self._first, self._first + self.num_steps):
+            yield from self.method.step(self, rank, number)
+        self._ends_s[rank] = self.cluster.now_s
+
+    def _carry(self, payload: Payload) -> float:
+        """What a message weighs. What encrypts and carries it takes cores meanwhile."""
+        num_bytes = self.method.num_bytes(self.setting, payload)
+        self.cores.begin(0, self.setting.message_work_s(num_bytes))
+        return num_bytes
+
+    def forward(self, rank: int, number: int) -> Collective[None]:
+        """The forward pass, padded or not."""
+        profile, factor = self.setting.profile, self.factor(rank, number)
+        duration_s = profile.batch.forward_s
+        work_s = (duration_s - profile.padding_s) * factor
+        cluster = self.setting.cluster
+        if profile.padding_s and cluster.straggling_record is None:
+            # What computing takes longer once, padding takes less.
+            duration_s /= cluster.speeds[rank]
+        else:
+            duration_s *= factor
+        yield from self._compute(rank, duration_s, work_s)
+
+    def compute(self, rank: int, number: int, seconds: float) -> Collective[None]:
+        """Compute what takes `seconds` on a worker of speed 1, alone."""
+        seconds *= self.factor(rank, number)
+        yield from self._compute(rank, seconds, seconds)
+
+    def _compute(self, rank: int, duration_s: float, work_s: float) -> Collective[None]:
+        # A slow worker has a part of a core.
+        work_s *= self.setting.cluster.speeds[rank]
+        yield from self.cores.compute(rank, duration_s, work_s)
+
+    def factor(self, rank: int, number: int) -> float:
+        """By what step `number` of `rank` computes longer than the profile says."""
+        factors = self.setting.factors
+        return float(factors[(number - self._first) % len(factors), rank])
+
+    def late(self, rank: int, number: int) -> Collective[None]:
+        """Sleep for as long as `rank` is late."""
+        late_s = self.setting.late_s
+        seconds = float(late_s[(number - self._first) % len(late_s), rank])
+        if seconds:
+            yield Sleep(seconds)
+
+    def begin(self, rank: int, collective: Collective[Any], channel: int) -> Pending[Any]:
+        """Begin an exchange beside what the rank computes."""
+        return self.cluster.begin(rank, collective, channel=channel + 1)
+
+    def dense(self, rank: int, operation: DenseOperation) -> Collective[None]:
+        """A dense operation, counted."""
+        traffic = operation.traffic(None, rank=rank, world_size=self.setting.world_size)
+        self._dense_bytes += traffic.bytes_sent
+        copying = self.cores.begin(rank, self.setting.dense_work_s(traffic.bytes_sent))
+        yield operation
+        if not copying.over:
+            yield until_done(copying)
+
+    def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
+        """All ranks together, for as long as a closed form says."""
+        self._dense_bytes += num_bytes
+        self.cores.begin(0, self.setting.message_work_s(num_bytes))
+        yield ClosedForm(seconds, self.setting)
+
+
+def until_over(*pending: Pending[Any]) -> SleepUntil:
+    """Wait for exchanges that were begun."""
+    return SleepUntil(over=lambda: all(one.over for one in pending))
+
+
+class ClosedForm(DenseOperation):
+    """What takes `seconds` from the moment at which the last rank has begun it. Simulated only."""
+
+    __slots__ = ("_num_bytes",)
+
+    def __init__(self, seconds: float, setting: Setting) -> None:
+        slowest = min(setting.links, key=lambda link: link.bytes_per_s)
+        fixed_s = slowest.latency_s + slowest.message_s + setting.dense_round_s
+        rate, racks = slowest.bytes_per_s, setting.cluster.racks
+        if racks is not None and setting.world_size > racks.size:
+            rate = min(rate, racks.rate_bit_per_s / 8)
+            fixed_s += racks.latency_s
+        self._num_bytes = round(max(0.0, seconds - fixed_s) * rate)
+
+    @property
+    @override
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @override
+    def num_hops(self, world_size: int) -> int:
+        return 1
+
+    @override
+    def hop_bytes(self, num_bytes: float, world_size: int) -> float:
+        return num_bytes
+
+    @override
+    def traffic(self, result: Any, *, rank: int, world_size: int) -> Any:
+        raise NotImplementedError("a closed form counts its bytes itself")
+
+    @classmethod
+    @override
+    def combine(cls, operations: Any) -> list[Any]:
+        return [None] * len(operations)
+
+    @override
+    def finish(self, backends: Any) -> Any:
+        raise NotImplementedError("a closed form is simulated only")
+
+
+def confirmed_s(
+    setting: Setting, closed_s: Callable[[int], float], events_s: Callable[[int], float]
+) -> float:
+    """A closed form, times what an event run of at most `EVENTS_UP_TO` workers took over it.
+
+    Args:
+        setting: where.
+        closed_s: the closed form, of a number of workers.
+        events_s: an event run, likewise.
+    """
+    num_few = min(setting.world_size, EVENTS_UP_TO)
+    closed = closed_s(num_few)
+    ratio = events_s(num_few) / closed if closed else 1.0
+    return ratio * closed_s(setting.world_size)

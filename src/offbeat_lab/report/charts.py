@@ -1,0 +1,284 @@
+"""What the charts draw, as values for the page's script. Long lines are binned here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offbeat_lab.report.data import Better, Curve, Floats, PageContent, RunResults, StrategyResults
+from offbeat_lab.report.style import BYTES, COUNT, NUMBER, SECONDS, Unit, capital, write
+
+MAX_POINTS = 600
+_LOG_FROM = 8.0
+"""A logarithmic axis where contestants end further apart than this factor: on a plain one all but
+the last would be a smear.
+"""
+
+_LOG_Y_FROM = 20.0
+_LOG_METRIC_FROM = 3.0
+_NEAR_ONE = 0.3
+"""A share is shown by what is missing if less than this part of the whole is missing somewhere."""
+
+Line = list[float | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One axis.
+
+    Attributes:
+        title: what it shows.
+        unit: the scales that its numbers may be written in.
+        log: whether it is logarithmic.
+        zero: whether it begins at zero.
+        whole: where set, the axis is logarithmic in what is missing from this value, such as
+            1 - accuracy, and its numbers are still the values themselves.
+        least_missing: less than this is drawn as this.
+    """
+
+    title: str
+    unit: Sequence[tuple[float, float, str]]
+    log: bool = False
+    zero: bool = False
+    whole: float | None = None
+    least_missing: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One line.
+
+    Attributes:
+        contestant: its number, which gives it colour, dash and marker.
+        name: for the pointer.
+        x, y: points; null breaks the line.
+        low, high: a band around the line, or nothing.
+        thin: whether it is one seed among several.
+    """
+
+    contestant: int
+    name: str
+    x: Line
+    y: Line
+    low: Line | None = None
+    high: Line | None = None
+    thin: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LineChart:
+    """One chart.
+
+    Attributes:
+        key: its name in the page.
+        heading: above it.
+        summary: what it shows, in words, for those who cannot see it.
+        target: where a dashed line crosses it.
+        apart: whether its lines are no contestants, so that hiding these leaves it as it is.
+        legend: names of its lines, where nothing else on the page tells them.
+    """
+
+    key: str
+    heading: str
+    summary: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    target: float | None = None
+    apart: bool = False
+    legend: Sequence[str] = ()
+
+
+def line_charts(report: PageContent) -> list[LineChart]:
+    """The metric against time, steps and bytes; for a run alone also loss, step time
+    and traffic. The first one is what the page begins with.
+    """
+    charts = list(_metric_charts(report))
+    if not report.compares and report.contestants[0].runs:
+        charts += _step_charts(report.contestants[0].runs[0])
+    return charts
+
+
+def bin_mean(
+    x: Floats, y: Floats, max_points: int = MAX_POINTS
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """At most `max_points` points of a long line: x, mean, least and greatest of each bin, shape
+    (bins,).
+
+    Args:
+        x: shape (points,), ascending.
+        y: shape (rows, points); all rows go into one bin. NaN values are left out; a bin without
+            others is NaN.
+        max_points: at least 1.
+    """
+    starts = np.unique(
+        np.linspace(0, x.size, min(max_points, x.size), endpoint=False).astype(np.int64)
+    )
+    counts = np.add.reduceat(np.isfinite(y).sum(axis=0), starts)
+    sums = np.add.reduceat(np.where(np.isfinite(y), y, 0.0).sum(axis=0), starts)
+    mean = np.divide(sums, counts, out=np.full(starts.size, np.nan), where=counts > 0)
+    finite = np.where(np.isfinite(y), y, np.nan)
+    low = np.fmin.reduceat(np.fmin.reduce(finite), starts)
+    high = np.fmax.reduceat(np.fmax.reduce(finite), starts)
+    lengths = np.diff([*starts, x.size])
+    return np.add.reduceat(x, starts) / lengths, mean, low, high
+
+
+def _metric_charts(report: PageContent) -> Iterator[LineChart]:
+    if not any(
+        run.curve.metric.size > 1 for contestant in report.contestants for run in contestant.runs
+    ):
+        return
+    metric = report.metric_name
+    y = _metric_axis(report)
+    for key, title, unit in (
+        ("seconds", "training time", SECONDS),
+        ("steps", "steps", COUNT),
+        ("bytes_sent", "bytes sent by a worker", BYTES),
+    ):
+        ends = [
+            getattr(run.curve, key)[-1]
+            for c in report.contestants
+            for run in c.runs
+            if run.curve.metric.size > 1
+        ]
+        log = bool(min(ends) > 0 and max(ends) / min(ends) > _LOG_FROM)
+        series = [
+            line
+            for number, contestant in enumerate(report.contestants)
+            for line in _curves(number, contestant, key, log=log)
+        ]
+        if any(line.x for line in series):
+            yield LineChart(
+                key=f"metric-{key}",
+                heading=f"{capital(metric)} against {title}",
+                summary=f"{metric} against {title}. {_ends(report, key, unit)}",
+                x=Axis(title=title, unit=unit.scales, log=log, zero=True),
+                y=y,
+                series=series,
+                target=report.target,
+            )
+
+
+def _metric_axis(report: PageContent) -> Axis:
+    """Near its best value differences of a metric are small, and they are what readers look for: a
+    share that comes near to one is shown by what is missing, a loss that falls far by its
+    logarithm.
+    """
+    found = [run.curve.metric for contestant in report.contestants for run in contestant.runs]
+    values = np.concatenate(found)
+    values = values[np.isfinite(values)]
+    title, unit = report.metric_name, NUMBER.scales
+    if not values.size or values.min() < 0:
+        return Axis(title=title, unit=unit)
+    if report.metric_better is Better.LOWER:
+        return Axis(title=title, unit=unit, log=_wide(values, _LOG_METRIC_FROM))
+    whole = 1.0 if values.max() <= 1 else 100.0
+    missing = whole - values[values < whole]
+    is_share = whole == 1.0 or "acc" in title.lower()
+    if not is_share or not missing.size or missing.min() < 0:
+        return Axis(title=title, unit=unit)
+    if missing.min() > _NEAR_ONE * whole:
+        return Axis(title=title, unit=unit)
+    return Axis(title=title, unit=unit, whole=whole, least_missing=float(missing.min()) / 2)
+
+
+def _curves(number: int, contestant: StrategyResults, key: str, *, log: bool) -> Iterator[Series]:
+    """The seeds as thin lines and the median over them; a contestant of one seed is its median."""
+    runs = [run for run in contestant.runs if run.curve.metric.size > 1]
+    if len(runs) > 1:
+        for run in runs:
+            x, y = _points(getattr(run.curve, key), run.curve.metric, log=log)
+            yield Series(
+                contestant=number, name=f"{contestant.label}, seed {run.seed}", x=x, y=y, thin=True
+            )
+    if runs:
+        x, y = _points(*_median([run.curve for run in runs], key), log=log)
+        yield Series(contestant=number, name=contestant.label, x=x, y=y)
+
+
+def _median(curves: Sequence[Curve], key: str) -> tuple[Floats, Floats]:
+    """Median over seeds at the steps at which all of them measured."""
+    shared = curves[0].steps
+    for curve in curves[1:]:
+        shared = np.intersect1d(shared, curve.steps)
+    places = [np.searchsorted(curve.steps, shared) for curve in curves]
+    along = [getattr(curve, key)[place] for curve, place in zip(curves, places, strict=True)]
+    metric = [curve.metric[place] for curve, place in zip(curves, places, strict=True)]
+    return np.median(along, axis=0), np.median(metric, axis=0)
+
+
+def _points(x: Floats, y: Floats, *, log: bool) -> tuple[Line, Line]:
+    if log:
+        x, y = x[x > 0], y[x > 0]
+    if x.size > MAX_POINTS:
+        x, y, _, _ = bin_mean(x, y[None])
+    return rounded(x), rounded(y)
+
+
+def _step_charts(run: RunResults) -> Iterator[LineChart]:
+    """What changes from step to step, mean over workers, with a band from the least to the greatest
+    of any worker.
+    """
+    steps = run.steps
+    if steps.num_steps < 2:
+        return
+    for key, heading, values, unit in (
+        ("loss", "Loss", steps.loss, NUMBER),
+        ("duration", "Time of a step", steps.duration_s, SECONDS),
+        ("traffic", "Sent by a worker in a step", steps.bytes_sent, BYTES),
+    ):
+        x, mean, low, high = bin_mean(steps.step.astype(np.float64), values)
+        if not np.isfinite(mean).any() or (
+            key == "traffic" and np.nanmin(values) == np.nanmax(values)
+        ):
+            continue  # what never changes stands in the table
+        yield LineChart(
+            key=f"step-{key}",
+            heading=heading,
+            summary=(
+                f"{heading} against steps: mean over workers, and a band from the least to the"
+                " greatest."
+            ),
+            x=Axis(title="steps", unit=COUNT.scales),
+            y=Axis(title=heading.lower(), unit=unit.scales, log=_wide(mean), zero=key != "loss"),
+            series=[
+                Series(
+                    contestant=0,
+                    name="mean over workers",
+                    x=rounded(x),
+                    y=rounded(mean),
+                    low=rounded(low),
+                    high=rounded(high),
+                )
+            ],
+        )
+
+
+def rounded(values: Floats) -> Line:
+    """As many digits as can be seen; null for what is not finite."""
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _wide(values: Floats, factor: float = _LOG_Y_FROM) -> bool:
+    """Whether a logarithmic axis is needed to see anything of the smaller values."""
+    seen = values[np.isfinite(values)]
+    return bool(seen.min() > 0 and seen.max() / seen.min() > factor)
+
+
+def _ends(report: PageContent, key: str, unit: Unit) -> str:
+    """Where each line ends, in words."""
+    parts = []
+    for contestant in report.contestants:
+        curves = [run.curve for run in contestant.runs if run.curve.metric.size > 1]
+        if curves:
+            x, y = _median(curves, key)
+            if x.size:
+                after = f"{write(float(x[-1]), unit)}{' steps' if key == 'steps' else ''}"
+                parts.append(
+                    f"{contestant.label} ends at {write(float(y[-1]), NUMBER)} after {after}"
+                )
+    return "; ".join(parts) + "."

@@ -1,0 +1,591 @@
+"""Local workers: started, watched and ended together.
+
+Each worker is a process in a session of its own, so that Ctrl-C reaches only the supervisor, which
+decides what follows. A worker learns of the supervisor's end when its standard input is closed.
+Where a strategy does not survive the death of a worker, one death ends all workers, and the error
+names the worker that died first rather than those that noticed it. Where it does, a death after
+training has begun is recorded in the store at once, so that the peers hear of it, and the run is
+finished when one worker has finished.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from offbeat.errors import PeerError
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
+from offbeat_lab.cluster import ClusterFault, SpeedChange
+from offbeat_lab.config import RunConfig
+from offbeat_lab.deaths import cause, describe, hint
+from offbeat_lab.emulation import Emulation, Placement
+from offbeat_lab.interrupts import interrupts
+from offbeat_lab.local_worker import TASK_WORKER, LocalWorker, WorkerProgram, start_worker
+from offbeat_lab.options import strategy_type
+from offbeat_lab.progress import (
+    ELAPSED_VARIABLE,
+    EXIT_STOPPED,
+    TURNS_VARIABLE,
+    Failure,
+    Joined,
+    Listener,
+    MembershipChange,
+    NoticeListener,
+    Paused,
+    Remark,
+    WorkerProgress,
+    ignore_notice,
+)
+from offbeat_lab.records import WorkerLoss, last_step
+from offbeat_lab.rendezvous import LOOPBACK, RunStore, StoreServer
+from offbeat_lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
+
+POLL_S = 0.1
+_LAST_REPORTS_S = 2.0  # after a death, how long its peers may take to report what they saw
+_STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
+# Where workers survive each other: once one has ended, how long the rest may take, since they may
+# hang or have come back too late.
+_END_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostShare:
+    """The workers that one host has of a run that has more.
+
+    Attributes:
+        first_rank, num_workers: of those here.
+        store: of the run.
+        secret: the run's.
+    """
+
+    first_rank: int
+    num_workers: int
+    store: RunStore
+    secret: str
+
+
+class WorkerGroup:
+    """The workers of one run. A context manager: none of them is left when it ends.
+
+    Args:
+        run_directory: a record with a config.json; workers write beside it.
+        config: what it says.
+        emulation: of the run's cluster, or of this machine as it is.
+        program: what workers run.
+        turns: whether workers train only up to the step that `run_until` names.
+        restarts: how many times workers that die are started again, where their peers go on.
+        share: which of the run's workers are here; None: all of them.
+        on_progress: called for each report of a worker, and when one dies or comes back.
+        on_notice: called with each notice that there is before the first step.
+
+    Attributes:
+        remarks: what of the cluster's script could not be carried out.
+        losses: workers that died while their peers went on, in order.
+        survives_death: whether workers go on when one of them dies.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        config: RunConfig,
+        emulation: Emulation,
+        *,
+        program: WorkerProgram = TASK_WORKER,
+        turns: bool = False,
+        restarts: int = 0,
+        share: HostShare | None = None,
+        on_progress: Listener,
+        on_notice: NoticeListener = ignore_notice,
+    ) -> None:
+        self.run_directory = run_directory
+        self._share = share
+        self._first_rank = 0 if share is None else share.first_rank
+        self._program = program
+        self._restarts = restarts
+        self.remarks: list[str] = []
+        self.losses: list[WorkerLoss] = []
+        self._config = config
+        self._emulation = emulation
+        self._turns = turns
+        self._on_progress, self._on_notice = on_progress, on_notice
+        self.survives_death = strategy_type(config.strategy).survives_death
+        self._workers: list[LocalWorker] = []
+        self._store: RunStore | None = None
+        self._events = ScheduledEvents(config.cluster)
+        self._selector = selectors.DefaultSelector()
+        self._died: list[int] = []
+        self._ended_by_us: set[int] = set()
+        self._ended_by_script: dict[int, float] = {}
+        self._held_up: set[tuple[str, int]] = set()
+        self._heard_s = 0.0
+        self._num_interrupts = 0
+        self._stop_signal: int = signal.SIGTERM
+        self._secret = secrets.token_hex(32) if share is None else share.secret
+        self._training_has_begun = False
+        self._until_step: int | None = None
+        self._stop_deadline_s: float | None = None
+        self._fail_deadline_s: float | None = None
+        self._end_deadline_s: float | None = None
+
+    def __enter__(self) -> Self:
+        share = self._share
+        self._store = (
+            self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
+            if share is None
+            else share.store
+        )
+        num_here = self._config.workers if share is None else share.num_workers
+        try:
+            for rank in range(self._first_rank, self._first_rank + num_here):
+                worker = self._start(rank, self._secret)
+                self._workers.append(worker)
+                self._watch(worker)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every worker has ended and everything it wrote has been read."""
+        return not self._selector.get_map() and not any(worker.alive for worker in self._workers)
+
+    @property
+    def seconds(self) -> float:
+        """Training time of the worker that has trained longest."""
+        return max((worker.seconds for worker in self._workers), default=0.0)
+
+    @property
+    def paused_at(self) -> int | None:
+        """The step at which all living workers wait for the next turn; None while one of them still
+        trains.
+        """
+        living = [worker for worker in self._workers if worker.alive]
+        steps = [worker.paused_at for worker in living if worker.paused_at is not None]
+        return min(steps) if living and len(steps) == len(living) else None
+
+    @property
+    def met_s(self) -> float:
+        """For how long the first worker that came to the end of the last turn waited there."""
+        return max((worker.met_s for worker in self._workers if worker.alive), default=0.0)
+
+    def run_until(self, until_step: int) -> None:
+        """Let the workers train up to `until_step`."""
+        self._until_step = until_step
+        for worker in self._workers:
+            self._run_until(worker, until_step)
+
+    def poll(self, timeout_s: float) -> None:
+        """Pass reports on for up to `timeout_s`, and do what is due: the cluster's events, a stop,
+        the end after a death.
+        """
+        for key, _ in self._selector.select(timeout_s):
+            if not self._read(key.data):
+                self._selector.unregister(key.fileobj)
+        for action in self._events.due(self._event_time_s()):
+            self._carry_out(action)
+        self._act()
+
+    def interrupt(self, number: int = signal.SIGTERM) -> None:
+        """Ask the workers to write a checkpoint and stop, by the signal `number`; asked again, end
+        them.
+        """
+        self._num_interrupts += 1
+        self._stop_signal = number
+
+    def has_finished(self) -> bool:
+        """Whether the run finished; False when it was interrupted and has written a checkpoint.
+
+        Raises:
+            PeerError: a worker died or failed; the message names it and says how to go on.
+        """
+        root_cause = self.root_cause()
+        if root_cause is None:
+            return all(w.process.returncode != EXIT_STOPPED for w in self._workers)
+        how_to_go_on = hint(self.run_directory) if self._config.script is None else ""
+        if self._num_interrupts and not any(worker.failure for worker in self._workers):
+            raise PeerError(
+                f"interrupted before the workers could write a checkpoint{how_to_go_on}"
+            )
+        raise PeerError(self.describe(root_cause) + how_to_go_on, rank=root_cause.rank)
+
+    def root_cause(self) -> LocalWorker | None:
+        """The worker whose end ended the run; None if it has ended well. For when all have ended.
+
+        Of several failures the first one is the cause, unless it is a worker that only reported a
+        peer's failure, or one that this group has ended itself.
+        """
+        self._find_deaths()
+        workers = self._workers
+        well = [worker for worker in workers if worker.ended_well]
+        if len(well) == len(workers) or (well and self._peers_go_on):
+            self._remark_on_late_returns()
+            return None
+        return min(
+            (worker for worker in workers if not worker.ended_well),
+            key=lambda worker: (
+                worker.rank in self._ended_by_us,
+                worker.is_secondary_failure,
+                self._died.index(worker.rank),
+            ),
+        )
+
+    def describe(self, worker: LocalWorker) -> str:
+        """How `worker` has ended the run."""
+        leaver = self._first_to_leave
+        if worker.rank in self._ended_by_us and leaver is not None and not self._num_interrupts:
+            return (
+                f"worker {leaver.rank} came to its end before its first step, and the others waited"
+                " for it; every rank has to make its DistributedDataParallel model"
+            )
+        if worker.rank in self._ended_by_script:
+            return (
+                f"worker {worker.rank} was killed, as the cluster description says, and"
+                f" {self._config.strategy} cannot go on without it"
+            )
+        return describe(
+            self.run_directory,
+            worker.rank,
+            worker.process.pid,
+            worker.process.wait(),
+            worker.failure,
+            is_shown=worker.rank in self._program.shown,
+        )
+
+    @property
+    def _first_to_leave(self) -> LocalWorker | None:
+        """One that has ended well without a step, where others may be waiting for it."""
+        leavers = (
+            worker
+            for worker in self._workers
+            if self._program.ends_alone
+            and worker.ended_well
+            and not last_step(self.run_directory, worker.rank)
+        )
+        return next(leavers, None)
+
+    @property
+    def _peers_go_on(self) -> bool:
+        """Whether its peers go on when a worker dies. Until training has begun they need all
+        workers, to find each other.
+        """
+        return self.survives_death and self._training_has_begun
+
+    def _start(self, rank: int, secret: str, *, incarnation: int = 0) -> LocalWorker:
+        """Start the process of `rank`; `life` counts those that have had this rank
+        before and died.
+        """
+        assert self._store is not None
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "OFFBEAT_INTERFACE": LOOPBACK,
+            SECRET_VARIABLE: secret,
+        } | ({TURNS_VARIABLE: "1"} if self._turns else {})
+        local_rank = rank - self._first_rank
+        if incarnation:
+            environment |= {RETURN_VARIABLE: str(incarnation), ELAPSED_VARIABLE: repr(self.seconds)}
+        environment |= self._store.environment(rank, self._config.workers)
+        environment |= {"LOCAL_RANK": str(local_rank), **self._program.environment}
+        # On several hosts it is the hosts' own network that is used.
+        placement = Placement() if self._share else self._emulation.placement(local_rank)
+        return start_worker(
+            rank,
+            self.run_directory,
+            placement,
+            environment,
+            program=self._program,
+            incarnation=incarnation,
+            seconds=self.seconds,
+        )
+
+    def _watch(self, worker: LocalWorker) -> None:
+        self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
+        self._emulation.admit(worker.rank - self._first_rank, worker.process.pid)
+
+    def _run_until(self, worker: LocalWorker, until_step: int) -> None:
+        self._apply_speed(worker.rank)
+        worker.run_until(until_step)
+
+    def _read(self, worker: LocalWorker) -> bool:
+        """Take what `worker` has written; returns False at its end."""
+        reports, more = worker.read()
+        for report in reports:
+            match report:
+                case Failure():
+                    worker.failure = report
+                case Joined(step=step):
+                    worker.joined = True
+                    self._record_return(worker.rank, step)
+                case Remark(text=text):
+                    self._on_notice(text)
+                case Paused(step=step, seconds=seconds, met_s=met_s):
+                    worker.paused_at, worker.seconds, worker.met_s = step, seconds, met_s
+                    self._training_has_begun = True
+                case WorkerProgress():
+                    worker.seconds, self._heard_s, self._training_has_begun = (
+                        report.seconds,
+                        time.monotonic(),
+                        True,
+                    )
+                    self._on_progress(report)
+        return more
+
+    def _act(self) -> None:
+        """After an interrupt, ask workers to stop; end them when one that they need has died, or
+        when ending takes too long.
+        """
+        now_s = time.monotonic()
+        alive = [worker for worker in self._workers if worker.alive]
+        if self._num_interrupts and self._stop_deadline_s is None:
+            self._stop_deadline_s = now_s + _STOP_S
+            for worker in alive:
+                # It asks for a checkpoint.
+                worker.process.send_signal(signal.Signals(self._stop_signal))
+                worker.process.send_signal(
+                    signal.SIGCONT
+                )  # one that the script has stopped could not hear it
+        self._find_deaths()
+        if self._died and not self._peers_go_on and self._fail_deadline_s is None:
+            self._fail_deadline_s = now_s + _LAST_REPORTS_S
+        if (
+            self._peers_go_on
+            and self._end_deadline_s is None
+            and any(worker.ended_well for worker in self._workers)
+            and not (self._program.ends_alone and any(not worker.incarnation for worker in alive))
+        ):
+            self._end_deadline_s = now_s + (_LAST_REPORTS_S if self._program.ends_alone else _END_S)
+        if self._end_deadline_s is None and alive and self._first_to_leave is not None:
+            self._end_deadline_s = now_s + _END_S
+        deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
+        if self._num_interrupts > 1 or any(
+            deadline is not None and now_s > deadline for deadline in deadlines
+        ):
+            self._ended_by_us |= {worker.rank for worker in alive}
+            for worker in alive:
+                worker.kill()
+
+    def _find_deaths(self) -> None:
+        for worker in self._workers:
+            if not worker.death_recorded and not worker.alive and not worker.ended_well:
+                if self.survives_death and not self._training_has_begun:
+                    self._drain(worker)  # its last report may say that training has begun
+                worker.death_recorded = True
+                self._died.append(worker.rank)
+                if self._peers_go_on:
+                    self._record_death(worker)
+                    self._restart_dead(worker)
+
+    def _record_death(self, worker: LocalWorker) -> None:
+        """Tell the peers of `worker`, and the listener, that it has died."""
+        assert self._store is not None
+        # Peers must hear of the death before anything else here takes time: they wait for this rank
+        # until they do.
+        self._store.record_death(worker.rank, deaths=worker.incarnation + 1)
+        self._drain(worker)
+        if self._num_interrupts and (
+            worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM
+        ):
+            return  # it was asked to stop
+        why = self._cause(worker)
+        if self._program.ends_alone and worker.rank in self._ended_by_us:
+            text = f"worker {worker.rank}, which had come back, was ended once the others were done"
+            self.remarks.append(text)
+        elif worker.joined:
+            loss = WorkerLoss(
+                rank=worker.rank,
+                step=last_step(self.run_directory, worker.rank),
+                seconds=self.seconds,
+                cause=why,
+                num_left=self._config.workers
+                - len(self._workers)  # on other hosts, of whose deaths this one does not hear
+                + sum(
+                    other.joined and (other.alive or other.ended_well) for other in self._workers
+                ),
+                num_workers=self._config.workers,
+            )
+            self.losses.append(loss)
+            text = loss.sentence()
+        else:
+            text = f"worker {worker.rank} was started again and could not join: {why}"
+            self.remarks.append(text)
+        self._on_progress(MembershipChange(rank=worker.rank, departed=True, text=text))
+
+    def _record_return(self, rank: int, step: int) -> None:
+        last = max(place for place, loss in enumerate(self.losses) if loss.rank == rank)
+        self.losses[last] = self.losses[last].model_copy(
+            update={"returned_step": step, "returned_s": self.seconds}
+        )
+        self._on_progress(
+            MembershipChange(
+                rank=rank,
+                departed=False,
+                text=f"worker {rank} is back: it goes on from step {step}",
+            )
+        )
+
+    def _cause(self, worker: LocalWorker) -> str:
+        if worker.rank in self._ended_by_us:
+            return "it did not come to the end and was ended"
+        if worker.rank in self._ended_by_script:
+            return f"killed by the script at {self._ended_by_script[worker.rank]:g} s"
+        return cause(worker.process.wait(), worker.failure)
+
+    def _remark_on_late_returns(self) -> None:
+        for action in self._events.remaining:
+            if isinstance(action, ClusterFault) and action.action == "return":
+                self._remark_not_carried_out(action, "the run was over before")
+
+    def _remark_not_carried_out(self, fault: ClusterFault, why: str) -> None:
+        self.remarks.append(
+            f"not carried out: {fault.action} worker {fault.worker} at {fault.at_s:g} s; {why}"
+        )
+
+    def _event_time_s(self) -> float:
+        """The time that events are due by: training time, but the clock's while a fault may hold
+        all workers up, since no training would bring about the fault's end.
+        """
+        return self.seconds + (time.monotonic() - self._heard_s if self._held_up else 0.0)
+
+    def _carry_out(self, action: ClusterFault | SpeedChange) -> None:
+        worker = self._workers[action.worker]
+        if isinstance(action, SpeedChange):
+            self._apply_speed(action.worker)
+        elif action.action == "return":
+            self._restart(action)
+        elif action.action in SIGNALS:
+            if worker.alive:
+                self._ended_by_script |= (
+                    {worker.rank: action.at_s} if action.action == "kill" else {}
+                )
+                os.killpg(worker.process.pid, SIGNALS[action.action])
+                self._record_hold_up(action)
+        elif self._emulation.set_link(action.worker, up=action.action == "mend"):
+            self._record_hold_up(action)
+        else:
+            self._remark_not_carried_out(action, "it needs network namespaces")
+
+    def _restart_dead(self, old: LocalWorker) -> None:
+        """Start the process of a worker that has just died again, as often as may be."""
+        may_return = old.joined and old.rank not in (self._ended_by_us | set(self._ended_by_script))
+        peers = self._share is not None or any(worker.alive for worker in self._workers)
+        if not (self._restarts and may_return and peers) or self._num_interrupts:
+            return
+        self._restarts -= 1
+        self._start_again(old)
+
+    def _restart(self, action: ClusterFault) -> None:
+        """Start the process of a worker anew, unless it never died, or no peer is left for it to
+        join.
+        """
+        old = self._workers[action.worker]
+        if old.rank in self._ended_by_script:
+            old.process.wait()  # the same moment may have killed it
+        self._find_deaths()
+        if not old.death_recorded or not self._peers_go_on:
+            return
+        if self._num_interrupts or not any(worker.alive for worker in self._workers):
+            self._remark_not_carried_out(action, "the run was over before")
+            return
+        self._start_again(old)
+
+    def _start_again(self, old: LocalWorker) -> None:
+        self._drain(old)
+        old.close()
+        self._ended_by_script.pop(old.rank, None)
+        worker = self._workers[old.rank - self._first_rank] = self._start(
+            old.rank, self._secret, incarnation=old.incarnation + 1
+        )
+        self._watch(worker)
+        if self._until_step is not None:
+            self._run_until(worker, self._until_step)
+
+    def _drain(self, worker: LocalWorker) -> None:
+        """Read everything that a dead process has written."""
+        if worker.pipe in self._selector.get_map():
+            while self._read(worker):
+                pass
+            self._selector.unregister(worker.pipe)
+
+    def _record_hold_up(self, fault: ClusterFault) -> None:
+        if fault.action in UNDONE_BY:
+            self._held_up.add((UNDONE_BY[fault.action], fault.worker))
+            self._heard_s = time.monotonic()
+        self._held_up.discard((fault.action, fault.worker))
+
+    def _apply_speed(self, rank: int) -> None:
+        if self._config.cluster is not None:
+            self._emulation.set_speed(rank, self._config.cluster.speed_at(rank, self.seconds))
+
+    def _close(self) -> None:
+        # All are killed before one is waited for: a worker may wait for its peers until they die.
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.close()
+        self._selector.close()
+        for undoing, rank in self._held_up:
+            if undoing == "mend":  # the link is not this run's alone
+                self._emulation.set_link(rank, up=True)
+        if self._store is not None and self._share is None:
+            self._store.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutcome:
+    """How the workers of a run ended.
+
+    Attributes:
+        finished: False when they were interrupted and have written a checkpoint.
+        remarks: what of the cluster's script could not be carried out.
+        losses: workers that died while their peers went on.
+    """
+
+    finished: bool
+    remarks: list[str]
+    losses: list[WorkerLoss]
+
+
+def supervise(
+    run_directory: Path,
+    config: RunConfig,
+    emulation: Emulation,
+    *,
+    on_progress: Listener,
+    on_notice: NoticeListener = ignore_notice,
+) -> RunOutcome:
+    """Run the workers of `run_directory/config.json` to their end.
+
+    Args:
+        run_directory: a record with a config.json; workers write beside it.
+        config: what it says.
+        emulation: of its cluster.
+        on_progress, on_notice: as of `WorkerGroup`.
+
+    Raises:
+        PeerError: a worker died or failed that its peers need, or all did, or the run was
+            interrupted before it could write a checkpoint. No worker is left.
+    """
+    with (
+        interrupts() as interrupted,
+        WorkerGroup(
+            run_directory, config, emulation, on_progress=on_progress, on_notice=on_notice
+        ) as group,
+    ):
+        told = 0
+        while not group.has_ended:
+            while told < interrupted.count:
+                group.interrupt()
+                told += 1
+            group.poll(POLL_S)
+        return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)

@@ -1,0 +1,240 @@
+"""`images`: classification of images from an npz file of the user's; `mnist` is a name for it with
+the settings that suit MNIST.
+
+The file holds `x_train`, `y_train`, `x_test`, `y_test`: images of shape (N, height, width) or
+(N, height, width, channels), bytes or floats in [0, 1], and labels 0, 1, ... of shape (N,).
+
+Parameters for three channels and ten classes, cnn: tiny 89,638, small 1,005,832, medium 5,002,162,
+large 24,973,783. ResNet: tiny 98,524, small 1,008,804, medium 5,050,380, large 25,093,420. Plain,
+for 28 x 28 grey pixels: tiny 103,018, small 1,015,370, medium 5,054,026, large 24,578,206.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import nn
+from typing_extensions import override
+
+from offbeat.errors import ConfigError
+from offbeat_lab.tasks.base import AbsolutePath, Batch, Size, TaskOptions, dense
+from offbeat_lab.tasks.image_networks import normalized_network, residual_network
+from offbeat_lab.tasks.image_task import (
+    ImageData,
+    ImageOptions,
+    ImageTask,
+    convolutional_network,
+)
+from offbeat_lab.tasks.npz import check_arrays, read_arrays
+
+_PLAIN: Final[dict[Size, tuple[int, int, int]]] = {
+    "tiny": (8, 16, 128),
+    "small": (16, 32, 640),
+    "medium": (32, 64, 1600),
+    "large": (64, 128, 3900),
+}
+_CNN: Final[dict[Size, int]] = {"tiny": 28, "small": 102, "medium": 232, "large": 523}
+_RESNET: Final[dict[Size, int]] = {"tiny": 18, "small": 58, "medium": 130, "large": 290}
+_SMALLEST_IMAGE = 8
+_MOST_CLASSES = 100_000
+_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+class ImagesOptions(ImageOptions):
+    """Options of `images`."""
+
+    path: AbsolutePath = Field(description="npz file with x_train, y_train, x_test, y_test")
+    model: Literal["cnn", "resnet", "plain"] = Field(
+        "cnn",
+        description="network: three convolutions or residual blocks with BatchNorm, or two"
+        " convolutions and two linear layers without",
+    )
+    width: int | None = Field(
+        None,
+        ge=1,
+        description="of cnn and resnet: channels after the first convolution; default: by size",
+    )
+    shrink: int = Field(
+        1, ge=1, description="so many pixels, across and down, become one: their mean"
+    )
+    augment: Literal["none", "crop", "flip_and_crop"] = Field(
+        "flip_and_crop", description="how training images are changed at random"
+    )
+    normalize: bool = Field(
+        True, description="whether images are shifted and scaled to mean 0 and deviation 1"
+    )
+
+
+class MnistOptions(ImagesOptions):
+    """Options of `mnist`: those of `images`, with a plain network and images as they are."""
+
+    model: Literal["cnn", "resnet", "plain"] = Field("plain", description="network, see `images`")
+    augment: Literal["none", "crop", "flip_and_crop"] = Field(
+        "none", description="how training images are changed at random"
+    )
+    normalize: bool = Field(
+        False, description="whether images are shifted and scaled to mean 0 and deviation 1"
+    )
+
+
+class Images(ImageTask):
+    """Images from an npz file."""
+
+    name = "images"
+    summary = (
+        "images of any size, grey or coloured, from an npz file (--set path=...), CNN or ResNet"
+        " with BatchNorm, accuracy"
+    )
+    default_epochs = 10
+    options_type = ImagesOptions
+    options: ImagesOptions
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        if self.options.hidden is not None and self.options.model != "plain":
+            raise ConfigError(
+                f"hidden={self.options.hidden} is for model=plain, but model={self.options.model};"
+                " leave it out, or choose another size"
+            )
+        if self.options.width is not None and self.options.model == "plain":
+            raise ConfigError(
+                f"width={self.options.width} is for model=cnn and model=resnet, but model=plain;"
+                " leave it out, or set hidden"
+            )
+        self._path = self.options.path
+        check_arrays(self._path, _ARRAYS)
+
+    @override
+    def read(self) -> ImageData:
+        train_images, train_labels, test_images, test_labels = read_arrays(self._path, _ARRAYS)
+        data = ImageData(
+            train_images=self._images(train_images),
+            train_labels=self._labels(train_labels, len(train_images)),
+            test_images=self._images(test_images),
+            test_labels=self._labels(test_labels, len(test_images)),
+        )
+        if data.train_images.shape[1:] != data.test_images.shape[1:]:
+            raise ConfigError(
+                f"images in {self._path} have shape {train_images.shape[1:]} to train on and"
+                f" {test_images.shape[1:]} held out; both must be equal"
+            )
+        return data
+
+    @override
+    def model(self) -> nn.Module:
+        channels, height, width = self.data.train_images.shape[1:]
+        size, num_classes = self.options.size, self.data.num_classes
+        if self.options.model == "plain":
+            first, second, hidden = _PLAIN[size]
+            return convolutional_network(
+                shape=(channels, height, width),
+                num_classes=num_classes,
+                widths=(first, second, self.options.hidden or hidden),
+                num_poolings=2,
+            )
+        if self.options.model == "cnn":
+            return normalized_network(channels, num_classes, self.options.width or _CNN[size])
+        return residual_network(channels, num_classes, self.options.width or _RESNET[size])
+
+    @cached_property
+    def _mean_and_deviation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each channel over the training images, shape (1, channels, 1, 1)."""
+        images = super().prepared(self.data.train_images)
+        deviation, mean = torch.std_mean(images, dim=(0, 2, 3), keepdim=True)
+        return mean, deviation.clamp(min=1e-3)
+
+    @override
+    def prepared(self, images: torch.Tensor) -> torch.Tensor:
+        # Convolutions on a CPU take half the time where a pixel's channels lie side by side.
+        scaled = super().prepared(images).contiguous(memory_format=torch.channels_last)
+        if not self.options.normalize:
+            return scaled
+        mean, deviation = self._mean_and_deviation
+        return (scaled - mean) / deviation
+
+    @override
+    def training_batch(self, samples: NDArray[np.int64], *, seed: int, epoch: int) -> Batch:
+        batch = self.batch(samples)
+        if self.options.augment == "none":
+            return batch
+        images, labels = dense(batch)
+        draw = np.random.default_rng((seed, epoch, int(samples[0])))
+        flips = self.options.augment == "flip_and_crop"
+        return _changed(images, draw, flips=flips), labels
+
+    def _images(self, pixels: NDArray[Any]) -> torch.Tensor:
+        shrink = self.options.shrink
+        if (
+            pixels.ndim not in (3, 4)
+            or min(pixels.shape[1:3]) // shrink < _SMALLEST_IMAGE
+            or pixels.dtype.kind not in "uif"
+            or pixels.size == 0
+        ):
+            raise ConfigError(
+                f"images in {self._path} have shape {pixels.shape} and dtype {pixels.dtype};"
+                " allowed is (N, height, width) or (N, height, width, channels), at least"
+                f" {_SMALLEST_IMAGE * shrink} pixels high and wide with shrink={shrink}, uint8 or"
+                " float"
+            )
+        if pixels.dtype.kind in "ui":
+            # As bytes they take a quarter of the memory; a batch is converted when it is used.
+            if pixels.dtype != np.uint8 and not (pixels.min() >= 0 and pixels.max() <= 255):
+                raise ConfigError(
+                    f"images in {self._path} have pixels from {pixels.min()} to {pixels.max()};"
+                    " allowed are integers from 0 to 255, or floats"
+                )
+            kept = torch.from_numpy(pixels.astype(np.uint8))
+        else:
+            kept = torch.from_numpy(pixels.astype(np.float32))
+        images = kept.unsqueeze(1) if pixels.ndim == 3 else kept.permute(0, 3, 1, 2).contiguous()
+        if shrink == 1:
+            return images
+        smaller = nn.functional.avg_pool2d(images.to(torch.float32), shrink)
+        return smaller.round().to(torch.uint8) if images.dtype == torch.uint8 else smaller
+
+    def _labels(self, labels: NDArray[Any], num_images: int) -> torch.Tensor:
+        if (
+            labels.shape != (num_images,)
+            or labels.dtype.kind not in "ui"
+            or int(labels.min()) < 0
+            or int(labels.max()) >= _MOST_CLASSES
+        ):
+            raise ConfigError(
+                f"labels in {self._path} have shape {labels.shape} and dtype {labels.dtype};"
+                f" allowed is ({num_images},), whole numbers from 0 to {_MOST_CLASSES - 1}"
+            )
+        return torch.from_numpy(labels.astype(np.int64))
+
+
+class Mnist(Images):
+    """`images` with the settings that suit MNIST."""
+
+    name = "mnist"
+    summary = "`images` with the settings that suit MNIST and Fashion-MNIST, small CNN, accuracy"
+    default_epochs = 3
+    options_type = MnistOptions
+    options: MnistOptions
+
+
+def _changed(images: torch.Tensor, draw: np.random.Generator, *, flips: bool) -> torch.Tensor:
+    """Each image shifted by up to an eighth of its sides, zeros filling in, and every second one,
+    by chance, flipped from left to right.
+    """
+    count, _, height, width = images.shape
+    down, right = height // 8, width // 8
+    tops = draw.integers(0, 2 * down + 1, size=count)
+    lefts = draw.integers(0, 2 * right + 1, size=count)
+    flipped = draw.random(count) < 0.5
+    rows = tops[:, None] + np.arange(height)
+    columns = lefts[:, None] + np.arange(width)
+    if flips:
+        columns[flipped] = columns[flipped, ::-1]
+    padded = nn.functional.pad(images, (right, right, down, down)).permute(0, 2, 3, 1)
+    numbers = torch.arange(count)[:, None, None]
+    places = torch.from_numpy(rows)[:, :, None], torch.from_numpy(columns)[:, None, :]
+    return padded[(numbers, *places)].permute(0, 3, 1, 2)

@@ -1,0 +1,144 @@
+"""A part gets the events that it names, and no name is wrong without notice."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.callbacks.callback import EVENTS, Callback, WrappedCallback
+from offbeat.callbacks.context import Context
+from offbeat.strategies.base import Strategy
+
+ARGUMENTS: dict[str, Any] = {
+    "num_samples": 3,
+    "trains": True,
+    "synchronised": True,
+    "index": 1,
+    "reason": "a test",
+}
+
+
+def listening_part() -> tuple[Callback, list[str]]:
+    """A part that overrides every event, and the events that it got."""
+    heard: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda self, *args, **kwargs: heard.append(name)
+
+    cls = type("Listening", (Callback,), {"state_key": "listening", **{n: note(n) for n in EVENTS}})
+    return cls(), heard
+
+
+def call(part: Callback, event: str) -> None:
+    names = list(inspect.signature(getattr(Callback, event)).parameters)[1:]
+    getattr(part, event)(**{name: ARGUMENTS[name] for name in names})
+
+
+def test_an_event_that_does_not_exist_is_refused_when_the_class_is_defined() -> None:
+    with pytest.raises(
+        TypeError, match=r"on_before_setp is no event.*did you mean 'on_before_step'"
+    ):
+        type("Misspelt", (Callback,), {"on_before_setp": lambda self: None})
+
+
+def test_private_helpers_and_other_methods_are_free() -> None:
+    part = type("Free", (Callback,), {"_on_progress": lambda self: None, "once": lambda self: None})
+    assert issubclass(part, Callback)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_part_may_ignore_every_event_and_a_wrapped_one_misses_none(event: str) -> None:
+    call(Callback(), event)
+    inner, heard = listening_part()
+    call(WrappedCallback(inner), event)
+    assert heard == [event]
+
+
+def test_a_wrapped_part_answers_as_the_inner_one_does() -> None:
+    class Answering(Callback):
+        state_key = "answering"
+        averages_models = True
+
+        def counters(self) -> dict[str, float]:
+            return {"exchanges": 2.0}
+
+        def averaging_weight(self) -> float:
+            return 0.5
+
+        def clip_gradients(self, max_norm: float) -> float:
+            return 2 * max_norm
+
+        def state_dict(self) -> dict[str, dict[str, Any]]:
+            return {"local": {"value": 7}}
+
+    wrapped = WrappedCallback(Answering())
+    assert wrapped.averages_models
+    assert wrapped.counters() == {"exchanges": 2.0}
+    assert wrapped.averaging_weight() == 0.5
+    assert wrapped.clip_gradients(3.0) == 6.0
+    assert wrapped.state_dict() == {"local": {"value": 7}}
+
+
+def test_a_session_gives_the_events_of_a_step_in_order() -> None:
+    part, heard = listening_part()
+
+    class Listen(Strategy):
+        name = "listen"
+
+        def build(self, context: Context) -> list[Callback]:
+            return [part]
+
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with offbeat.attach(net, optimizer, Listen()) as session:
+        session.weigh(2)
+        net(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        session.finish()
+    assert heard == [
+        "on_batch_claimed",
+        "on_forward_begins",
+        "on_backward_begins",
+        "on_gradient_ready",
+        "on_gradient_ready",
+        "on_backward_done",
+        "on_before_step",
+        "on_before_update",
+        "on_after_step",
+        "on_finish",
+    ]
+    heard.clear()
+    with offbeat.attach(net, optimizer, Listen()):
+        optimizer.step(lambda: net(torch.ones(2, 2)).sum().backward())
+    assert heard[0] == "on_closure"
+    assert heard[-2:] == ["on_before_update", "on_after_step"]
+    assert "on_before_step" not in heard
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_pass_says_whether_it_is_for_training(trains: bool) -> None:
+    told: list[bool] = []
+
+    class Forward(Callback):
+        state_key = "forward"
+
+        def on_forward_begins(self, *, trains: bool) -> None:
+            told.append(trains)
+
+    class Listen(Strategy):
+        name = "listen"
+
+        def build(self, context: Context) -> list[Callback]:
+            return [Forward()]
+
+    net = torch.nn.Linear(2, 1)
+    with offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), Listen()):
+        net.train(trains)
+        net(torch.ones(2, 2))
+        with torch.no_grad():
+            net(torch.ones(2, 2))
+    assert told == [trains, False]

@@ -1,0 +1,487 @@
+"""From DDP models and optimizers to sessions, in a world of one: the same code as on many ranks."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
+from offbeat.run.carried_state import KEY, share_of
+from offbeat.run.coupling import ModelListener, ScriptSessions
+from offbeat.run.recipes import Attached, StrategyRecipe
+from offbeat.run.worker import patched_for
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+
+
+class Sessions(ModelListener):
+    """The sessions that were attached, with their models."""
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.losses: list[float] = []
+
+    def attached(
+        self, session: Attached, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        assert isinstance(session, Session)
+        self.sessions.append(session)
+        self.optimizers.append(optimizer)
+
+    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+        self.losses.append(loss.item() / scale)
+
+
+class Script:
+    """What a script does under `offbeat run`."""
+
+    def __init__(self, strategy: Strategy, stack: ExitStack) -> None:
+        self.heard = Sessions()
+        recipe = StrategyRecipe(strategy)
+        self.sessions = ScriptSessions(recipe, self.heard)
+        stack.enter_context(patched_for(recipe, self.sessions))
+        stack.callback(self.sessions.close, None)
+
+    @property
+    def session(self) -> Session:
+        return self.heard.sessions[-1]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def stack(group: None) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+X = torch.ones(4, 3)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_session_is_attached_at_the_first_forward_pass_with_gradients(
+    stack: ExitStack, optimizer_first: bool
+) -> None:
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    model = nn.Linear(3, 1)
+    torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=1.0)  # of something else
+    if optimizer_first:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model)
+    else:
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with torch.no_grad():
+        ddp(X)
+    assert script.heard.sessions == []
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert script.heard.optimizers == [optimizer]
+    assert script.session.stats.steps == script.session.stats.exchanges == 3
+
+
+def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        with ddp.no_sync():
+            ddp(X).sum().backward()
+        step(ddp, optimizer)
+        for last in (False, True):
+            ddp.require_backward_grad_sync = last
+            ddp(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (script.session.stats.steps, script.session.stats.exchanges) == (4, 4)
+
+
+def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loss = ddp(X).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert script.heard.losses == [pytest.approx(loss.item())]
+    assert script.session.stats.steps == 1
+
+
+def test_an_optimizer_that_is_stepped_in_the_place_of_the_first_one_is_attached_anew(
+    stack: ExitStack,
+) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    first = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    step(ddp, first)
+    second = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+    step(ddp, second)
+    step(ddp, second)
+    assert script.heard.optimizers == [first, second]
+    assert script.session.stats.steps == 1
+
+
+def test_until_there_is_an_optimizer_gradients_are_exchanged_and_that_is_said(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(offbeat.GTopK(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    ddp(X).sum().backward()
+    assert "gtopk begins when one has stepped them" in caplog.text
+    late = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    late.step()
+    late.zero_grad()
+    assert script.heard.sessions == []
+    step(ddp, late)
+    assert script.heard.optimizers == [late]
+    assert script.session.strategy == offbeat.GTopK()
+
+
+def test_late_optimizers_of_several_models_are_all_found(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(), stack)
+    models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]
+    for model in models:
+        model(X).sum().backward()
+    late = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for optimizer in late:
+        optimizer.step()
+        optimizer.zero_grad()
+    for model in models:
+        model(X).sum().backward()
+    assert script.heard.optimizers == late
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complains"), [(offbeat.GTopK(), True), (offbeat.AllReduce(), False)]
+)
+def test_without_any_optimizer_only_what_needs_none_has_done_something(
+    stack: ExitStack, strategy: Strategy, complains: bool
+) -> None:
+    script = Script(strategy, stack)
+    DistributedDataParallel(nn.Linear(3, 1))(X).sum().backward()
+    script.sessions.close(None)
+    complaint = script.sessions.complaint("mine.py")
+    assert ("gtopk has done nothing" in str(complaint)) == complains
+
+
+def test_a_step_without_a_forward_pass_of_the_wrapper_is_refused_at_once(stack: ExitStack) -> None:
+    Script(offbeat.GTopK(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+    optimizer.step()  # without gradients, as it is done to make the optimizer's state
+    ddp.module(X).sum().backward()
+    with pytest.raises(ConfigError, match=re.escape("call the wrapper, model(x)")):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.AllReduce(), offbeat.GTopK(density=0.5), offbeat.LocalSGD(period=2)]
+)
+def test_what_ddp_was_told_to_ignore_has_no_part_in_a_strategy(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    script = Script(strategy, stack)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    ignored = {"0.bias", "1.running_mean", "2.weight"}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert not ignored & script.session.averaged_tensors().keys()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    assert ignored < before.keys() == model.state_dict().keys()
+    for name in ignored:
+        assert torch.equal(model.state_dict()[name], before[name])
+
+
+def test_kfac_refuses_a_layer_that_is_in_part_a_ranks_own(stack: ExitStack) -> None:
+    Script(offbeat.SPDKFAC(), stack)
+    model = nn.Linear(3, 1)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, {"bias"})
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="told to ignore parameters"):
+        step(ddp, optimizer)
+
+
+def test_of_wrappers_around_each_other_the_innermost_one_is_served(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(DistributedDataParallel(nn.Linear(3, 1)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert script.heard.optimizers == [optimizer]
+    assert script.session.stats.exchanges == 3
+
+
+def test_replicate_is_served_where_gradients_are_exchanged(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    model = replicate(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    assert script.session.stats.steps == script.session.stats.exchanges == 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [(offbeat.LocalSGD(), "has to see the model"), (offbeat.SPDKFAC(), "layer")],
+)
+def test_replicate_is_refused_where_the_model_itself_is_needed(
+    stack: ExitStack, strategy: Strategy, reason: str
+) -> None:
+    Script(strategy, stack)
+    model = replicate(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OffbeatError, match=reason):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_a_model_that_is_wrapped_anew_gets_a_new_session(
+    stack: ExitStack, keeps_first: bool
+) -> None:
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    wrappers = [DistributedDataParallel(model)]
+    step(wrappers[0], torch.optim.SGD(model[1].parameters(), lr=0.1))
+    first = script.session
+    model[0].requires_grad_(True)
+    if not keeps_first:
+        wrappers.clear()
+    wrappers.append(DistributedDataParallel(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(wrappers[-1], optimizer)
+    assert (script.session is first, script.session.stats.steps) == (False, 1)
+    with pytest.raises(ConfigError, match="closed"):
+        first.log(loss=1.0)
+
+
+def test_two_models_have_a_session_each(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    assert script.heard.optimizers == optimizers
+
+
+def test_the_strategy_of_a_script_that_attaches_itself_is_replaced_and_said_once(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(offbeat.LocalSGD(period=3), stack)
+    for _ in range(2):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.attach(model, optimizer, offbeat.GTopK()) as session:
+            step(model, optimizer)
+        assert session.strategy == offbeat.LocalSGD(period=3)
+    assert len(script.heard.sessions) == 2
+    assert caplog.text.count("in its place") == 1
+
+
+def test_outside_of_it_attach_does_what_it_is_told() -> None:
+    model = nn.Linear(3, 1)
+    with offbeat.attach(model, torch.optim.SGD(model.parameters()), offbeat.GTopK()) as session:
+        assert session.strategy == offbeat.GTopK()
+
+
+def test_sessions_end_before_the_group(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="closed"):
+        script.session.averaged_model()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_script_on_one_rank_alone_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lonely.py"])
+    with ExitStack() as stack:
+        Script(offbeat.AllReduce(), stack)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="lonely.py trains on one rank only") as raised:
+            step(model, optimizer)
+    assert str(raised.value).count("\n") == 4
+
+
+def test_a_script_that_exchanges_by_itself_is_told_at_its_first_step(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["by_hand.py"])
+    script = Script(offbeat.GTopK(), stack)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+    assert [record.getMessage() for record in caplog.records] == [
+        "by_hand.py makes a process group, but trains with neither DistributedDataParallel nor"
+        " offbeat.attach, so gtopk exchanges nothing; wrap the model:"
+        " torch.nn.parallel.DistributedDataParallel(model)"
+    ]
+    assert script.sessions.trains_without_ddp
+
+
+def test_residuals_travel_in_the_optimizers_state(group: None) -> None:
+    """A script that saves model and optimizer, and resumes, goes on as if it had not stopped."""
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4, 3, generator=draw) for _ in range(8)]
+
+    def train(batches: list[torch.Tensor], saved: bytes | None) -> tuple[list[float], bytes]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        with ExitStack() as stack:
+            Script(offbeat.GTopK(density=0.1, collective="tree"), stack)
+            ddp = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+            if saved is not None:
+                checkpoint = torch.load(io.BytesIO(saved))
+                model.load_state_dict(checkpoint["model"])
+                optimizer.load_state_dict(checkpoint["optimizer"])
+            for x in batches:
+                ddp(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, file := io.BytesIO())
+        return nn.utils.parameters_to_vector(model.parameters()).tolist(), file.getvalue()
+
+    at_once, _ = train(batches, None)
+    _, saved = train(batches[:5], None)
+    resumed, _ = train(batches[5:], saved)
+    assert resumed == at_once
+    checkpoint = torch.load(io.BytesIO(saved))
+    del checkpoint["optimizer"][KEY]
+    torch.save(checkpoint, without := io.BytesIO())
+    assert train(batches[5:], without.getvalue())[0] != at_once
+
+
+def test_a_rank_takes_up_what_it_owed_itself_and_of_others_what_all_share() -> None:
+    part = {"additive": {"owed": torch.ones(2)}, "replicated": {"age": 3}, "local": {}}
+    state = {"strategy": "gtopk", "world_size": 2, "rank": 1, "parts": {"gradients": part}}
+    mine, theirs = share_of(state, 1, 2), share_of(state, 0, 2)
+    assert mine["parts"]["gradients"]["additive"]["owed"].tolist() == [1.0, 1.0]
+    assert theirs["parts"]["gradients"]["additive"]["owed"].tolist() == [0.0, 0.0]
+    assert theirs["parts"]["gradients"]["replicated"] == {"age": 3}
+    assert (theirs["rank"], theirs["world_size"]) == (0, 2)
+
+
+def shard_by_fsdp(model: nn.Module, *, use_orig_params: bool) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+    )
+
+
+def shard_by_fsdp2(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("shard", "by"),
+    [
+        (partial(shard_by_fsdp, use_orig_params=False), r"FullyShardedDataParallel \(FSDP\)"),
+        (partial(shard_by_fsdp, use_orig_params=True), r"FullyShardedDataParallel \(FSDP\)"),
+        (shard_by_fsdp2, r"fully_shard \(FSDP2\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # FSDP's, of a world of one
+def test_a_sharded_model_is_refused_in_one_sentence(
+    stack: ExitStack, shard: Callable[[nn.Module], nn.Module], by: str
+) -> None:
+    Script(offbeat.AllReduce(), stack)
+    model = shard(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    with pytest.raises(UnsupportedError, match=f"shards its model by {by}") as raised:
+        optimizer.step()
+    assert "\n" not in str(raised.value)
+
+
+def test_samples_cannot_be_shared_out_by_a_ddp_script(stack: ExitStack) -> None:
+    Script(offbeat.AdaptiveSGD(batch_size=2, mega_batch=8), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"session\.loader"):
+        step(ddp, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # that import's
+@pytest.mark.parametrize("strategy", [offbeat.LocalSGD(), offbeat.WAGMA()], ids=lambda s: s.name)
+def test_weights_that_an_optimizer_sends_by_itself_cannot_be_averaged(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    Script(strategy, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
+    with pytest.raises(UnsupportedError, match="use the optimizer that it wraps"):
+        step(ddp, optimizer)
+
+
+def test_an_optimizer_of_two_models_is_refused(stack: ExitStack) -> None:
+    Script(offbeat.AllReduce(), stack)
+    models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]
+    kept = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    with pytest.raises(OffbeatError, match="are not the model's"):
+        models[0](X)
+    assert kept
+
+
+@pytest.mark.parametrize(
+    ("asked", "trains_with"),
+    [
+        (offbeat.SPDKFAC(), offbeat.SPDKFAC(grafting="floor")),
+        (offbeat.DPKFAC(grafting="none"), offbeat.DPKFAC(grafting="none")),
+        (
+            offbeat.LocalSGD(start_step=2, start="spdkfac"),
+            offbeat.LocalSGD(start_step=2, start=offbeat.SPDKFAC(grafting="floor")),
+        ),
+        (offbeat.LocalSGD(start_step=2), offbeat.LocalSGD(start_step=2)),
+    ],
+)
+def test_a_script_that_knows_nothing_of_kfac_keeps_its_learning_rate(
+    stack: ExitStack, asked: Strategy, trains_with: Strategy
+) -> None:
+    """What a script attaches itself it gets as the command line says."""
+    script = Script(asked, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    assert script.session.strategy == trains_with
+    own = nn.Linear(3, 1)
+    with offbeat.attach(own, torch.optim.SGD(own.parameters(), lr=0.1), asked) as session:
+        assert session.strategy == asked

@@ -1,0 +1,107 @@
+"""Scripts as people write them, unmodified, on two real ranks with several strategies each."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from offbeat.run.coupling import ModelListener, ScriptSessions
+from offbeat.run.recipes import recipe_for
+from offbeat.run.worker import patched_for, run_as_main
+from offbeat_lab.config import ScriptCommand
+from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.rendezvous import StoreServer
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+IDIOMS = Path(__file__).parent / "idioms"
+STRATEGIES = ["ddp", "allreduce", "gtopk:density=0.1", "localsgd:period=4", "wagma", "spdkfac"]
+
+
+def run_with_each(
+    rank: int,
+    world_size: int,
+    *,
+    script: str,
+    arguments: list[str],
+    strategies: list[str],
+    stores: list[dict[str, str]],
+) -> list[int]:
+    """Run the script with one strategy after the other; how many sessions each attached."""
+    dist.destroy_process_group()
+    attached = []
+    for number, (spec, store) in enumerate(zip(strategies, stores, strict=True)):
+        os.environ |= store | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        recipe = recipe_for(build_strategy(*parse_spec(spec)))
+        sessions = ScriptSessions(recipe, ModelListener())
+        compiles = "1" if spec in ("ddp", "wagma") else ""  # it takes a second each time
+        filled = [word.format(number=number, compiles=compiles) for word in arguments]
+        torch.manual_seed(rank)
+        with patched_for(recipe, sessions), warnings.catch_warnings(action="default"):
+            run_as_main(ScriptCommand(path=script, arguments=filled))
+            sessions.close(None)
+        attached.append(sessions.num_attached)
+    return attached
+
+
+def checkpoints(
+    run_ranks: RunRanks, directory: Path, script: str, arguments: list[str], name: str
+) -> dict[str, Any]:
+    """What rank 0 has saved, by strategy."""
+    for number in range(len(STRATEGIES)):
+        (directory / str(number)).mkdir()
+    servers = [StoreServer() for _ in STRATEGIES]  # the keys of a group can be used once
+    results = run_ranks(
+        run_with_each,
+        2,
+        timeout_s=100,
+        script=str(IDIOMS / script),
+        arguments=[word.format(out=f"{directory}/{{number}}") for word in arguments],
+        strategies=STRATEGIES,
+        stores=[server.environment(0, 2) for server in servers],
+    )
+    assert results == [[1] * len(STRATEGIES)] * 2
+    return {
+        spec.partition(":")[0]: torch.load(directory / str(number) / name)
+        for number, spec in enumerate(STRATEGIES)
+    }
+
+
+def test_nanogpt(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Accumulation by a flag, compile, and evaluation on rank 0 alone."""
+    saved = checkpoints(
+        run_ranks, tmp_path, "nanogpt.py", ["--out_dir={out}", "--compile={{compiles}}"], "ckpt.pt"
+    )
+    losses = {name: checkpoint["loss"] for name, checkpoint in saved.items()}
+    assert losses["allreduce"] == pytest.approx(losses["ddp"], abs=1e-4)
+    for name, loss in losses.items():
+        assert loss == pytest.approx(losses["ddp"], abs=0.3), name
+    assert set(saved["wagma"]["model"]) == set(saved["ddp"]["model"])
+
+
+def test_tutorial(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """A Trainer around the model, and snapshots of `model.module`."""
+    arguments = ["4", "3", "--snapshot_path={out}/ckpt.pt"]
+    saved = checkpoints(run_ranks, tmp_path, "tutorial.py", arguments, "ckpt.pt")
+    weights = {name: each["MODEL_STATE"]["weight"] for name, each in saved.items()}
+    torch.testing.assert_close(weights["allreduce"], weights["ddp"], atol=1e-5, rtol=0)
+    draw = torch.Generator().manual_seed(3)
+    torch.randn(512, 20, generator=draw)
+    right = torch.randn(20, 1, generator=draw).T
+    for name, found in weights.items():
+        assert (found - right).norm() < 0.1 * right.norm(), name
+
+
+def test_imagenet(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """BatchNorm, and a validation whose counts the script sums over all ranks itself."""
+    saved = checkpoints(run_ranks, tmp_path, "imagenet.py", ["--out={out}/last.pt"], "last.pt")
+    for name, checkpoint in saved.items():
+        assert checkpoint["best_acc1"] > 0.9, name
+        assert all(torch.isfinite(value).all() for value in checkpoint["state_dict"].values()), name
