@@ -105,7 +105,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_rooms.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 bench: setup
 	@$(BIN)/python benchmarks/run_all.py

@@ -29,7 +29,7 @@ NAMED: Final = {
 _LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 _SESSIONS: Final = {
-    "attach": "offbeat.run.attach.attach",
+    "attach": "offbeat.session.attach.attach",
     "log": "offbeat.session.metrics.log",
     "Session": "offbeat.session.session.Session",
     "Stats": "offbeat.session.session.Stats",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,35 +16,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "offbeat"
+SOURCE = ROOT / "src"
+LIBRARY, LAB = "offbeat", "offbeat_lab"
 
-ROOMS = (
-    "cli",
-    "plan",
-    "report",
-    "integrations",
-    "script",
-    "lab",
-    "session",
-    "strategies",
-    "averaging",
-    "megabatch",
-    "kfac",
-    "gradients",
-    "parts",
-    "weights",
-    "xmc",
-    "membership",
-    "collectives",
-    "transport",
-    "codec",
-    "planning",
-    "torch_private",
-    "errors",
-)
-"""From top to bottom: a room imports only rooms below it."""
+SYSTEMS = frozenset({"averaging", "megabatch", "kfac"})
+"""Rooms that hold one system each, with everything that belongs to it alone."""
 
-FACADE_OPENS = frozenset({"script", "session", "strategies", "errors", "lab"})
+FACADE_OPENS = frozenset({"errors", "run", "session", "strategies"})
 
 BLOCKING = frozenset(
     {
@@ -65,40 +44,41 @@ STORES = frozenset({f"torch.distributed.{name}" for name in ("Store", "HashStore
 """Types of stores, which other rooms are handed by `transport`."""
 
 MAY_BLOCK = {
-    "torch_private.py": {"torch.distributed"},  # makes gloo's and NCCL's groups for transport
-    "session/attach.py": {
+    "offbeat/torch_private.py": {
+        "torch.distributed"
+    },  # makes gloo's and NCCL's groups for transport
+    "offbeat/session/attach.py": {
         "torch.distributed"
     },  # names the type of the user's group and asks whether there is one
-    "script/attach.py": {"torch.distributed"},  # names the type of the user's group
-    "script/patches.py": {"torch.distributed"},  # what of it a script finds changed
-    "script/coupling.py": {"torch.distributed"},  # asks whether there is a process group
-    "script/recipes.py": {"torch.distributed"},  # asks who this rank is
-    "lab/rendezvous.py": {
+    "offbeat/run/patches.py": {"torch.distributed"},  # what of it a script finds changed
+    "offbeat/run/coupling.py": {"torch.distributed"},  # asks whether there is a process group
+    "offbeat/run/recipes.py": {"torch.distributed"},  # asks who this rank is
+    "offbeat_lab/rendezvous.py": {
         "torch.distributed"
     },  # is to the lab's workers what torchrun is to a user's
-    "lab/records/writing.py": {"socket"},  # the host's name
-    "lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
-    "lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
-    "lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
-    "lab/native/session.py": {
+    "offbeat_lab/records/writing.py": {"socket"},  # the host's name
+    "offbeat_lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
+    "offbeat_lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
+    "offbeat_lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
+    "offbeat_lab/native/session.py": {
         "time.sleep"
     },  # holds torch's own collectives back where links are imitated in user space
-    "lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
-    "lab/native/local.py": {"torch.distributed"},
-    "lab/native/torchft_local.py": {"torch.distributed"},
-    "lab/emulation/check.py": {"socket"},  # sends through the links it checks
-    "lab/emulation/commands.py": {"subprocess"},  # ip and tc
-    "lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
-    "lab/emulation/step_time.py": {"time.sleep"},  # emulated compute
-    "lab/forking/client.py": {"socket", "subprocess"},  # has workers forked
-    "lab/forking/serving.py": {"socket"},  # forks workers; no training happens in it
-    "lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
-    "lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
-    "lab/supervisor.py": {"selectors"},  # watches workers
-    "plan/low_rank.py": {
+    "offbeat_lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
+    "offbeat_lab/native/local.py": {"torch.distributed"},
+    "offbeat_lab/native/torchft_local.py": {"torch.distributed"},
+    "offbeat_lab/emulation/check.py": {"socket"},  # sends through the links it checks
+    "offbeat_lab/emulation/commands.py": {"subprocess"},  # ip and tc
+    "offbeat_lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
+    "offbeat_lab/emulation/step_time.py": {"time.sleep"},  # emulated compute
+    "offbeat_lab/forking/client.py": {"socket", "subprocess"},  # has workers forked
+    "offbeat_lab/forking/serving.py": {"socket"},  # forks workers; no training happens in it
+    "offbeat_lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
+    "offbeat_lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
+    "offbeat_lab/supervisor.py": {"selectors"},  # watches workers
+    "offbeat_lab/plan/low_rank.py": {
         "torch.distributed"
     },  # a group of one for torch's hook, which sends nothing
-    "plan/script_timing.py": {"subprocess"},  # runs a user's script to time it
+    "offbeat_lab/plan/script_timing.py": {"subprocess"},  # runs a user's script to time it
 }
 
 UNPICKLING = frozenset(
@@ -175,35 +155,49 @@ def dotted(node: ast.expr) -> str | None:
     return None
 
 
+@cache
+def rooms() -> tuple[str, ...]:
+    """The rooms of the library from top to bottom, as ARCHITECTURE.md lists them."""
+    _, found, table = (ROOT / "ARCHITECTURE.md").read_text().partition("| room of `offbeat` |")
+    assert found, "ARCHITECTURE.md has lost its table of rooms"
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    return tuple(row.split("|")[1].strip(" `/").removesuffix(".py") for row in rows)
+
+
 def room_of(module: str) -> str:
     """The room of a dotted name below `offbeat`; an empty string for the facade itself."""
     name = module.split(".")[1] if "." in module else ""
-    return name if name in ROOMS else ""
+    return name if name in rooms() else ""
 
 
 def room_of_file(path: Path) -> str:
-    return room_of(".".join(("offbeat", *path.relative_to(SOURCE).with_suffix("").parts)))
+    return room_of(".".join(path.relative_to(SOURCE).with_suffix("").parts))
 
 
 def objections(path: Path, room: str) -> Iterator[str]:
-    """Why `path`, which lies in `room`, may not import what it imports from the package."""
+    """Why `path`, which lies in `room` of the library, may not import what it imports."""
     for use in uses_of(path):
-        if use.name.partition(".")[0] != "offbeat":
+        package = use.name.partition(".")[0]
+        if package == LAB:
+            yield f"line {use.line}: the library imports {use.name}"
+        if package != LIBRARY:
             continue
         target = room_of(use.name)
         if not room:
             allowed = target in FACADE_OPENS
-        elif (
-            not target
-        ):  # the facade opens the session, so only rooms above that may enter through it
-            allowed = ROOMS.index(room) < ROOMS.index("session")
+        elif not target:
+            # The facade opens the session, so only rooms above that may enter through it.
+            allowed = rooms().index(room) < rooms().index("session")
         else:
-            allowed = target == room or ROOMS.index(target) > ROOMS.index(room)
+            allowed = target == room or rooms().index(target) > rooms().index(room)
         if not allowed:
             yield f"line {use.line}: {room or 'the facade'} imports {use.name}"
+        elif {room, target} <= SYSTEMS and room != target:
+            yield f"line {use.line}: one system, {room}, imports another, {use.name}"
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
+OF_LIBRARY = [path for path in FILES if path.relative_to(SOURCE).parts[0] == LIBRARY]
 
 
 def offences_by_file(find: Callable[[Path], Iterable[object]]) -> dict[str, list[object]]:
@@ -213,13 +207,30 @@ def offences_by_file(find: Callable[[Path], Iterable[object]]) -> dict[str, list
 
 
 def test_every_file_lies_in_a_room() -> None:
-    assert [
-        path for path in FILES if not room_of_file(path) and path != SOURCE / "__init__.py"
-    ] == []
+    outside = [path for path in OF_LIBRARY if not room_of_file(path)]
+    assert outside == [SOURCE / LIBRARY / "__init__.py"]
+
+
+def test_every_room_is_there() -> None:
+    assert {room_of_file(path) for path in OF_LIBRARY} == {"", *rooms()}
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
-    assert offences_by_file(lambda path: objections(path, room_of_file(path))) == {}
+    found = {
+        path.relative_to(SOURCE).as_posix(): list(objections(path, room_of_file(path)))
+        for path in OF_LIBRARY
+    }
+    assert {name: offences for name, offences in found.items() if offences} == {}
+
+
+def test_public_names_of_classes_are_unique() -> None:
+    """One name means one thing in both packages."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path.relative_to(SOURCE).as_posix())
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_only_transport_waits() -> None:
@@ -276,7 +287,7 @@ def test_private_names_of_pytorch_stand_in_one_file() -> None:
     known = names_of_torch_private()
 
     def names(path: Path) -> Iterator[tuple[int, str]]:
-        if path == SOURCE / "torch_private.py":
+        if path == SOURCE / LIBRARY / "torch_private.py":
             return
         tree = tree_of(path)
         yield from private_names(tree)
@@ -289,7 +300,7 @@ def test_private_names_of_pytorch_stand_in_one_file() -> None:
 
 
 def names_of_torch_private() -> frozenset[str]:
-    nodes = list(ast.walk(tree_of(SOURCE / "torch_private.py")))
+    nodes = list(ast.walk(tree_of(SOURCE / LIBRARY / "torch_private.py")))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     strings = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     return frozenset(name for name in attributes | strings if is_private(name))
@@ -375,10 +386,12 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("codec", "import offbeat.transport", False),
         ("codec", "def later():\n    from offbeat_lab import train", False),
         ("session", "from offbeat.session.hooks import Hooks", True),
-        ("lab", "import offbeat", True),
-        ("lab", "from offbeat import attach", True),
+        ("run", "import offbeat", True),
+        ("run", "from offbeat import attach", True),
+        ("run", "from offbeat_lab.records import Record", False),
+        ("kfac", "from offbeat.megabatch.claims import Claims", False),
         ("transport", "import offbeat", False),
-        ("", "from offbeat.run.attach import attach", True),
+        ("", "from offbeat.session.attach import attach", True),
         ("", "from offbeat.transport.peers import Peers", False),
     ],
 )

@@ -33,7 +33,7 @@ ALLOWED = {
     # The only way in which PyTorch lets a script name what DDP is to ignore.
     "outside/scripts/ignored.py": {"_set_params_and_buffers_to_ignore_for_model"},
     "outside/test_ddp_suite_ranks.py": {"_DistTestBase", "_internal"},  # where PyTorch's tests are
-    "script/test_coupling.py": {"_set_params_and_buffers_to_ignore_for_model"},
+    "run/test_coupling.py": {"_set_params_and_buffers_to_ignore_for_model"},
     "ranks/test_run_ranks.py": {"_exit"},  # documented by Python, as is the next
     "report/test_trace.py": {"_replace"},
     "ranks_support/leaks.py": {"_DummyThread"},  # Python's view of a thread that C++ began

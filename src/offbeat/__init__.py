@@ -15,14 +15,14 @@ Names are loaded when they are first used, so that importing the package is chea
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from offbeat.strategies.registry import REGISTRY as _REGISTRY
 
 if TYPE_CHECKING:  # type checkers read no table; a test compares these lines with it
     from offbeat.errors import OffbeatError as OffbeatError
-    from offbeat.run.attach import attach as attach
+    from offbeat.run.own_record import Recorder as Recorder
+    from offbeat.session.attach import attach as attach
     from offbeat.session.metrics import log as log
     from offbeat.session.session import Session as Session
     from offbeat.session.state import reshard as reshard
@@ -45,17 +45,16 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.spdkfac import SPDKFAC as SPDKFAC
     from offbeat.strategies.topk import TopK as TopK
     from offbeat.strategies.wagma import WAGMA as WAGMA
-    from offbeat_lab.cluster import Cluster as Cluster
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Cluster": "offbeat_lab.cluster",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
+    "Recorder": "offbeat.run.own_record",
     "Schedule": "offbeat.strategies.schedules",
     "Session": "offbeat.session.session",
-    "attach": "offbeat.run.attach",
+    "attach": "offbeat.session.attach",
     "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",
     **{entry.class_name: entry.module for entry in _REGISTRY.entries.values()},
@@ -63,11 +62,6 @@ _HOMES = {
 """Where each public name is defined; strategies come from their registry."""
 
 __all__ = sorted(_HOMES)
-
-# Without the extra `offbeat[lab]` the name can be asked for, and the answer says what to install.
-# It is not listed then, so that `help(offbeat)` and `from offbeat import *` work.
-if find_spec("pydantic") is None:
-    __all__.remove("Cluster")
 
 
 def __getattr__(name: str) -> object:

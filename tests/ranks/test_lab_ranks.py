@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-import offbeat
 import offbeat_lab.cli.comparing
 import offbeat_lab.cli.main
 from lab_support.data import npz

@@ -1,4 +1,4 @@
-"""`attach(..., record=...)` in a world of one: the record is that of any run."""
+"""`attach(..., recorder=...)` in a world of one: the record is that of any run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_a_session_writes_a_record(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = offbeat.GTopK(density=0.5, selection="exact")
-    with offbeat.attach(model, optimizer, strategy, record=tmp_path / "mine") as session:
+    with offbeat.attach(
+        model, optimizer, strategy, recorder=offbeat.Recorder(tmp_path / "mine")
+    ) as session:
         train(session, model, optimizer)
     record = Record(tmp_path / "mine")
     assert [(e.step, e.loss, e.batch_size) for e in record.events(0)] == [
@@ -51,7 +53,7 @@ def test_a_directory_in_use_is_refused_and_nothing_stays_attached(tmp_path: Path
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RecordError, match="not empty"):
-        offbeat.attach(model, optimizer, offbeat.AllReduce(), record=tmp_path)
+        offbeat.attach(model, optimizer, offbeat.AllReduce(), recorder=offbeat.Recorder(tmp_path))
     offbeat.attach(model, optimizer, offbeat.AllReduce()).close()
 
 

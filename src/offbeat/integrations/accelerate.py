@@ -21,6 +21,7 @@ from typing_extensions import override
 import offbeat
 from offbeat.integrations.framework import FrameworkSession, as_strategy
 from offbeat.integrations.state_files import load_state, save_state
+from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 
@@ -78,7 +79,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy | str,
     *,
-    record: str | Path | None = None,
+    recorder: SessionRecorder | None = None,
 ) -> AcceleratedSession:
     """As `offbeat.attach`, for what `accelerator.prepare` has returned. Collective.
 
@@ -88,7 +89,7 @@ def attach(
             more until the session is closed.
         optimizer: prepared.
         strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        record: as in `offbeat.attach`.
+        recorder: as in `offbeat.attach`.
 
     Raises:
         ConfigError, UnsupportedError: as `offbeat.attach`.
@@ -99,7 +100,7 @@ def attach(
         optimizer,
         as_strategy(strategy),
         scaler=getattr(optimizer, "scaler", None),
-        record=record,
+        recorder=recorder,
     )
     stepped = getattr(optimizer, "optimizer", optimizer)
     accelerated = AcceleratedSession(accelerator, session, inner, stepped)

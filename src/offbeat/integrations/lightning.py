@@ -39,6 +39,7 @@ from offbeat.integrations.state_files import (
     save_state,
     state_directory,
 )
+from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 
@@ -69,7 +70,7 @@ class OffbeatStrategy(DDPStrategy):
 
     Args:
         offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        record: as in `offbeat.attach`.
+        recorder: as in `offbeat.attach`.
         options: of Lightning's `DDPStrategy` that say how processes are started.
 
     Attributes:
@@ -80,12 +81,16 @@ class OffbeatStrategy(DDPStrategy):
     """
 
     def __init__(
-        self, offbeat_strategy: Strategy | str, *, record: str | Path | None = None, **options: Any
+        self,
+        offbeat_strategy: Strategy | str,
+        *,
+        recorder: SessionRecorder | None = None,
+        **options: Any,
     ) -> None:
         _check_options(options)
         super().__init__(**options)
         self._strategy = as_strategy(offbeat_strategy)
-        self._record = record
+        self._recorder = recorder
         self._running: FrameworkSession | None = None
         self._last_state: Mapping[str, Any] | None = None
         self._loaded_from: Path | None = None
@@ -113,7 +118,9 @@ class OffbeatStrategy(DDPStrategy):
         strategy = as_strategy(self._strategy, clip_norm=clip_norm or None)
         (optimizer,), module = self.optimizers, self.lightning_module
         scaler = getattr(self.precision_plugin, "scaler", None)
-        session = offbeat.attach(module, optimizer, strategy, scaler=scaler, record=self._record)
+        session = offbeat.attach(
+            module, optimizer, strategy, scaler=scaler, recorder=self._recorder
+        )
         self._running = FrameworkSession(session, module, optimizer)
         self._last_state = None
 
@@ -199,7 +206,7 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
 
     Args:
         offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        record: as in `offbeat.attach`.
+        recorder: as in `offbeat.attach`.
         options: of Fabric's `DDPStrategy` that say how processes are started.
 
     Attributes:
@@ -210,12 +217,16 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
     """
 
     def __init__(
-        self, offbeat_strategy: Strategy | str, *, record: str | Path | None = None, **options: Any
+        self,
+        offbeat_strategy: Strategy | str,
+        *,
+        recorder: SessionRecorder | None = None,
+        **options: Any,
     ) -> None:
         _check_options(options)
         super().__init__(**options)
         self._strategy = as_strategy(offbeat_strategy)
-        self._record = record
+        self._recorder = recorder
         self._modules: list[torch.nn.Module] = []
         self._running: list[FrameworkSession] = []
         self._backward_sync_control = self
@@ -244,7 +255,7 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
             )
         scaler = getattr(self.precision, "scaler", None)
         session = offbeat.attach(
-            module, optimizer, self._strategy, scaler=scaler, record=self._record
+            module, optimizer, self._strategy, scaler=scaler, recorder=self._recorder
         )
         self._running.append(FrameworkSession(session, module, optimizer))
         return optimizer

@@ -21,6 +21,7 @@ from typing_extensions import override
 import offbeat
 from offbeat.integrations.framework import FrameworkSession, as_strategy
 from offbeat.integrations.state_files import load_state, save_state
+from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
@@ -42,7 +43,7 @@ class OffbeatCallback(TrainerCallback):
 
     Args:
         strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        record: as in `offbeat.attach`.
+        recorder: as in `offbeat.attach`.
         resume_from: the directory of the checkpoint that training is resumed from; None: that of
             its step below the Trainer's `output_dir`.
 
@@ -54,11 +55,11 @@ class OffbeatCallback(TrainerCallback):
         self,
         strategy: Strategy | str,
         *,
-        record: str | Path | None = None,
+        recorder: SessionRecorder | None = None,
         resume_from: str | Path | None = None,
     ) -> None:
         self._strategy = as_strategy(strategy)
-        self._record = record
+        self._recorder = recorder
         self._resume_from = resume_from
         self._running: FrameworkSession | None = None
         self._max_grad_norm: float | None = None
@@ -83,7 +84,7 @@ class OffbeatCallback(TrainerCallback):
             self._running.close(RuntimeError("training begins anew"))
         scaler = getattr(optimizer, "scaler", None)
         strategy = as_strategy(self._strategy, clip_norm=args.max_grad_norm or None)
-        session = offbeat.attach(model, optimizer, strategy, scaler=scaler, record=self._record)
+        session = offbeat.attach(model, optimizer, strategy, scaler=scaler, recorder=self._recorder)
         self._max_grad_norm = args.max_grad_norm
         if isinstance(strategy, SparseGradientStrategy):
             args.max_grad_norm = 0.0

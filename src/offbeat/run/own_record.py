@@ -1,4 +1,4 @@
-"""`attach(..., record="runs/mine")`: a session's steps are recorded, and nothing else is done."""
+"""`attach(..., recorder=offbeat.Recorder("runs/mine"))`: a session's steps are recorded."""
 
 from __future__ import annotations
 
@@ -24,37 +24,48 @@ from offbeat_lab.pauses import StepLimit
 from offbeat_lab.run_summary import HANGS_S
 
 
-def record_session(
-    session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path
-) -> None:
-    """Record the steps of `session` in `directory`, until it is closed. Collective.
+class Recorder:
+    """Writes a session's steps down as `offbeat train` does, for `offbeat report` and `offbeat
+    trace`; what `Session.log` is told is in it.
 
     Args:
-        session: that was just attached.
-        model, optimizer: that it was attached to.
-        directory: must not exist yet, or be empty.
-
-    Raises:
-        RecordError: it is in use.
+        directory: of the record; it must not exist yet, or be empty. The same on every rank; on
+            several hosts a file system that all of them share.
     """
-    config = _config(session.strategy)
-    recorder = _SessionRecorder(
-        lambda: shared_record(config, directory),
-        lambda report: None,
-        turns=StepLimit.unlimited(),
-        stop_after=None,
-        patience_s=HANGS_S,
-    )
-    recorder.attached(session, model, optimizer)
 
-    def forward_begins(module: torch.nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            recorder.samples_seen(args)
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
 
-    recorder.forward_hook = model.register_forward_pre_hook(ModuleHook(model, forward_begins))
+    def begin(
+        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Record the steps of `session`, which was just attached, until it is closed. Collective.
+
+        Args:
+            session: whose steps they are.
+            model, optimizer: that it was attached to.
+
+        Raises:
+            RecordError: the directory is in use; on every rank.
+        """
+        config = _config(session.strategy)
+        recorder = _ClosingRecorder(
+            lambda: shared_record(config, self.directory),
+            lambda report: None,
+            turns=StepLimit.unlimited(),
+            stop_after=None,
+            patience_s=HANGS_S,
+        )
+        recorder.attached(session, model, optimizer)
+
+        def forward_begins(module: torch.nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                recorder.samples_seen(args)
+
+        recorder.forward_hook = model.register_forward_pre_hook(ModuleHook(model, forward_begins))
 
 
-class _SessionRecorder(ScriptRecorder):
+class _ClosingRecorder(ScriptRecorder):
     """Ends its record with the session, and takes its hook out of the model."""
 
     forward_hook: RemovableHandle | None = None

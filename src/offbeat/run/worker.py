@@ -23,12 +23,12 @@ from typing import NoReturn
 
 from offbeat.errors import OffbeatError
 from offbeat.run import patches
-from offbeat.run.attach import AttachOverride, overriding
 from offbeat.run.children import CHILD_VARIABLE
 from offbeat.run.coupling import ScriptSessions, is_good_end
 from offbeat.run.recipes import ScriptRecipe, recipe_for
 from offbeat.run.recording import OpenRecord, ScriptRecorder
 from offbeat.run.sharing import shared_record
+from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning
 from offbeat_lab.attaching import link_delay

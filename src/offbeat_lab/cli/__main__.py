@@ -1,5 +1,5 @@
-"""Where the `offbeat` command begins, also as `python -m offbeat_lab.cli` where no script is installed,
-as under torchrun.
+"""Where the `offbeat` command begins, also as `python -m offbeat_lab.cli` where no script is
+installed, as under torchrun.
 """
 
 from __future__ import annotations

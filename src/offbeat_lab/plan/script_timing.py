@@ -1,9 +1,9 @@
 """`offbeat profile -- train.py`: solo steps of a user's own script.
 
-The script runs in a process of its own (`python -m offbeat_lab.plan.script_timing`), with what `offbeat
-run` changes in PyTorch: DistributedDataParallel exchanges nothing, `init_process_group` makes a
-group of one. It is stopped when enough steps were timed. A script that is not distributed runs as
-it is. Then it runs once more, with K-FAC, until factors were timed.
+The script runs in a process of its own (`python -m offbeat_lab.plan.script_timing`), with what
+`offbeat run` changes in PyTorch: DistributedDataParallel exchanges nothing, `init_process_group`
+makes a group of one. It is stopped when enough steps were timed. A script that is not distributed
+runs as it is. Then it runs once more, with K-FAC, until factors were timed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from typing_extensions import override
 
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.run import patches
-from offbeat.run.attach import AttachOverride, overriding
 from offbeat.run.patches import ScriptListener
 from offbeat.run.recipes import NoExchange
 from offbeat.run.worker import run_as_main
-from offbeat.session.attach import attach_through
+from offbeat.session.attach import AttachOverride, attach_through, overriding
 from offbeat.session.session import Session
 from offbeat_lab.config import ScriptCommand
 from offbeat_lab.plan.factors import STRATEGY, FactorTimer
