@@ -39,18 +39,18 @@ from numpy.typing import NDArray
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from links import Quiet
-from offbeat.arithmetic.ceilings import (
+from offbeat.arithmetic.topologies import exponential_peers, ring_weights
+from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
+from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.plan.ceilings import (
     Durations,
     Utilisation,
     on_first_call,
     periodic,
     with_neighbours,
 )
-from offbeat.arithmetic.topologies import exponential_peers, ring_weights
-from offbeat_lab.breakdown import Steps, read_steps
-from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate, num_warm_up
 

@@ -42,13 +42,13 @@ import offbeat
 from _measure import Ratio, Row, add_output_options, present
 from _ranks import run_ranks
 from _results import Figure
-from offbeat.arithmetic.dispatch import gain
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.attach import attach_through
 from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.plan.dispatch import gain
 from offbeat_lab.tasks import Batch, build_task, num_samples_of
 
 SPEEDS = (1.0, 1.0, 0.5, 0.5)

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.plans.inversion import ExponentialInversion, PolynomialInversion
-from offbeat.kfac.plans.iteration import IterationCosts, Layer
 from offbeat.kfac.plans.placement import BYTES_PER_ELEMENT, InverseCosts, packed_bytes
 from offbeat_lab.plan.architectures import factors_of, resnet
+from offbeat_lab.plan.kfac_iteration import IterationCosts, Layer
 
 WORLD_SIZE = 64
 

@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offbeat.arithmetic.dispatch import dispatch
 from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
@@ -26,6 +25,7 @@ from offbeat.megabatch.batch_sizes import (
     spread,
     square_root_rate,
 )
+from offbeat_lab.plan.dispatch import dispatch
 
 EQUAL = (1.0, 1.0, 1.0, 1.0)
 GAP_OF_32_PERCENT = (1.0, 0.92, 0.84, 0.76)

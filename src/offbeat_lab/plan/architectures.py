@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offbeat.kfac.plans.iteration import Layer
+from offbeat_lab.plan.kfac_iteration import Layer
 from offbeat_lab.plan.profile import TensorProfile
 
 

@@ -14,10 +14,10 @@ import torch
 
 from offbeat.kfac.blocks import Block, slots_of
 from offbeat.kfac.exchange.costs import equivalent_dim, time_inversions
-from offbeat.kfac.plans.iteration import Layer
 from offbeat.kfac.survey import survey
 from offbeat.session.session import Session
 from offbeat.strategies.spdkfac import SPDKFAC
+from offbeat_lab.plan.kfac_iteration import Layer
 from offbeat_lab.plan.profile import ModelProfile, Source
 
 # Every step has factors; the first one, which inverts too and is not timed, is behind them all.

@@ -12,7 +12,8 @@ from offbeat.arithmetic.trees import num_rounds
 from offbeat.errors import ConfigError
 from offbeat.kfac.options import KFACSettings
 from offbeat.kfac.plans.inversion import InversionCost
-from offbeat.kfac.plans.iteration import (
+from offbeat.kfac.plans.placement import InverseCosts, Owner, least_loaded, packed_bytes
+from offbeat_lab.plan.kfac_iteration import (
     Iteration,
     IterationCosts,
     dkfac,
@@ -20,7 +21,6 @@ from offbeat.kfac.plans.iteration import (
     mpdkfac,
     spdkfac,
 )
-from offbeat.kfac.plans.placement import InverseCosts, Owner, least_loaded, packed_bytes
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.simulation import Method, Setting, Simulated, StepMethod
 

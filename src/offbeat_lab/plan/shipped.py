@@ -15,9 +15,9 @@ from typing import Final
 
 from offbeat.errors import ConfigError, nearest
 from offbeat.kfac.plans.inversion import PolynomialInversion
-from offbeat.kfac.plans.iteration import FORWARD_SHARE
 from offbeat_lab.plan import architectures
 from offbeat_lab.plan.architectures import Network
+from offbeat_lab.plan.kfac_iteration import FORWARD_SHARE
 from offbeat_lab.plan.profile import ModelProfile, Source, TimedBatch, read_profile
 
 _GTOPK: Final = "gTop-k S-SGD's released scripts/icdcs2019/communication.py"

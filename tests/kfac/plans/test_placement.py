@@ -15,7 +15,6 @@ from _models.kfac_published import as_printed, fitted_to_baselines, resnet50
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.errors import ConfigError
 from offbeat.kfac.plans.inversion import PolynomialInversion
-from offbeat.kfac.plans.iteration import factor_dims
 from offbeat.kfac.plans.placement import (
     SAME_LENGTH_FACTOR,
     InverseCosts,
@@ -29,6 +28,7 @@ from offbeat.kfac.plans.placement import (
     placement_time,
     round_robin,
 )
+from offbeat_lab.plan.kfac_iteration import factor_dims
 
 LOADS: list[LoadMeasure] = ["rows", "squares", "cubes", "time"]
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import numpy as np
 from typing_extensions import override
 
-from offbeat.arithmetic.ceilings import on_first_call
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
 from offbeat.averaging.periodic import last_average
 from offbeat.collectives import dense
 from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.transport.operations import Collective, Payload
+from offbeat_lab.plan.ceilings import on_first_call
 from offbeat_lab.plan.methods.stand_ins import MINIATURE, all_reduce
 from offbeat_lab.plan.simulation import Method, Run, Setting, Simulated, StepMethod, until_over
 

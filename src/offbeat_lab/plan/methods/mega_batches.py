@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from typing_extensions import override
 
-from offbeat.arithmetic.dispatch import dispatch
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.megabatch.batch_sizes import Proportional
 from offbeat.megabatch.callback import MegaBatchPlan
 from offbeat.transport.virtual import VirtualCluster
+from offbeat_lab.plan.dispatch import dispatch
 from offbeat_lab.plan.methods.stand_ins import MINIATURE
 from offbeat_lab.plan.profile import FLOAT_BYTES
 from offbeat_lab.plan.simulation import EVENTS_UP_TO, Method, Setting, Simulated

@@ -20,7 +20,15 @@ from _models.kfac_published import (
 )
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.plans.inversion import PolynomialInversion
-from offbeat.kfac.plans.iteration import (
+from offbeat.kfac.plans.overlap import fuse_by_rule
+from offbeat.kfac.plans.placement import (
+    SAME_LENGTH_FACTOR,
+    InverseCosts,
+    by_every_rank,
+    packed_elements,
+    place_by_rule,
+)
+from offbeat_lab.plan.kfac_iteration import (
     Iteration,
     IterationCosts,
     Layer,
@@ -30,16 +38,8 @@ from offbeat.kfac.plans.iteration import (
     ready_times,
     spdkfac,
 )
-from offbeat.kfac.plans.overlap import fuse_by_rule
-from offbeat.kfac.plans.placement import (
-    SAME_LENGTH_FACTOR,
-    InverseCosts,
-    by_every_rank,
-    packed_elements,
-    place_by_rule,
-)
 
-PAGE = Path(__file__).parents[3] / "docs" / "methods" / "spdkfac-planning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "methods" / "spdkfac-planning.md"
 
 layers_of_models = st.lists(
     st.builds(
