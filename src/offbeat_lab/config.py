@@ -15,20 +15,19 @@ from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import Bounds, Proportional
 from offbeat.session.loggers import named_loggers
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.by_name import FROM_LOADER, strategy_values
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.model import MAX_WORKERS
 from offbeat_lab.emulation import Mode as EmulationMode
 from offbeat_lab.native import Native
 from offbeat_lab.options import (
     BATCH_SHARES,
-    FROM_TASK,
     Recipe,
     build_strategy,
     route,
     split_shares,
     strategy_options,
     strategy_type,
-    strategy_values,
 )
 from offbeat_lab.tasks import Task, build_task
 from offbeat_lab.tasks.base import AbsolutePath
@@ -195,7 +194,7 @@ def resolve(request: Request) -> RunConfig:
                 f"strategy {request.strategy!r} lets workers claim samples, so skew= would change"
                 " nothing; leave skew out, or this strategy"
             )
-        for_strategy[FROM_TASK] = str(task.options.batch_size)
+        for_strategy[FROM_LOADER] = str(task.options.batch_size)
     config = RunConfig(
         task=request.task,
         task_options=task.options.model_dump(mode="json"),

@@ -4,22 +4,14 @@ anything starts.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import math
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from offbeat.codec.option_value import OptionValue
 from offbeat.errors import ConfigError, nearest
-from offbeat.session.checkpoint import Json
-from offbeat.strategies import REGISTRY
+from offbeat.strategies import REGISTRY, by_name
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.docstrings import describe_options
+from offbeat.strategies.by_name import Option, asked_names, options_of, type_text
 from offbeat_lab.native import NATIVE, Native
 from offbeat_lab.tasks import task_type
 
@@ -28,71 +20,33 @@ Recipe: TypeAlias = Strategy | Native
 
 RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
-_OBJECTS_TOO: Final = ConfigDict(arbitrary_types_allowed=True)
-
-FROM_TASK: Final = "batch_size"
-"""An option of strategies that share samples out; in the lab it is the task's, whatever the
-strategy is.
-"""
-
 BATCH_SHARES: Final = "batch_shares"
 """A setting of runs, and not of a task or a strategy: each worker's part of a step's samples."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """One option as shown to people: its name, allowed values or type, default (as text) and a line
-    of help.
-    """
-
-    name: str
-    allowed: str
-    default: str
-    help: str
-
-
 def strategy_type(name: str) -> type[Recipe]:
     """The strategy called `name`. Raises `ConfigError` with the nearest name that exists."""
-    if name not in RECIPES:
-        raise ConfigError(
-            f"no strategy {name!r}; allowed are {', '.join(RECIPES)}{nearest(name, RECIPES)}"
-        )
-    return RECIPES[name]
+    return by_name.strategy_type(name, RECIPES)
 
 
 def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
-    """The strategy called `name`; strings among the options are converted to their fields' types.
+    """The strategy called `name`; text among the options becomes a value of the field's type.
 
     Raises:
         ConfigError: no such strategy or option, or a value that is not allowed.
     """
-    kind = strategy_type(name)
-    described = {option.name: option for option in describe_options(kind)}
-    fields = list(described)
-    values: dict[str, object] = {}
-    for option, value in options.items():
-        if option not in fields:
-            raise ConfigError(
-                f"strategy {name!r} has no option {option!r}; allowed are"
-                f" {', '.join(fields)}{nearest(option, fields)}"
-            )
-        given = None if value == "none" else value
-        try:
-            values[option] = TypeAdapter[object](
-                described[option].hint, config=_OBJECTS_TOO
-            ).validate_python(given)
-        except ValidationError as error:
-            allowed, meaning = _type_text(described[option].hint), described[option].meaning
-            hint = f" ({meaning.rstrip('.')})" if meaning else ""
-            raise ConfigError(
-                f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}"
-            ) from error
-    return kind(**values)
+    return by_name.build_strategy(name, options, RECIPES)
 
 
-def strategy_values(strategy: Recipe) -> dict[str, Json]:
-    """Every option of `strategy` with its value."""
-    return {name: getattr(strategy, name) for name in _field_names(type(strategy))}
+def parse_spec(text: str) -> tuple[str, dict[str, str]]:
+    """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises
+    `ConfigError`.
+    """
+
+    def also(kind: type[Recipe]) -> list[str]:
+        return [BATCH_SHARES] if kind.weighs_samples else []
+
+    return by_name.parse_spec(text, RECIPES, also)
 
 
 def route(
@@ -105,7 +59,7 @@ def route(
             twice.
     """
     of_task = list(task_type(task).options_type.model_fields)
-    of_strategy = _asked_names(strategy_type(strategy))
+    of_strategy = asked_names(strategy_type(strategy))
     chosen: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -153,34 +107,12 @@ def split_shares(settings: Sequence[str]) -> tuple[list[float], list[str]]:
     return shares, others
 
 
-def parse_spec(text: str) -> tuple[str, dict[str, str]]:
-    """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises
-    `ConfigError`.
-    """
-    name, *settings = text.strip().split(":")
-    kind = strategy_type(name)
-    fields = [*_asked_names(kind), *([BATCH_SHARES] if kind.weighs_samples else [])]
-    options: dict[str, str] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or key not in fields:
-            raise ConfigError(
-                f"{setting!r} in {text!r} is no option of strategy {name!r}; write"
-                f" {name}:key=value:key=value with"
-                f" {', '.join(fields) or 'nothing, since it has none'}{nearest(key, fields)}"
-            )
-        if key in options:
-            raise ConfigError(f"option {key} is given twice in {text!r}; give it once")
-        options[key] = value
-    return name, options
-
-
 def task_options(name: str) -> list[Option]:
     """What `--set` takes for the task called `name`."""
     return [
         Option(
             name=option,
-            allowed=_type_text(field.annotation),
+            allowed=type_text(field.annotation),
             default="required" if field.is_required() else str(field.default).lower(),
             help=field.description or "",
         )
@@ -189,57 +121,5 @@ def task_options(name: str) -> list[Option]:
 
 
 def strategy_options(name: str) -> list[Option]:
-    """What `--set` takes for the strategy called `name`; the help is its docstring's."""
-    kind = strategy_type(name)
-    return [
-        Option(
-            name=option.name,
-            allowed=_type_text(option.hint),
-            default=(
-                "required" if option.default is dataclasses.MISSING else str(option.default).lower()
-            ),
-            help=option.meaning,
-        )
-        for option in describe_options(kind)
-        if option.name in _asked_names(kind)
-    ]
-
-
-def _field_names(kind: type[Recipe]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind) if field.init]
-
-
-def _asked_names(kind: type[Recipe]) -> list[str]:
-    return [name for name in _field_names(kind) if name != FROM_TASK]
-
-
-def _type_text(hint: object) -> str:
-    """A type as people write it: `exact | reuse`, `number`, `number | none`."""
-    names = {
-        float: "number",
-        int: "whole number",
-        str: "text",
-        bool: "true | false",
-        type(None): "none",
-    }
-    if typing.get_origin(hint) is typing.Annotated:
-        return _type_text(typing.get_args(hint)[0])
-    if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(map(str, typing.get_args(hint)))
-    if parts := typing.get_args(hint):
-        return " | ".join(_type_text(part) for part in parts if _can_be_written(part))
-    return (
-        names.get(hint, getattr(hint, "__name__", str(hint)).lower())
-        if isinstance(hint, type)
-        else str(hint)
-    )
-
-
-def _can_be_written(hint: object) -> bool:
-    """Whether a value of this type can be given as text: callables, tuples, dataclasses and objects
-    of a user's own, as `LocalSGD` takes for `outer` and `GTopK` for `selection`, are given in
-    Python only.
-    """
-    is_object = isinstance(hint, type) and issubclass(hint, OptionValue)
-    in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint) or is_object
-    return typing.get_origin(hint) not in (Callable, tuple) and not in_python_only
+    """What `--set` takes for the strategy called `name`."""
+    return options_of(strategy_type(name))

@@ -10,19 +10,14 @@ from torch import nn
 
 from offbeat.errors import ConfigError
 from offbeat.strategies import REGISTRY
+from offbeat.strategies.by_name import FROM_LOADER, strategy_values
 from offbeat.strategies.docstrings import first_sentence
 from offbeat_lab.attaching import attach_recipe
 from offbeat_lab.config import Request, resolve, resolve_resume
 from offbeat_lab.native import NATIVE, Native
 from offbeat_lab.native.ddp import PowerSGD
 from offbeat_lab.native.local import Alone, PostLocalSGD
-from offbeat_lab.options import (
-    FROM_TASK,
-    RECIPES,
-    build_strategy,
-    strategy_options,
-    strategy_values,
-)
+from offbeat_lab.options import RECIPES, build_strategy, strategy_options
 from offbeat_lab.tasks import TASKS
 
 HERE = [
@@ -52,7 +47,7 @@ def test_no_option_of_a_strategy_hides_behind_one_of_a_task() -> None:
     """
     of_tasks = {option for task in TASKS.values() for option in task.options_type.model_fields}
     for name in RECIPES:
-        assert of_tasks & set(strategy_values(build_strategy(name, {}))) <= {FROM_TASK}
+        assert of_tasks & set(strategy_values(build_strategy(name, {}))) <= {FROM_LOADER}
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,9 @@ import pytest
 
 from offbeat.errors import ConfigError
 from offbeat.strategies import REGISTRY
+from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.config import Request, resolve
-from offbeat_lab.options import (
-    build_strategy,
-    parse_spec,
-    route,
-    strategy_options,
-    strategy_values,
-    task_options,
-)
+from offbeat_lab.options import build_strategy, parse_spec, route, strategy_options, task_options
 from offbeat_lab.tasks import TASKS
 
 

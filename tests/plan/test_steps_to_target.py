@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from lab_support.made import comparison, contestant
 from offbeat.errors import ConfigError
+from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.cli.main import app
 from offbeat_lab.comparison import read_comparison, write_comparison
-from offbeat_lab.options import build_strategy, parse_spec, strategy_values
+from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.plan.shipped import shipped_profile
 from offbeat_lab.plan.steps_to_target import steps_to_target
 from offbeat_lab.statistics import estimate

@@ -18,8 +18,8 @@ from offbeat.run.recording import ScriptRecorder
 from offbeat.run.sharing import shared_record
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.config import RunConfig, ScriptCommand
-from offbeat_lab.options import strategy_values
 from offbeat_lab.pauses import StepLimit
 from offbeat_lab.run_summary import HANGS_S
 

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from offbeat.strategies.by_name import Option
 from offbeat_lab.factor_work import factor_work
-from offbeat_lab.options import Option
 from offbeat_lab.profiles import read_profiles
 from offbeat_lab.progress import MembershipChange, WorkerProgress
 from offbeat_lab.records import Record, Summary
