@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Final
+
+_FIRST_SAYS: Final = b"offbeat: workers save and stop; asked once more, they are ended at once\n"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,12 +27,15 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Count requests to stop in place of being ended by them. Elsewhere than in the main thread,
-    only watch workers.
+    """Count requests to stop in place of being ended by them, and say at the first one what a
+    second one does. Elsewhere than in the main thread, only watch workers.
     """
     interrupted = Interrupts()
 
     def count(number: int) -> None:
+        if not interrupted.count:
+            with suppress(OSError):
+                os.write(2, _FIRST_SAYS)  # a handler may have interrupted a print
         interrupted.count += 1
         interrupted.number = number
 

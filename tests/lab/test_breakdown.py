@@ -19,7 +19,15 @@ from numpy.typing import ArrayLike
 from offbeat.errors import RecordError
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.config import RunConfig
-from offbeat_lab.records import EventWriter, MegaBatch, Record, StepEvent, begin_attempt, create
+from offbeat_lab.records import (
+    EventWriter,
+    MegaBatch,
+    Record,
+    Share,
+    StepEvent,
+    begin_attempt,
+    create,
+)
 
 EVENT = StepEvent(
     step=1,
@@ -247,7 +255,7 @@ def write_claimed(
                 events[rank].append(event)
     run = write(path, events)
     writer = EventWriter(run, rank=0, attempt=0)
-    for number in range(1, len(updates) + 1):
+    for number, of_ranks in enumerate(updates, start=1):
         step = number * steps_each
         writer.add_mega_batch(
             MegaBatch(
@@ -258,7 +266,19 @@ def write_claimed(
                 at_s=0.0,
                 duration_s=1.0,
                 merge_s=merge_s,
-                by_rank=[],
+                by_rank=[
+                    Share(
+                        rank=rank,
+                        batch_size=EVENT.batch_size,
+                        updates=made,
+                        samples=made * EVENT.batch_size,
+                        weight=made / sum(of_ranks),
+                        computing_s=float(steps_each),
+                        idle_s=0.0,
+                        claims=[],
+                    )
+                    for rank, made in enumerate(of_ranks)
+                ],
             )
         )
     writer.close()

@@ -33,6 +33,18 @@ def test_each_of_these_signals_counts_as_a_request_to_stop(number: signal.Signal
     assert signal.getsignal(number) is before
 
 
+def test_the_first_request_says_once_what_a_second_one_does(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with interrupts() as interrupted:
+        assert capfd.readouterr().err == ""
+        signal.raise_signal(signal.SIGINT)
+        assert "asked once more, they are ended at once" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err == ""
+        assert interrupted.count == 2
+
+
 def test_a_hangup_that_is_ignored_stays_so() -> None:
     """As under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

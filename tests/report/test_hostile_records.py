@@ -160,3 +160,13 @@ def test_a_metric_that_is_not_finite_is_that_of_a_run_that_diverged(run: Path) -
     lines[-3]["metric"] = 3e38
     content = "".join(json.dumps(line) + "\n" for line in lines)
     assert report(run, "evaluations.jsonl", content.encode()) == ""
+
+
+def test_a_rank_of_a_mega_batch_without_events_is_refused(run: Path) -> None:
+    *earlier, last = (run / "mega-batches.jsonl").read_text().splitlines()
+    changed = json.loads(last)
+    changed["by_rank"][0]["rank"] = 7
+    complaint = report(
+        run, "mega-batches.jsonl", "\n".join([*earlier, json.dumps(changed)]).encode()
+    )
+    assert "it names rank 7, which has no events" in complaint

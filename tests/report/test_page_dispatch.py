@@ -85,6 +85,14 @@ def test_a_worker_that_was_gone_has_a_gap(report: PageContent) -> None:
     assert dispatch_of(report, mega_batches=gone).charts[0].series[3].y == [30, 30, None, 30, 30]
 
 
+def test_workers_from_before_a_resume_with_fewer_have_lines(report: PageContent) -> None:
+    more = [mega_batch_of(number, step=number, workers=6) for number in range(1, 3)]
+    fewer = [mega_batch_of(number, step=number, workers=4) for number in range(3, 5)]
+    dispatch = dispatch_of(report, mega_batches=[*more, *fewer])
+    assert dispatch.num_lines == 6
+    assert dispatch.charts[0].series[5].y == [20, 20, None, None]
+
+
 def test_a_run_with_batches_of_its_own_has_none(run: Path) -> None:
     assert read_run(Record(run), name="run").mega_batches == []
     assert list(dispatches(read_report(run))) == []

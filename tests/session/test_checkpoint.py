@@ -80,6 +80,18 @@ def test_any_tree_comes_back_exactly(
     assert load(directory, "part").metadata == {"note": "x"}
 
 
+def test_a_directory_may_be_named_by_a_string(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    save(directory, "part", {"a": 1})
+    assert load(directory, "part").tree == {"a": 1}
+    written = write_checkpoint(
+        directory, {"b": 2}, step=3, rank=0, world_size=1, barrier=lambda: None
+    )
+    remove_partial(directory)
+    assert latest(directory) == read_manifest(str(written))
+    assert read_shard(latest(directory), 0) == {"b": 2}
+
+
 def test_views_of_one_buffer_and_transposed_tensors_are_stored(tmp_path: Path) -> None:
     flat = torch.arange(6.0)
     tree = {"a": flat[:3], "b": flat[2:], "again": flat, "t": flat.view(2, 3).t()}

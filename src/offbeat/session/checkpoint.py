@@ -81,7 +81,7 @@ class Manifest:
 
 
 def save(
-    directory: Path, name: str, tree: Tree, *, metadata: Mapping[str, Json] | None = None
+    directory: str | Path, name: str, tree: Tree, *, metadata: Mapping[str, Json] | None = None
 ) -> Path:
     """Write `tree` to `directory/name.safetensors`, atomically and durably.
 
@@ -105,23 +105,23 @@ def save(
         "structure": json.dumps(structure),
         "metadata": json.dumps(dict(metadata or {})),
     }
-    path = directory / f"{name}.safetensors"
+    path = Path(directory) / f"{name}.safetensors"
     _write_durably(path, to_bytes(tensors, header))
     return path
 
 
-def load(directory: Path, name: str) -> Stored:
+def load(directory: str | Path, name: str) -> Stored:
     """Inverse of `save`.
 
     Raises:
         CheckpointError: the file is missing, damaged, foreign, or of a newer schema.
     """
-    path = directory / f"{name}.safetensors"
+    path = Path(directory) / f"{name}.safetensors"
     return _parse(path, _read(path))
 
 
 def write_checkpoint(
-    root: Path,
+    root: str | Path,
     tree: Tree,
     *,
     step: int,
@@ -148,6 +148,7 @@ def write_checkpoint(
         CheckpointError: it cannot be written. This rank's part of it is removed, and the checkpoint
             before stays.
     """
+    root = Path(root)
     final, partial = root / f"step-{step:08d}", root / f".partial-{step:08d}"
     if final.exists():
         return final
@@ -170,21 +171,22 @@ def write_checkpoint(
     return final
 
 
-def remove_partial(root: Path) -> None:
+def remove_partial(root: str | Path) -> None:
     """Remove what writers have left under `root` that ended before their checkpoint was complete.
     Nobody may be writing there.
     """
-    for entry in root.glob(".partial-*"):
+    for entry in Path(root).glob(".partial-*"):
         shutil.rmtree(entry, ignore_errors=True)
 
 
-def latest(root: Path) -> Manifest:
+def latest(root: str | Path) -> Manifest:
     """The newest checkpoint under `root`, its manifest checked against the files' presence and
     sizes.
 
     Raises:
         CheckpointError: there is none, or it is damaged or of a newer schema.
     """
+    root = Path(root)
     found = (
         [entry for entry in root.iterdir() if _STEP_NAME.fullmatch(entry.name)]
         if root.is_dir()
@@ -198,13 +200,14 @@ def latest(root: Path) -> Manifest:
     return read_manifest(max(found, key=lambda entry: int(entry.name.removeprefix("step-"))))
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: str | Path) -> Manifest:
     """Read and check the manifest of the checkpoint in directory `path`; shards are checked when
     they are read.
 
     Raises:
         CheckpointError: as `latest`.
     """
+    path = Path(path)
     raw = _read(path / _MANIFEST)
     try:
         content = json.loads(raw)

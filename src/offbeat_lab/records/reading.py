@@ -44,7 +44,12 @@ _EVENT = pydantic.TypeAdapter(StepEvent)
 _EVALUATION = pydantic.TypeAdapter(Evaluation)
 _MEGA_BATCH = pydantic.TypeAdapter(MegaBatch)
 _MOST: Final = 1 << 53
-"""No number is larger but for metrics and losses: arrays hold whole numbers exactly up to here."""
+"""No number is larger but for metrics, losses and channels: arrays hold whole numbers exactly up to
+here.
+"""
+
+_MOST_CHANNEL: Final = 1 << 63
+"""No channel of an arrival is larger; it is a name, with which nothing is computed."""
 
 _MOST_MEASURED: Final = 1e40
 """No metric or loss that is finite is larger; of a run that diverges they come to what float32
@@ -54,6 +59,7 @@ holds.
 _MEASURED: Final = frozenset(
     {"metric", "loss", "others", "other_metrics", "target", "final_metric"}
 )
+_ARRIVALS: Final = "arrivals"
 _TAIL_BYTES: Final = 100_000
 _MAX_LINE: Final = 1 << 26
 
@@ -113,7 +119,7 @@ class Record:
         Raises:
             RecordError: a line that is not one of an event file.
         """
-        path = self.path / f"events-rank-{rank}.jsonl"
+        path = self._events_path(rank)
         limits = self._limits(rank)
         for place, values in _lines(path):
             try:
@@ -151,7 +157,7 @@ class Record:
 
     def heads(self, rank: int) -> list[Head]:
         """Where rank `rank` ran, for each attempt it took part in and each time it came back."""
-        path = self.path / f"events-rank-{rank}.jsonl"
+        path = self._events_path(rank)
         lines = (line for _, line in complete_lines(path, having=EVENTS_KIND) if _is_head(line))
         try:
             return [
@@ -177,14 +183,18 @@ class Record:
         Raises:
             RecordError: a line that is no mega-batch.
         """
-        path, workers = self.path / MEGA_BATCHES, self.config.workers
+        path = self.path / MEGA_BATCHES
         found = _by_steps(path, _MEGA_BATCH, "mega-batch")
-        for share in (share for mega_batch in found for share in mega_batch.by_rank):
-            if share.rank >= workers:
+        # A run that was resumed with fewer workers had ranks that `config` does not know.
+        for rank in {share.rank for mega_batch in found for share in mega_batch.by_rank}:
+            if not self._events_path(rank).exists():
                 raise RecordError(
-                    f"{path} is damaged at by_rank: it names rank {share.rank} of {workers}"
+                    f"{path} is damaged at by_rank: it names rank {rank}, which has no events"
                 )
         return found
+
+    def _events_path(self, rank: int) -> Path:
+        return self.path / f"events-rank-{rank}.jsonl"
 
 
 def last_step(path: Path, rank: int) -> int:
@@ -274,26 +284,32 @@ def check_numbers(values: object, where: str) -> None:
     Raises:
         RecordError: it names the field.
     """
-    pending: list[tuple[str, bool, object]] = [("", False, values)]
+    pending: list[tuple[str, str, object]] = [("", "", values)]  # the second: what it is part of
     while pending:
-        name, measured, value = pending.pop()
+        name, of, value = pending.pop()
         if isinstance(value, dict):
             pending += (
-                (f"{name}.{key}" if name else str(key), measured or key in _MEASURED, item)
+                (
+                    f"{name}.{key}" if name else str(key),
+                    key if key in _MEASURED or key == _ARRIVALS else of,
+                    item,
+                )
                 for key, item in value.items()
             )
         elif isinstance(value, list):
-            pending += ((f"{name}.{place}", measured, item) for place, item in enumerate(value))
-        elif isinstance(value, int | float):
-            fits = (
-                not math.isfinite(value) or abs(value) <= _MOST_MEASURED
-                if measured and isinstance(value, float)
-                else abs(value) <= _MOST
+            pending += ((f"{name}.{place}", of, item) for place, item in enumerate(value))
+        elif isinstance(value, int | float) and not _fits(of, value):
+            raise RecordError(
+                f"{where} is damaged at {name}: {value!r:.30} is no number that a record holds"
             )
-            if not fits:
-                raise RecordError(
-                    f"{where} is damaged at {name}: {value!r:.30} is no number that a record holds"
-                )
+
+
+def _fits(of: str, value: float) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= (_MOST_CHANNEL if of == _ARRIVALS else _MOST)
+    if of in _MEASURED:
+        return not math.isfinite(value) or abs(value) <= _MOST_MEASURED
+    return abs(value) <= _MOST
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:

@@ -68,7 +68,7 @@ def dispatches(report: PageContent) -> Iterator[Dispatch]:
     for number, contestant in enumerate(report.contestants):
         run = next((run for run in contestant.runs if run.mega_batches), None)
         if run is not None:
-            workers = run.steps.num_ranks
+            workers = _num_workers(run)
             yield Dispatch(
                 heading=contestant.label,
                 sentence=sentence_of(run.mega_batches),
@@ -134,9 +134,15 @@ def _rate_chart(contestant: int, run: RunResults) -> LineChart:
     )
 
 
+def _num_workers(run: RunResults) -> int:
+    """Now, or before it was resumed with fewer."""
+    ranks = [share.rank for mega_batch in run.mega_batches for share in mega_batch.by_rank]
+    return max(run.steps.num_ranks, 1 + max(ranks))
+
+
 def _by_worker(run: RunResults, value: Callable[[Share], float]) -> Floats:
     """Shape (workers, mega-batches); NaN where a worker took no part."""
-    values: NDArray[np.float64] = np.full((run.steps.num_ranks, len(run.mega_batches)), np.nan)
+    values: NDArray[np.float64] = np.full((_num_workers(run), len(run.mega_batches)), np.nan)
     for place, mega_batch in enumerate(run.mega_batches):
         for share in mega_batch.by_rank:
             values[share.rank, place] = value(share)
