@@ -22,6 +22,7 @@ from offbeat.torch_private import (
     active_ddp_module,
     attention_functions,
     call_after_backward_pass,
+    call_first_after_steps,
     current_backward_pass,
     has_avx512_bfloat16,
     is_dense,
@@ -162,6 +163,18 @@ def test_tensors_are_found_in_nested_outputs() -> None:
     first, second, third = torch.zeros(1), torch.zeros(2), torch.zeros(3)
     outputs = (Outputs(first, {"layers": [second]}, 7), None, third)
     assert [id(tensor) for tensor in tensors_in(outputs)] == [id(first), id(second), id(third)]
+
+
+def test_a_hook_may_be_the_first_after_a_step() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    called = list[str]()
+    optimizer.register_step_post_hook(lambda *_: called.append("registered first"))
+    handle = call_first_after_steps(optimizer, lambda *_: called.append("called first"))
+    optimizer.step()
+    assert called == ["called first", "registered first"]
+    handle.remove()
+    optimizer.step()
+    assert called[2:] == ["registered first"]
 
 
 def test_fused_optimizers_unscale_gradients_themselves() -> None:

@@ -113,6 +113,20 @@ def stored_entries(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sparse._indices(), sparse._values()
 
 
+def call_first_after_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    """Register a post-hook of `optimizer.step()` that is called before those that are there.
+
+    `register_step_post_hook` has no `prepend`, which the hooks of modules have. Whoever puts back
+    what was hidden from a step has to do so before others read it.
+
+    Returns:
+        A handle with `remove`.
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
 def is_in_flat_parameter(parameter: torch.Tensor) -> bool:
     """Whether FullyShardedDataParallel has laid `parameter` into a flat one that is sharded, or is
     that one.

@@ -70,7 +70,7 @@ _STRATEGIES: dict[str, GradientStrategy] = {
 def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
     """The strategy where everything travels, and nothing is rounded."""
     if isinstance(strategy, SparseGradientStrategy):
-        return replace(strategy, density=1.0, values="float32", warmup=None)
+        return replace(strategy, density=1.0, values="auto", warmup=None, steps_per_epoch=None)
     if isinstance(strategy, offbeat.EF21):
         return replace(strategy, density=1.0, values="float32")
     return strategy

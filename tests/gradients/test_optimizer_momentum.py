@@ -68,6 +68,7 @@ SEND_ALL: dict[str, SparseGradientStrategy] = {
     "in small buckets": offbeat.TopK(density=1.0, bucket_mib=1e-4),
 }
 SPARSE = offbeat.GTopK(density=0.2, collective="reduce_scatter")
+AT_ONCE = offbeat.GTopK(density=0.1, collective="reduce_scatter")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -164,6 +165,75 @@ def test_what_the_optimizer_alone_has_saved_is_gone_on_with() -> None:
     optimizers[1].load_state_dict(saved[1])
     train(nets[1], optimizers[1], range(3, 6))  # by PyTorch alone
     assert_same(*nets, **CLOSE)
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+@pytest.mark.parametrize("option", ["lr", "momentum", "weight_decay"])
+def test_a_hook_after_steps_reads_and_changes_what_the_user_has_set(
+    option: str, attach_first: bool
+) -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["weight decay"](net)
+    expected = optimizer.param_groups[0][option] * 0.5**2
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group[option] *= 0.5
+
+    if not attach_first:
+        optimizer.register_step_post_hook(halve)
+    with offbeat.attach(net, optimizer, AT_ONCE):
+        if attach_first:
+            optimizer.register_step_post_hook(halve)
+        train(net, optimizer, range(2))
+        assert optimizer.param_groups[0][option] == expected
+    assert optimizer.param_groups[0][option] == expected
+
+
+@pytest.mark.parametrize(("strategy", "says"), [("at once", 1), ("spread", 0)])
+def test_a_state_without_momentum_says_so_once(strategy: str, says: int) -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["momentum"](net)
+    with offbeat.attach(net, optimizer, AT_ONCE if strategy == "at once" else SPARSE) as session:
+        train(net, optimizer, range(2))
+        states = [optimizer.state_dict() for _ in range(2)]
+        assert all(bool(with_buffers(state)) == (not says) for state in states)
+        assert sum("has no momentum_buffer" in notice for notice in session.notices) == says
+
+
+GRADIENT_OF_ONE_STEP: dict[str, SparseGradientStrategy] = {
+    "at once": offbeat.TopK(density=0.01, warmup=None, dense_below=0),
+    "spread": offbeat.TopK(density=0.5, warmup=None, dense_below=0),
+    "first spread, then at once": offbeat.TopK(
+        density=0.01, warmup=((1.0, 3), (0.3, 2)), dense_below=0
+    ),
+}
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("strategy", GRADIENT_OF_ONE_STEP.values(), ids=GRADIENT_OF_ONE_STEP)
+def test_one_gradient_moves_a_parameter_as_far_as_it_does_in_pytorch(
+    strategy: SparseGradientStrategy, nesterov: bool, num_before: int
+) -> None:
+    """Whenever it came: `num_before` steps before the session, whose buffer it is in then."""
+    net = torch.nn.Linear(20, 10, bias=False).double()
+    torch.nn.init.zeros_(net.weight)
+    momentum = 0.8
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=momentum, nesterov=nesterov)
+
+    def step(gradient: float) -> None:
+        (gradient * net.weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(num_before):
+        step(0.0 if number else -1.0)
+    with offbeat.attach(net, optimizer, strategy):
+        for number in range(num_before, 250):
+            step(0.0 if number else -1.0)
+    moved = torch.full_like(net.weight, 1 / (1 - momentum))
+    torch.testing.assert_close(net.weight.detach(), moved)
 
 
 def test_a_step_that_raises_hides_nothing() -> None:

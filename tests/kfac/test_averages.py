@@ -74,6 +74,16 @@ def test_damping_is_shared_in_proportion_to_the_factors() -> None:
     assert float(shared[0] / shared[1]) == pytest.approx(9 / 0.25)
 
 
+def test_the_released_scaling_of_convolutions_matters_without_pi_alone() -> None:
+    """SPD-KFAC's code has A / S and G S for our A and G: how much of each is damping?"""
+    a, g, positions = torch.tensor(9.0), torch.tensor(0.25), 64
+    for pi, times in ((True, 1), (False, positions)):
+        ours = damping_of(a, g, damping=0.04, pi=pi)
+        released = damping_of(a / positions, g * positions, damping=0.04, pi=pi)
+        assert float(released[0] / (a / positions)) == pytest.approx(float(times * ours[0] / a))
+        assert float(released[1] / (g * positions)) == pytest.approx(float(ours[1] / g / times))
+
+
 def test_without_a_trace_nothing_is_shared() -> None:
     for pair in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0)):
         a, g = map(torch.tensor, pair)

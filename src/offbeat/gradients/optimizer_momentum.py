@@ -9,7 +9,7 @@ times as high during the step.
 
 Outside `optimizer.step()` everything reads as PyTorch would show it: `param_groups` have the values
 that the user has set, and may be changed, and `optimizer.state_dict()` has `momentum_buffer`, which
-is this rank's velocity.
+is this rank's velocity. Where momentum is applied at once there is none, and a notice says so.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ CHANGED_MOMENTUM: Final = (
 )
 """A warning for whoever does so while momentum is taken over."""
 
+_NO_BUFFER: Final = (
+    "optimizer.state_dict() has no momentum_buffer, since at this density SGD's momentum is applied"
+    " at once (momentum_correction='auto'); what of it has not been sent yet is owed, and"
+    " session.state_dict() has that"
+)
 _BUFFER: Final = "momentum_buffer"
 _HIDDEN: Final = ("lr", "momentum", "weight_decay")
 
@@ -86,7 +91,7 @@ class OptimizerMomentum(Callback):
         self._shown: list[dict[str, Any]] = []  # by group, during a step: what the user set
         self.may_apply_at_once: Callable[[], bool] = lambda: False
         self.at_once = False
-        self._velocity_is_loaded = False
+        self._velocity_is_loaded = self._has_said_no_buffer = False
 
     def of(self, bucket: Bucket) -> Momentum:
         """The momentum of a bucket's elements, as the optimizer has it now."""
@@ -211,6 +216,9 @@ class OptimizerMomentum(Callback):
     # The optimizer's state
 
     def _show_buffers(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if self.at_once and not self._has_said_no_buffer:
+            self._has_said_no_buffer = True
+            self._inform(_NO_BUFFER)
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
         for parameter, velocity, sign in self._velocities():
             if sign and velocity.any():  # a buffer of zeros is as good as none

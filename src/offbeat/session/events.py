@@ -14,6 +14,7 @@ from offbeat.session.gradient_sync import GradientSync
 from offbeat.session.hooks import BackwardHooks
 from offbeat.session.scaler_watch import refuse_unknown_scaler
 from offbeat.session.step_watch import StepWatch
+from offbeat.torch_private import call_first_after_steps
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -83,7 +84,9 @@ class EventDispatcher:
             if optimizer is None
             else [
                 optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
-                optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)),
+                # The user's own hooks find weights, and options of the optimizer, as they are after
+                # a step.
+                call_first_after_steps(optimizer, torch.compiler.disable(self._after_step)),
             ]
         )
         self.sync = GradientSync(model, notify)

@@ -54,7 +54,12 @@ from offbeat.megabatch.batch_sizes import (
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan, RateScaling
 from offbeat.megabatch.merge_weights import Weighting
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of
+from offbeat.strategies.options import (
+    refuse_idle,
+    require_at_least,
+    require_fraction_below_one,
+    require_one_of,
+)
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -174,6 +179,16 @@ class AdaptiveSGD(MegaBatchStrategy):
         require_one_of("merge", self.merge, ("paper", "updates", "batch_sizes", "samples", "equal"))
         require_one_of("rate_scaling", self.rate_scaling, ("auto", "linear", "sqrt"))
         require_fraction_below_one("perturbation", self.perturbation)
+        if self.rule != "proportional":
+            refuse_idle(
+                self, "kappa", because=f'it is that of rule="proportional", got rule={self.rule!r}'
+            )
+        if self.perturbation == 0:
+            refuse_idle(
+                self,
+                "perturbation_threshold",
+                because="perturbation is 0, and weights are not perturbed at all",
+            )
         require_fraction_below_one("merge_momentum", self.merge_momentum)
         if self.overlap and self.merge_momentum:
             raise ConfigError(

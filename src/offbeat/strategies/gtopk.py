@@ -58,7 +58,7 @@ from offbeat.collectives.topk_allgather import global_topk, topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF, BucketKind, CheapestCollective
 from offbeat.gradients.density_choice import AutoDensity
-from offbeat.strategies.options import require_one_of, require_positive
+from offbeat.strategies.options import refuse_idle, require_one_of, require_positive
 from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 COLLECTIVES: Mapping[str, SparseCollective | None] = {
@@ -105,6 +105,16 @@ class GTopK(SparseGradientStrategy):
         require_one_of("collective", self.collective, ("auto", *COLLECTIVES))
         require_positive("budget", self.budget)
         require_one_of("apply", self.apply, ("auto", "global", "union"))
+        if self.density != "auto":
+            refuse_idle(
+                self, "budget", because=f'it is that of density="auto", got density={self.density}'
+            )
+        if self.collective == "dense":
+            refuse_idle(
+                self,
+                *("selection", "scope", "values", "indices"),
+                because='collective="dense" sends all of the gradient as it is',
+            )
         if self.apply == "union" and self.collective not in ("auto", *BRING_ALL_ENTRIES):
             raise ConfigError(
                 f"apply='union' needs every rank's entries on every rank, which"

@@ -16,7 +16,8 @@ Differences from the papers: gradients may be exchanged by any gradient strategy
 are kept free of damping, which the released code adds to them in each step, and start from nothing
 in place of the identity; factors do not depend on the batch size; a layer whose factor has no
 inverse gets plain gradients until it has; the first steps are denser (`ramp`). SPD-KFAC's code adds
-the whole damping to each factor (`pi=False`). Ranks on devices of different kinds round
+the whole damping to each factor (`pi=False`), and scales those of a convolution with S positions:
+its A is 1/S of ours and its G is S times ours. Ranks on devices of different kinds round
 differently: there each layer has one owner, which sends preconditioned gradients, whatever
 the strategy.
 

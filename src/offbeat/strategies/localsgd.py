@@ -49,6 +49,7 @@ from offbeat.strategies.dpkfac import DPKFAC
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.mpdkfac import MPDKFAC
 from offbeat.strategies.options import (
+    refuse_idle,
     require_at_least,
     require_fraction_below_one,
     require_one_of,
@@ -134,6 +135,8 @@ class LocalSGD(AveragingStrategy):
         require_at_least("period", self.period, 1)
         if self.warmup is not None:
             require_at_least("warmup", self.warmup, 0)
+        if self.period == 1 and self.warmup:
+            refuse_idle(self, "warmup", because="a period that is to be 1 has nothing to grow from")
         require_at_least("start_step", self.start_step, 0)
         if self.optimizer_state is not None:
             require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))

@@ -5,12 +5,16 @@ fix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import nan
-from typing import Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -36,6 +40,23 @@ def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
             f"{name} must be one of {', '.join(map(repr, allowed))}, got"
             f" {value!r}{nearest(str(value), allowed)}"
         )
+
+
+def refuse_idle(strategy: DataclassInstance, *names: str, because: str) -> None:
+    """Refuse options that would do nothing beside the others, unless they are left as they are by
+    default.
+
+    Args:
+        strategy: whose options they are.
+        names: of the options.
+        because: why they would do nothing, to stand after the word.
+    """
+    for option in fields(strategy):
+        value = getattr(strategy, option.name)
+        if option.name in names and value != option.default:
+            raise ConfigError(
+                f"{option.name}={value!r} would do nothing, because {because}; leave it out"
+            )
 
 
 def object_of(name: str, value: object, by_name: Mapping[str, T], kind: type[Any]) -> T:

@@ -51,6 +51,7 @@ from offbeat.gradients.rising_rate import DENSITY, in_words
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import (
     object_of,
+    refuse_idle,
     require_at_least,
     require_density,
     require_one_of,
@@ -169,6 +170,12 @@ class SparseGradientStrategy(GradientStrategy):
         require_one_of("scope", self.scope, ("bucket", "layer"))
         if self.steps_per_epoch is not None:
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
+        if self.warmup not in ("paper", "exponential"):
+            refuse_idle(
+                self,
+                "steps_per_epoch",
+                because=f"warmup={self.warmup!r} does not count epochs, as 'paper' does",
+            )
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)

@@ -49,7 +49,7 @@ from offbeat.kfac.plans.placement import (
     round_robin,
 )
 from offbeat.strategies.kfac import KFACStrategy
-from offbeat.strategies.options import require_one_of
+from offbeat.strategies.options import refuse_idle, require_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,8 @@ class SPDKFAC(KFACStrategy):
         require_one_of("fusion", self.fusion, ("planned", "rule", "none", "all"))
         require_one_of("placement", self.placement, ("planned", "rule", "in_turn", "everyone"))
         require_one_of("load", self.load, ("time", "rows", "squares", "cubes"))
+        if self.placement in ("in_turn", "everyone"):
+            refuse_idle(self, "load", because=f"placement={self.placement!r} balances nothing")
 
     def plan(self, inputs: PlanInputs) -> FactorPlan:
         return FactorPlan(

@@ -82,7 +82,12 @@ from offbeat.codec.model_wire import MAX_INTERVAL
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import require_at_least, require_one_of, require_positive
+from offbeat.strategies.options import (
+    refuse_idle,
+    require_at_least,
+    require_one_of,
+    require_positive,
+)
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import Momenta, divides_by_squares, momentum_name
 from offbeat.weights.staging import Staging
@@ -159,6 +164,16 @@ class WAGMA(AveragingStrategy):
                 'interval is that of group averages, and with groups="off" there are none; leave it'
                 f" out, got {self.interval!r}"
             )
+        if self.interval == "auto" and self.intervals == (1,):
+            refuse_idle(
+                self, "interval", because=f"period={self.period} leaves no interval but 1 to choose"
+            )
+        if self.interval != "auto":
+            refuse_idle(
+                self,
+                "budget",
+                because=f'it is that of interval="auto", got interval={self.interval}',
+            )
         require_one_of("merge", self.merge, ("delta", "paper"))
         require_one_of("momenta", self.momenta, ("local", "averaged"))
         require_one_of("ends_with", self.ends_with, ("all", "quorum"))
@@ -169,6 +184,12 @@ class WAGMA(AveragingStrategy):
             raise ConfigError(
                 "quorum must be above 0 and at most 1, the fraction of workers that has to arrive,"
                 f" got {self.quorum}"
+            )
+        if self.groups == "off":
+            refuse_idle(self, "group_size", because='with groups="off" there are no groups')
+        if self.quorum == 1:
+            refuse_idle(
+                self, "max_ahead", because="with quorum=1 each global synchronization waits for all"
             )
         if self.max_ahead is not None:
             require_at_least("max_ahead", self.max_ahead, self.period)

@@ -76,7 +76,8 @@ def _method_of(name: str, recipe: Any) -> Method:
             method = Gossip(recipe.out_degree)
         case "wagma":
             # Workers with processors to spare average in each step.
-            recipe = replace(recipe, interval=1) if recipe.interval == "auto" else recipe
+            if recipe.interval == "auto":
+                recipe = replace(recipe, interval=1, budget=type(recipe).budget)
             method = Background(
                 recipe.group_of,
                 pairs=False,

@@ -1,0 +1,52 @@
+"""Options that would do nothing beside the others are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import offbeat
+from offbeat.errors import ConfigError
+from offbeat.strategies.base import Strategy
+
+IDLE: list[tuple[type[Strategy], str, Any, dict[str, Any], dict[str, Any]]] = [
+    (offbeat.GTopK, "budget", 0.2, {"density": 0.01}, {"density": "auto"}),
+    (offbeat.GTopK, "values", "bfloat16", {"collective": "dense"}, {"collective": "all_gather"}),
+    (offbeat.GTopK, "selection", "reuse", {"collective": "dense"}, {"collective": "auto"}),
+    (offbeat.GTopK, "scope", "layer", {"collective": "dense"}, {"collective": "reduce_scatter"}),
+    (offbeat.GTopK, "steps_per_epoch", 100, {"warmup": "1.0x80"}, {"warmup": "paper"}),
+    (offbeat.TopK, "steps_per_epoch", 100, {}, {"warmup": "exponential"}),
+    (offbeat.WAGMA, "budget", 0.1, {}, {"interval": "auto"}),
+    (offbeat.WAGMA, "group_size", 4, {"groups": "off"}, {"groups": "fixed"}),
+    (offbeat.WAGMA, "max_ahead", 30, {"quorum": 1.0}, {"quorum": 0.9}),
+    (offbeat.WAGMA, "interval", "auto", {"period": 1}, {"period": 4}),
+    (offbeat.WAGMA, "interval", "auto", {"period": 7}, {"period": 10}),
+    (offbeat.AdaptiveSGD, "kappa", 0.5, {"rule": "paper"}, {"rule": "proportional"}),
+    (offbeat.AdaptiveSGD, "perturbation_threshold", 0.2, {}, {"perturbation": 0.1}),
+    (offbeat.SPDKFAC, "load", "cubes", {"placement": "in_turn"}, {"placement": "rule"}),
+    (offbeat.SPDKFAC, "load", "cubes", {"placement": "everyone"}, {"placement": "planned"}),
+    (offbeat.LocalSGD, "warmup", 5, {"period": 1}, {"period": 2}),
+]
+"""A strategy, an option, a value of it, others beside which it does nothing, and beside which it
+does something.
+"""
+
+
+@pytest.mark.parametrize(("strategy", "option", "value", "beside", "where_used"), IDLE)
+def test_an_option_that_would_do_nothing_is_refused(
+    strategy: type[Strategy],
+    option: str,
+    value: Any,
+    beside: dict[str, Any],
+    where_used: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError, match=f"{option}=.* would do nothing, because .*; leave it"):
+        strategy(**beside, **{option: value})
+    strategy(**beside)
+    strategy(**where_used, **{option: value})
+
+
+def test_there_is_no_rule_of_momentum_to_choose() -> None:
+    with pytest.raises(TypeError, match="momentum_rule"):
+        offbeat.TopK(momentum_rule="masked")  # type: ignore[call-arg]
