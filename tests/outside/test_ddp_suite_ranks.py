@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import offbeat
-from offbeat.run.coupling import ModelListener, ScriptSessions
-from offbeat.run.recipes import StrategyRecipe
-from offbeat.run.worker import patched_for
-from offbeat_lab.rendezvous import StoreServer
+from outside_support.coupled import coupled_to
+from outside_support.stores import find_by, stores
 from ranks_support.launch import RanksError, RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -165,8 +164,16 @@ def cpus_for_gpus(made: list[DistributedDataParallel]) -> Iterator[None]:
 
 def without_conditions(test: Callable[..., Any]) -> Callable[..., Any]:
     """A test without the decorators that skip it where there are no GPUs."""
-    while hasattr(test, "__wrapped__") and "skip" in test.__code__.co_qualname:
-        test = test.__wrapped__
+    if not hasattr(test, "__wrapped__"):
+        return test
+    inner = without_conditions(test.__wrapped__)
+    decorator = test.__code__.co_qualname
+    if "skip" in decorator:
+        return inner
+    if "with_dist_debug_levels" in decorator:
+        levels = inspect.getclosurevars(test).nonlocals["levels"]
+        decorated: Callable[..., Any] = import_suite().with_dist_debug_levels(levels)(inner)
+        return decorated
     return test
 
 
@@ -179,8 +186,6 @@ def run_test_of_torch(
     for folder in ("barrier", "test_dir", "init_dir"):
         (Path(directory) / folder).mkdir(exist_ok=True)
     os.environ["TEMP_DIR"] = directory
-    recipe = StrategyRecipe(offbeat.AllReduce())
-    sessions = ScriptSessions(recipe, ModelListener())
     made: list[DistributedDataParallel] = []
     skipped, raised = False, ""
     with ExitStack() as stack:
@@ -192,7 +197,7 @@ def run_test_of_torch(
 
         torch.testing._internal.common_utils.set_rng_seed()
         if coupled:
-            stack.enter_context(patched_for(recipe, sessions))
+            stack.enter_context(coupled_to(offbeat.AllReduce()))
         stack.enter_context(cpus_for_gpus(made))
         suite = Suite(name)
         suite.rank = rank
@@ -204,8 +209,6 @@ def run_test_of_torch(
             if name not in REDUCERS_OWN | REFUSED:
                 raise
             raised = repr(error)
-        if coupled:
-            sessions.close(None)
     num_made = len(made)
     made.clear()
     if dist.is_initialized():
@@ -214,12 +217,12 @@ def run_test_of_torch(
 
 
 def run_tests_of_torch(
-    rank: int, world_size: int, *, names: list[str], directory: str, stores: list[dict[str, str]]
+    rank: int, world_size: int, *, names: list[str], directory: str, ports: list[int]
 ) -> None:
     """Run several tests of `PASS` in one process, each in a group of its own."""
-    for name, store in zip(names, stores, strict=True):
+    for name, port in zip(names, ports, strict=True):
         if not dist.is_initialized():
-            os.environ |= store | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            find_by(port, rank, world_size)
             dist.init_process_group("gloo")
         found = run_test_of_torch(rank, world_size, name=name, directory=directory, coupled=True)
         assert found == {"skipped": False, "made": found["made"], "raised": ""}
@@ -228,14 +231,19 @@ def run_tests_of_torch(
 
 def names_of_other_tests(rank: int, world_size: int) -> list[str]:
     """Those that have to do with DistributedDataParallel and are in none of the lists."""
-    suite = import_suite().DistributedTest._DistTestBase
-    return [
-        name
-        for name, test in vars(suite).items()
-        if name.startswith("test_")
-        and "ddp" in inspect.getsource(test).lower()
-        and name not in {*PASS, *REDUCERS_OWN, *REFUSED}
-    ]
+    methods = vars(import_suite().DistributedTest._DistTestBase)
+    sources = {name: inspect.getsource(each) for name, each in methods.items() if callable(each)}
+
+    def uses_ddp(name: str, seen: frozenset[str] = frozenset()) -> bool:
+        """Itself or by a method that it calls."""
+        source = sources[name]
+        called = set(re.findall(r"self\.(\w+)\(", source)) & sources.keys() - seen - {name}
+        return bool(re.search("ddp|DistributedDataParallel", source, re.IGNORECASE)) or any(
+            uses_ddp(each, seen | {name}) for each in called
+        )
+
+    tests = [name for name in sources if name.startswith("test_") and uses_ddp(name)]
+    return [name for name in tests if name not in {*PASS, *REDUCERS_OWN, *REFUSED}]
 
 
 SOME = (
@@ -247,14 +255,8 @@ SOME = (
 
 
 def test_some_of_pytorchs_tests_pass(run_ranks: RunRanks, tmp_path: Path) -> None:
-    servers = [StoreServer() for _ in SOME]
-    run_ranks(
-        run_tests_of_torch,
-        2,
-        names=SOME,
-        directory=str(tmp_path),
-        stores=[server.environment(0, 2) for server in servers],
-    )
+    with stores(len(SOME)) as ports:
+        run_ranks(run_tests_of_torch, 2, names=SOME, directory=str(tmp_path), ports=ports)
 
 
 @pytest.mark.outside

@@ -6,6 +6,7 @@ An oracle, not a test of a file: it knows strategies by their public names alone
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -18,8 +19,6 @@ from sklearn.datasets import load_digits
 from torch.optim import lr_scheduler
 
 import offbeat
-from offbeat.errors import OffbeatWarning
-from offbeat.strategies.base import Strategy
 from ranks_support.launch import RunRanks
 
 WORLD_SIZE, STEPS, BATCH = 2, 480, 32
@@ -135,28 +134,31 @@ CLIPS: dict[str, Callable[[int], bool]] = {
 """Whether the loop clips the norm of the gradient in a step."""
 
 
-def sparse(**options: Any) -> dict[str, Strategy]:
+def sparse(**options: Any) -> dict[str, Any]:
+    """Every strategy that has a density."""
     return {
         "gtopk": offbeat.GTopK(density=DENSITY, collective="reduce_scatter", **options),
         "gtopk all_gather": offbeat.GTopK(density=DENSITY, collective="all_gather", **options),
         "gtopk tree": offbeat.GTopK(density=DENSITY, collective="tree", **options),
         "topk": offbeat.TopK(density=DENSITY, **options),
+        "ef21": offbeat.EF21(density=DENSITY, **options),
     }
 
 
+def over_sparse(**options: Any) -> dict[str, Any]:
+    return {"spdkfac over topk": offbeat.SPDKFAC(exchange=offbeat.TopK(density=DENSITY, **options))}
+
+
 STRATEGIES = sparse()
-KFAC: dict[str, Strategy] = {
-    "spdkfac over topk": offbeat.SPDKFAC(exchange=offbeat.TopK(density=DENSITY))
-}
+KFAC = over_sparse()
 WITH_KFAC = ("plain SGD", "SGD", "Nesterov", "dampening", "subclass")
 """Optimizers that take a preconditioned gradient as it is; the others would scale it once more."""
 
-UNCORRECTED: dict[str, Strategy] = {
-    f"{name}, uncorrected": strategy for name, strategy in sparse(momentum_correction=None).items()
-}
-TAKEN_OVER = ("SGD", "Nesterov", "AdamW")
-"""Optimizers of which something works before entries are selected; of the others nothing does, so
-that there is nothing to correct.
+UNCORRECTED = sparse(momentum_correction=None)
+KFAC_UNCORRECTED = over_sparse(momentum_correction=None)
+CORRECTED = ("SGD", "Nesterov", "AdamW")
+"""Optimizers of which something works before entries are selected; of the others nothing does, and
+they train the same model with correction and without.
 """
 
 IN_SHORT = {
@@ -172,9 +174,11 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return inputs[:1400], labels[:1400], inputs[1400:], labels[1400:]
 
 
-def trained(rank: int, strategy: Strategy, optimizer: str, schedule: str) -> tuple[float, float]:
-    """Returns the accuracy in percent on unseen digits, and the largest loss on the way."""
-    inputs, labels, unseen, truth = digits()
+def trained(
+    rank: int, strategy: Any, optimizer: str, schedule: str, num_steps: int = STEPS
+) -> tuple[torch.nn.Module, float]:
+    """Returns the model, and the largest loss on the way."""
+    inputs, labels, *_ = digits()
     torch.manual_seed(0)
     bias = optimizer != "Muon"  # which takes matrices only
     net = torch.nn.Sequential(
@@ -185,7 +189,7 @@ def trained(rank: int, strategy: Strategy, optimizer: str, schedule: str) -> tup
     generator = torch.Generator().manual_seed(1)
     worst = 0.0
     with offbeat.attach(net, opt, strategy):
-        for step in range(STEPS):
+        for step in range(num_steps):
             rows = torch.randint(len(inputs), (WORLD_SIZE, BATCH), generator=generator)[rank]
             loss = torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows])
             loss.backward()
@@ -195,25 +199,45 @@ def trained(rank: int, strategy: Strategy, optimizer: str, schedule: str) -> tup
             opt.zero_grad()
             scheduler.step()
             worst = max(worst, loss.item()) if loss.isfinite() else math.inf
+    return net, worst
+
+
+def accuracy_of(net: torch.nn.Module) -> float:
+    """In percent, on unseen digits."""
+    *_, unseen, truth = digits()
     with torch.no_grad():
-        return 100 * float((net(unseen).argmax(1) == truth).float().mean()), worst
+        return 100 * float((net(unseen).argmax(1) == truth).float().mean())
 
 
 def by_strategy(
     rank: int, world_size: int, *, optimizer: str, schedule: str
 ) -> dict[str, tuple[float, float]]:
-    """What `trained` returns, `AllReduce`'s first."""
+    """The accuracy and the largest loss with `AllReduce`, and with every sparse strategy."""
     strategies = {"allreduce": offbeat.AllReduce(), **STRATEGIES}
-    if optimizer in TAKEN_OVER:
-        strategies |= UNCORRECTED
+    uncorrected = dict(UNCORRECTED) if optimizer in CORRECTED else {}
     if optimizer in WITH_KFAC:
         strategies |= KFAC
+        uncorrected |= KFAC_UNCORRECTED
+    strategies |= {f"{name}, uncorrected": each for name, each in uncorrected.items()}
+    results = {}
     with warnings.catch_warnings():  # a loop that clips is told so
-        warnings.filterwarnings("ignore", "gradients are changed between", OffbeatWarning)
-        return {
-            name: trained(rank, strategy, optimizer, schedule)
-            for name, strategy in strategies.items()
-        }
+        warnings.filterwarnings("ignore", "gradients are changed between")
+        for name, strategy in strategies.items():
+            net, worst = trained(rank, strategy, optimizer, schedule)
+            results[name] = accuracy_of(net), worst
+    return results
+
+
+def changed_by_correction(rank: int, world_size: int, *, optimizer: str) -> list[str]:
+    """The strategies that train another model without correction."""
+    pairs = {name: (STRATEGIES[name], UNCORRECTED[name]) for name in STRATEGIES}
+    found = []
+    for name, pair in pairs.items():
+        models = [trained(rank, each, optimizer, "momentum set", 40)[0] for each in pair]
+        weights, expected = (torch.nn.utils.parameters_to_vector(m.parameters()) for m in models)
+        if not torch.equal(weights, expected):
+            found.append(name)
+    return found
 
 
 def cell(optimizer: str, schedule: str) -> Any:
@@ -245,3 +269,21 @@ def test_no_sparse_strategy_falls_behind_or_explodes(
         if not each[1] <= MOST_TIMES_THE_WORST_LOSS * worst_loss
     }
     assert not exploded, f"accuracy and worst loss; AllReduce has {worst_loss}"
+
+
+@pytest.mark.ranks
+@pytest.mark.outside
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in CORRECTED])
+def test_of_other_optimizers_nothing_is_corrected(optimizer: str, run_ranks: RunRanks) -> None:
+    assert run_ranks(changed_by_correction, WORLD_SIZE, optimizer=optimizer) == [[], []]
+
+
+def test_every_strategy_with_a_density_is_here() -> None:
+    public = [getattr(offbeat, name) for name in offbeat.__all__]
+    with_density = {
+        kind
+        for kind in public
+        if dataclasses.is_dataclass(kind)
+        and "density" in {field.name for field in dataclasses.fields(kind)}
+    }
+    assert {type(each) for each in STRATEGIES.values()} == with_density
