@@ -26,7 +26,7 @@ from offbeat.strategies.base import Strategy
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request
 from offbeat_lab.options import parse_spec
-from offbeat_lab.records import Record
+from offbeat.run.records import Record
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.tasks import Task
 from offbeat_lab.tasks.base import Batch

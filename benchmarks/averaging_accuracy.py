@@ -40,7 +40,7 @@ from links import Quiet
 from offbeat_lab.cluster import Cluster, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.options import build_strategy, parse_spec
-from offbeat_lab.records import Record
+from offbeat.run.records import Record
 from offbeat_lab.statistics import Estimate, estimate
 
 WORKERS = 8

@@ -36,7 +36,7 @@ from offbeat.errors import OffbeatError
 from offbeat_lab.cluster import Cluster, ClusterFault, LinkSpec
 from offbeat_lab.config import Request
 from offbeat_lab.options import parse_spec
-from offbeat_lab.records import Record, StepEvent
+from offbeat.run.records import Record, StepEvent
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.train import plan, train
 

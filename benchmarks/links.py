@@ -34,8 +34,8 @@ from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison
 from offbeat_lab.emulation import Emulation, emulate
 from offbeat_lab.findings import between
-from offbeat_lab.progress import WorkerProgress
-from offbeat_lab.rendezvous import StoreServer
+from offbeat.run.progress import WorkerProgress
+from offbeat.run.rendezvous import StoreServer
 from offbeat_lab.statistics import Estimate
 
 WORKERS = 4

@@ -20,7 +20,7 @@ import torch
 import offbeat
 from _measure import Ratio, main, ratio
 from _ranks import run_ranks
-from offbeat_lab import records
+from offbeat.run import records
 from offbeat_lab.attaching import AttachedModel
 from offbeat_lab.config import Request, resolve
 from offbeat_lab.emulation.step_time import StepTimeEmulator

@@ -51,7 +51,7 @@ from offbeat_lab.plan.ceilings import (
     periodic,
     with_neighbours,
 )
-from offbeat_lab.records import Record
+from offbeat.run.records import Record
 from offbeat_lab.statistics import Estimate, estimate, num_warm_up
 
 WORKERS = 8

@@ -62,7 +62,7 @@ from offbeat_lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison
 from offbeat_lab.plan.dispatch import dispatch
-from offbeat_lab.records import MegaBatch, Record
+from offbeat.run.records import MegaBatch, Record
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.tasks import build_task
 

@@ -53,10 +53,10 @@ MAY_BLOCK = {
     "offbeat/run/patches.py": {"torch.distributed"},  # what of it a script finds changed
     "offbeat/run/coupling.py": {"torch.distributed"},  # asks whether there is a process group
     "offbeat/run/recipes.py": {"torch.distributed"},  # asks who this rank is
-    "offbeat_lab/rendezvous.py": {
+    "offbeat/run/rendezvous.py": {
         "torch.distributed"
     },  # is to the lab's workers what torchrun is to a user's
-    "offbeat_lab/records/writing.py": {"socket"},  # the host's name
+    "offbeat/run/records/writing.py": {"socket"},  # the host's name
     "offbeat_lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
     "offbeat_lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
     "offbeat_lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
@@ -388,7 +388,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("session", "from offbeat.session.hooks import Hooks", True),
         ("run", "import offbeat", True),
         ("run", "from offbeat import attach", True),
-        ("run", "from offbeat_lab.records import Record", False),
+        ("run", "from offbeat.run.records import Record", False),
         ("kfac", "from offbeat.megabatch.claims import Claims", False),
         ("transport", "import offbeat", False),
         ("", "from offbeat.session.attach import attach", True),

@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 
 from offbeat.errors import OffbeatError, RecordError
+from offbeat.run import records
+from offbeat.run.interrupts import interrupts
 from offbeat.session.checkpoint import Json
-from offbeat_lab import records
 from offbeat_lab.analysis import analyse
 from offbeat_lab.compare_plan import ComparePlan, CompareRequest, check_free, plan_comparison
 from offbeat_lab.comparison import Comparison, write_comparison
 from offbeat_lab.emulation import Emulation, emulate
 from offbeat_lab.interleaving import ComparisonListener, InterleavedRuns
-from offbeat_lab.interrupts import interrupts
 
 __all__ = [
     "ComparePlan",

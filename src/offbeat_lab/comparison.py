@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, field_validator
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, field_validator
 
 from offbeat.errors import RecordError
+from offbeat.run.records import EmulationReport, read_versioned
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.emulation import EmulationReport
-from offbeat_lab.records import read_versioned
 from offbeat_lab.statistics import Estimate, Ratio
 
 SCHEMA = 1
@@ -162,12 +161,20 @@ def read_comparison(directory: Path) -> Comparison:
     """
     return read_versioned(
         directory / FILE,
-        Comparison,
+        _validated,
         kind=KIND,
         schema=SCHEMA,
         what="comparison",
         command="offbeat compare",
     )
+
+
+def _validated(content: object) -> Comparison:
+    try:
+        return Comparison.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def write_comparison(directory: Path, comparison: Comparison) -> None:

@@ -1,24 +1,18 @@
-"""What a run is to do, complete and checked: this is what a record's `config.json` holds and a
-worker is given.
-"""
+"""What a run of the lab is to do, complete and checked, and what of it only the lab can read."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import Bounds, Proportional
+from offbeat.run.config import EmulationMode, RunConfig, ScriptCommand, script_run
 from offbeat.session.loggers import named_loggers
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import FROM_LOADER, strategy_values
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.cluster.model import MAX_WORKERS
-from offbeat_lab.emulation import Mode as EmulationMode
 from offbeat_lab.native import Native
 from offbeat_lab.options import (
     BATCH_SHARES,
@@ -30,116 +24,62 @@ from offbeat_lab.options import (
     strategy_type,
 )
 from offbeat_lab.tasks import Task, build_task
-from offbeat_lab.tasks.base import AbsolutePath
 
 _DEFAULT_WORKERS = 4
 _DEFAULT_CHECKPOINT_EVERY = 100
+_KEPT = ("task", "strategy", "seed", "checkpoint_every", "eval_every")
 _LEAST_STEPS_A_MERGE = 2
 """So that a merge always comes at a later step than the one before."""
 
 
-class ScriptCommand(BaseModel):
-    """A user's script, as Python would be told to run it.
+def task_of(config: RunConfig) -> Task:
+    """What is trained."""
+    return build_task(config.task, config.task_options)
 
-    Attributes:
-        path: of its file; the name of a module if `as_module`.
-        arguments: its own.
-        as_module: whether it is run as by `python -m`.
-        metric: which of the values that it logs is the metric; None: chosen by name.
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """How workers exchange."""
+    return build_strategy(config.strategy, config.strategy_options)
+
+
+def cluster_of(config: RunConfig) -> Cluster | None:
+    """What is emulated; None: this machine as it is."""
+    return None if config.cluster is None else Cluster.model_validate(config.cluster)
+
+
+def steps_to_do(config: RunConfig, task: Task) -> int:
+    """Optimizer steps of an uninterrupted run. Raises `ConfigError` when a worker does not get one
+    batch an epoch.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    path: str
-    arguments: list[str] = []
-    as_module: bool = False
-    metric: str | None = None
-
-    @property
-    def name(self) -> str:
-        """What the run is called."""
-        return self.path.rpartition(".")[2] if self.as_module else Path(self.path).stem
+    steps_per_epoch = task.steps_per_epoch(config.workers)
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    return config.epochs * steps_per_epoch
 
 
-class RunConfig(BaseModel):
-    """A resolved run: every option has a value.
+def batch_sizes(config: RunConfig, task: Task) -> tuple[int, ...] | None:
+    """How many samples each worker has in a step, where these numbers differ. They sum to what all
+    workers have with batches of the task's size.
 
-    Attributes:
-        task, task_options: what is trained; where it is a script, its name and its arguments.
-        strategy, strategy_options: how workers exchange.
-        workers: number of processes.
-        epochs, steps: when to stop; exactly one of them is a number, but for a script, which knows
-            by itself when to stop, or is stopped after `steps`.
-        seed: of the initial parameters and of the order of samples.
-        checkpoint_every: steps between checkpoints, and there is one at the end in any case; None:
-            none at all.
-        eval_every: steps between measurements of the metric; None: only at the end.
-        cluster: what is emulated; None: this machine as it is.
-        emulation: how, see `offbeat_lab.emulation.emulate`.
-        replay: record of a run whose claims are to be repeated.
-        script: what runs in the place of a task; None for a task.
-        log_to: who hears metrics while training runs: "tensorboard", "wandb", "mlflow".
-        batch_shares: each worker's part of a step's samples, in proportion; empty: all the same.
+    >>> run = resolve(
+    ...     Request(
+    ...         task="digits",
+    ...         strategy="allreduce",
+    ...         workers=3,
+    ...         settings=["batch_size=8", "batch_shares=1/1/0.5"],
+    ...     )
+    ... )
+    >>> batch_sizes(run, task_of(run))
+    (10, 9, 5)
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: str
-    task_options: dict[str, JsonValue]
-    strategy: str
-    strategy_options: dict[str, JsonValue]
-    workers: int = Field(ge=1, le=MAX_WORKERS)
-    epochs: int | None = Field(ge=1)
-    steps: int | None = Field(ge=1)
-    seed: int = Field(ge=0)
-    checkpoint_every: int | None = Field(ge=1)
-    eval_every: int | None = Field(None, ge=1)
-    cluster: Cluster | None = None
-    emulation: EmulationMode = "auto"
-    replay: AbsolutePath | None = None
-    script: ScriptCommand | None = None
-    log_to: list[str] = []
-    batch_shares: list[float] = []
-
-    def build_task(self) -> Task:
-        return build_task(self.task, self.task_options)
-
-    def build_strategy(self) -> Recipe:
-        return build_strategy(self.strategy, self.strategy_options)
-
-    def steps_to_do(self, task: Task) -> int:
-        """Optimizer steps of an uninterrupted run. Raises `ConfigError` when a worker does not get
-        one batch an epoch.
-        """
-        steps_per_epoch = task.steps_per_epoch(self.workers)
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None
-        return self.epochs * steps_per_epoch
-
-    def batch_sizes(self, task: Task) -> tuple[int, ...] | None:
-        """How many samples each worker has in a step, where these numbers differ. They sum to what
-        all workers have with batches of the task's size.
-
-        >>> from offbeat_lab.tasks import build_task
-        >>> run = resolve(
-        ...     Request(
-        ...         task="digits",
-        ...         strategy="allreduce",
-        ...         workers=3,
-        ...         settings=["batch_size=8", "batch_shares=1/1/0.5"],
-        ...     )
-        ... )
-        >>> run.batch_sizes(run.build_task())
-        (10, 9, 5)
-        """
-        if not self.batch_shares:
-            return None
-        size = task.options.batch_size
-        # What AdaptiveSGD does after each mega-batch, once.
-        return Proportional(base=size).resize(
-            [size] * self.workers, self.batch_shares, [Bounds()] * self.workers
-        )
+    if not config.batch_shares:
+        return None
+    size = task.options.batch_size
+    # What AdaptiveSGD does after each mega-batch, once.
+    return Proportional(base=size).resize(
+        [size] * config.workers, config.batch_shares, [Bounds()] * config.workers
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,11 +150,11 @@ def resolve(request: Request) -> RunConfig:
         seed=request.seed or 0,
         checkpoint_every=request.checkpoint_every or _DEFAULT_CHECKPOINT_EVERY,
         eval_every=request.eval_every,
-        cluster=request.cluster,
+        cluster=_as_json(request.cluster),
         emulation=request.emulation,
-        replay=request.replay,
-        log_to=list(request.log_to),
-        batch_shares=shares,
+        replay=None if request.replay is None else str(request.replay.absolute()),
+        log_to=tuple(request.log_to),
+        batch_shares=tuple(shares),
     )
     _check_together(config, task)
     return config
@@ -252,22 +192,14 @@ def resolve_script(
     if isinstance(recipe, Strategy):
         recipe.check_world(workers)
     _check_loggers(log_to, recipe)
-    return RunConfig(
-        task=script.name,
-        task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},
-        strategy=strategy,
-        strategy_options=strategy_values(recipe),
-        workers=workers,
-        epochs=None,
-        steps=steps,
-        seed=0,
-        checkpoint_every=None,
-        eval_every=None,
-        cluster=cluster,
-        emulation=emulation,
-        script=script,
-        log_to=list(log_to),
+    run = script_run(
+        script, strategy, strategy_values(recipe), workers=workers, steps=steps, log_to=log_to
     )
+    return replace(run, cluster=_as_json(cluster), emulation=emulation)
+
+
+def _as_json(cluster: Cluster | None) -> dict[str, object] | None:
+    return None if cluster is None else cluster.model_dump(mode="json")
 
 
 def resolve_resume(
@@ -285,14 +217,19 @@ def resolve_resume(
         ConfigError: the request contradicts the record, or there is nothing left to do.
     """
     _check_numbers(request)
-    recipe = stored.build_strategy()
+    recipe = recipe_of(stored)
     if isinstance(recipe, Native) and not recipe.resumable:
         raise ConfigError(
             f"{recipe.name} keeps state that torch does not let anybody save; start a new run with"
             " --out"
         )
-    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster", "replay"):
-        asked, kept = getattr(request, name), getattr(stored, name)
+    replay = None if request.replay is None else str(request.replay.absolute())
+    cluster = cluster_of(stored)
+    for name, asked, kept in (
+        *((name, getattr(request, name), getattr(stored, name)) for name in _KEPT),
+        ("cluster", request.cluster, cluster),
+        ("replay", replay, stored.replay),
+    ):
         if asked is not None and asked != kept:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
@@ -301,14 +238,13 @@ def resolve_resume(
             )
     _check_settings(stored, request.settings)
     workers = request.workers or stored.workers
-    config = stored.model_copy(
-        update={
-            "workers": workers,
-            "cluster": None if stored.cluster is None else stored.cluster.left_with(workers),
-            "epochs": request.epochs or (None if request.steps else stored.epochs),
-            "steps": request.steps or (None if request.epochs else stored.steps),
-            "log_to": list(request.log_to) or stored.log_to,
-        }
+    config = replace(
+        stored,
+        workers=workers,
+        cluster=None if cluster is None else _as_json(cluster.left_with(workers)),
+        epochs=request.epochs or (None if request.steps else stored.epochs),
+        steps=request.steps or (None if request.epochs else stored.steps),
+        log_to=tuple(request.log_to) or stored.log_to,
     )
     done, target, unit = (
         (steps_done, config.steps, "steps")
@@ -319,7 +255,7 @@ def resolve_resume(
         raise ConfigError(
             f"the run has done {done} {unit} and is to do {target}; raise --{unit} to go on"
         )
-    _check_together(config, config.build_task())
+    _check_together(config, task_of(config))
     return config
 
 
@@ -329,9 +265,9 @@ MAX_SEED = 2**32 - 1
 
 def _check_together(config: RunConfig, task: Task) -> None:
     """Refuse what each part alone allows."""
-    config.steps_to_do(task)
+    steps_to_do(config, task)
     model = task.build_model(config.seed)
-    recipe = config.build_strategy()
+    recipe = recipe_of(config)
     recipe.check(model, task.optimizer(model))
     _check_loggers(config.log_to, recipe)
     if isinstance(recipe, Strategy):
@@ -407,7 +343,7 @@ def _check_numbers(request: Request) -> None:
 def _check_settings(stored: RunConfig, settings: Sequence[str]) -> None:
     """Refuse a `--set` that differs from what the record has."""
     shares, settings = split_shares(settings)
-    if shares and shares != stored.batch_shares:
+    if shares and shares != list(stored.batch_shares):
         raise ConfigError(
             f"--set {BATCH_SHARES} contradicts the record, which has"
             f" {stored.batch_shares or 'equal batches'}; leave it out, or start a new run"
@@ -422,7 +358,7 @@ def _check_settings(stored: RunConfig, settings: Sequence[str]) -> None:
     for key in [*for_task, *for_strategy]:
         asked, kept = (
             (asked_task if key in for_task else asked_strategy)[key],
-            (stored.task_options | stored.strategy_options)[key],
+            {**stored.task_options, **stored.strategy_options}[key],
         )
         if asked != kept:
             raise ConfigError(

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 
 from offbeat.codec.tensor_bytes import to_bytes
-from offbeat_lab.records import Evaluation
+from offbeat.run.records import Evaluation
 from offbeat_lab.step_recorder import StepRecorder, TaskRun
 
 _KEPT_ELEMENTS = 64 * 2**20

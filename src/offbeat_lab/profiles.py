@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import pydantic
-
 from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
-from offbeat.errors import RecordError
-from offbeat_lab.records import Record, complete_lines, describe
-from offbeat_lab.records.writing import naming_failed_file
+from offbeat.codec.json_objects import Count, build
+from offbeat.errors import MALFORMED, RecordError
+from offbeat.run.records import Record, complete_lines
+from offbeat.run.records.writing import naming_failed_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +32,10 @@ class Profiled:
         duties: the plan from here on; empty where it is that of before.
     """
 
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
     spans: Sequence[Span]
     duties: Sequence[FactorAssignment] = ()
-
-
-_PROFILED = pydantic.TypeAdapter(Profiled)
 
 
 class ProfileWriter:
@@ -85,9 +81,9 @@ def _profiles_of(record: Record, rank: int) -> list[Profiled]:
     found: dict[int, Profiled] = {}
     for _, values in complete_lines(path) if path.exists() else ():
         try:
-            profile = _PROFILED.validate_python(values)
-        except pydantic.ValidationError as error:
-            raise RecordError(f"{path} holds a line that is no profile{describe(error)}") from None
+            profile = build(Profiled, values)
+        except MALFORMED as error:
+            raise RecordError(f"{path} holds a line that is no profile: {error}") from None
         if all(
             profile.step <= later.start_step for later in record.attempts[profile.attempt + 1 :]
         ):

@@ -10,8 +10,8 @@ from typing import Any
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat.megabatch.loader import Recording
+from offbeat.run.records import Record
 from offbeat_lab.config import RunConfig
-from offbeat_lab.records import Record
 from offbeat_lab.schedule import Position, claimed_schedule
 from offbeat_lab.tasks import Task
 

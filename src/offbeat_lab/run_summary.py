@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from offbeat.run.records import Summary, write_summary
 from offbeat_lab.measuring import measure_rest
-from offbeat_lab.records import Summary, write_summary
 from offbeat_lab.step_recorder import RankRun, StepRecorder, TaskRun
 
 HANGS_S: Final = 10.0

@@ -20,6 +20,8 @@ from typing import Any, Final, TypedDict, cast
 import torch
 
 from offbeat.errors import CheckpointError, PeerError
+from offbeat.run.coordination import Coordinator
+from offbeat.run.records import Record
 from offbeat.session.checkpoint import (
     Manifest,
     Tree,
@@ -31,8 +33,6 @@ from offbeat.session.checkpoint import (
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
 from offbeat_lab.attaching import AttachedModel
-from offbeat_lab.coordination import Coordinator
-from offbeat_lab.records import Record
 from offbeat_lab.schedule import Position
 from offbeat_lab.step_recorder import TaskRun
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from offbeat.megabatch.claims import MegaBatchShare
+from offbeat.run.coordination import Coordinator
+from offbeat.run.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
+from offbeat.run.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat.session.live_metrics import LiveMetrics
 from offbeat.session.loggers import named_loggers
 from offbeat.session.session import Session
 from offbeat_lab.attaching import AttachedModel
 from offbeat_lab.breakdown import combine_events
-from offbeat_lab.coordination import Coordinator
 from offbeat_lab.emulation.step_time import StepTimeEmulator
 from offbeat_lab.profiles import ProfileWriter
-from offbeat_lab.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
-from offbeat_lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, Position
 from offbeat_lab.tasks import Task
 

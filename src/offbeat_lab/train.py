@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offbeat.errors import ConfigError, OffbeatError, RecordError
-from offbeat.session.checkpoint import latest, remove_partial, verify
-from offbeat_lab.cluster import Cluster
-from offbeat_lab.config import Request, RunConfig, resolve, resolve_resume
-from offbeat_lab.emulation import emulate
-from offbeat_lab.memory import num_runs_that_fit
-from offbeat_lab.progress import (
+from offbeat.run.progress import (
     Listener,
     NoticeListener,
     Remark,
@@ -21,8 +16,13 @@ from offbeat_lab.progress import (
     WorkerProgress,
     ignore_notice,
 )
-from offbeat_lab.records import Record, Summary, add_to_summary, begin_attempt, create, lock
-from offbeat_lab.rendezvous import Launch, join, launched, leave
+from offbeat.run.records import Record, Summary, add_to_summary, begin_attempt, create, lock
+from offbeat.run.rendezvous import Launch, join, launched, leave
+from offbeat.session.checkpoint import latest, remove_partial, verify
+from offbeat_lab.cluster import Cluster
+from offbeat_lab.config import Request, RunConfig, resolve, resolve_resume
+from offbeat_lab.emulation import emulate
+from offbeat_lab.memory import num_runs_that_fit
 from offbeat_lab.replaying import check_replay
 from offbeat_lab.schedule import Position
 from offbeat_lab.supervisor import supervise

@@ -24,18 +24,9 @@ import numpy as np
 import torch
 
 from offbeat.megabatch.loader import DispatchLoader
-from offbeat.session.session import Session
-from offbeat_lab.attaching import AttachedModel, attach_recipe
-from offbeat_lab.compare_plan import ALONE
-from offbeat_lab.config import RunConfig
-from offbeat_lab.coordination import Coordinator
-from offbeat_lab.emulation.step_time import StepTimeEmulator
-from offbeat_lab.interrupts import stop_requests
-from offbeat_lab.loop import train, train_on_claims
-from offbeat_lab.measuring import keeps_models
-from offbeat_lab.native import NativeSession
-from offbeat_lab.pauses import Pauses, StepLimit
-from offbeat_lab.progress import (
+from offbeat.run.coordination import Coordinator
+from offbeat.run.interrupts import stop_requests
+from offbeat.run.progress import (
     EXIT_STOPPED,
     TURNS_VARIABLE,
     Failure,
@@ -43,8 +34,17 @@ from offbeat_lab.progress import (
     Reporter,
     pipe_reporter,
 )
-from offbeat_lab.records import Record, Summary
-from offbeat_lab.rendezvous import join, leave
+from offbeat.run.records import Record, Summary
+from offbeat.run.rendezvous import join, leave
+from offbeat.session.session import Session
+from offbeat_lab.attaching import AttachedModel, attach_recipe
+from offbeat_lab.compare_plan import ALONE
+from offbeat_lab.config import RunConfig
+from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.loop import train, train_on_claims
+from offbeat_lab.measuring import keeps_models
+from offbeat_lab.native import NativeSession
+from offbeat_lab.pauses import Pauses, StepLimit
 from offbeat_lab.replaying import recording_of
 from offbeat_lab.run_summary import HANGS_S, summarize_run
 from offbeat_lab.saving import restore, save

@@ -12,9 +12,9 @@ import sys
 import numpy as np
 
 from offbeat.codec import kernels
+from offbeat.run.progress import PIPE_VARIABLE
 from offbeat_lab import worker
 from offbeat_lab.forking import import_where_possible, serve, set_command_line
-from offbeat_lab.progress import PIPE_VARIABLE
 
 _IMPORTED_BY_A_FIRST_STEP = ("torch._dynamo",)
 

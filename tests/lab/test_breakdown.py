@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from offbeat.errors import RecordError
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.config import RunConfig
-from offbeat_lab.records import (
+from offbeat.run.records import (
     EventWriter,
     MegaBatch,
     Record,

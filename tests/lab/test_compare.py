@@ -17,8 +17,8 @@ from offbeat_lab import compare, interleaving, memory
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import read_comparison
-from offbeat_lab.interrupts import Interrupts
-from offbeat_lab.progress import WorkerProgress
+from offbeat.run.interrupts import Interrupts
+from offbeat.run.progress import WorkerProgress
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(

@@ -34,7 +34,7 @@ from offbeat_lab import cluster
 from offbeat_lab.comparison import FILE, read_comparison
 from offbeat_lab.local_worker import LocalWorker
 from offbeat_lab.profiles import read_profiles
-from offbeat_lab.progress import (
+from offbeat.run.progress import (
     MAX_REPORT_BYTES,
     Failure,
     Joined,
@@ -45,7 +45,7 @@ from offbeat_lab.progress import (
     decode,
     encode,
 )
-from offbeat_lab.records import Record, last_step
+from offbeat.run.records import Record, last_step
 from offbeat_lab.schedule import Position
 from offbeat_lab.tasks.npz import read_arrays
 from report_support.synthetic import mega_batch_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat_lab.coordination import Coordinator, record_death
+from offbeat.run.coordination import Coordinator, record_death
 from offbeat_lab.measuring import (
     evaluate,
     keeps_models,
@@ -19,7 +19,7 @@ from offbeat_lab.measuring import (
     measure_complete,
     measure_rest,
 )
-from offbeat_lab.records import Evaluation
+from offbeat.run.records import Evaluation
 
 
 class Recorder:

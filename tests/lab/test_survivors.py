@@ -16,8 +16,8 @@ from offbeat.session.checkpoint import latest, verify
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, ClusterFault
 from offbeat_lab.config import Request
-from offbeat_lab.progress import MembershipChange, WorkerProgress
-from offbeat_lab.records import Record, Summary
+from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat.run.records import Record, Summary
 from offbeat_lab.report.page import write_report
 from offbeat_lab.train import plan, train
 

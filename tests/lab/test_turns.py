@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_lab.coordination import Coordinator, record_death
+from offbeat.run.coordination import Coordinator, record_death
 from offbeat_lab.interleaving import turn_steps
 from offbeat_lab.pauses import Pauses, StepLimit
 

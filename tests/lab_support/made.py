@@ -8,8 +8,8 @@ from pathlib import Path
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
 from offbeat_lab.config import RunConfig
-from offbeat_lab.emulation import EmulationReport
-from offbeat_lab.records import (
+from offbeat.run.records import EmulationReport
+from offbeat.run.records import (
     Evaluation,
     EventWriter,
     StepEvent,

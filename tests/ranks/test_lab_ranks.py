@@ -29,8 +29,8 @@ from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import MEASURES, Comparison, read_comparison
 from offbeat_lab.config import Request
 from offbeat_lab.local_worker import LocalWorker
-from offbeat_lab.progress import MembershipChange, WorkerProgress
-from offbeat_lab.records import Record, StepEvent
+from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat.run.records import Record, StepEvent
 from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters
 from ranks_support.launch import RunRanks

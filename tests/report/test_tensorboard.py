@@ -13,7 +13,7 @@ import pytest
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat_lab.config import Request, resolve
-from offbeat_lab.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
+from offbeat.run.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
 from offbeat_lab.report import trace
 from offbeat_lab.report.tensorboard import write_scalars
 

@@ -22,7 +22,7 @@ from offbeat.errors import ConfigError, RecordError
 from offbeat.transport.wrappers import Arrival
 from offbeat_lab.config import Request, resolve
 from offbeat_lab.profiles import read_profiles
-from offbeat_lab.records import Evaluation, EventWriter, Record, StepEvent, begin_attempt, create
+from offbeat.run.records import Evaluation, EventWriter, Record, StepEvent, begin_attempt, create
 from offbeat_lab.report import trace
 from offbeat_lab.report.trace import write_trace
 from offbeat_lab.train import plan, train

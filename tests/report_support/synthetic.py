@@ -16,9 +16,9 @@ from offbeat_lab.analysis import analyse
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison
 from offbeat_lab.config import RunConfig
-from offbeat_lab.emulation import EmulationReport, LinkCheck
+from offbeat.run.records import EmulationReport, LinkCheck
 from offbeat_lab.profiles import ProfileWriter
-from offbeat_lab.records import (
+from offbeat.run.records import (
     Evaluation,
     EventWriter,
     MegaBatch,

@@ -9,7 +9,7 @@ import pytest
 from offbeat.errors import ConfigError
 from offbeat.run.hosts import Meeting, meet
 from offbeat.transport.connect import SECRET_VARIABLE
-from offbeat_lab.rendezvous import LOOPBACK, StoreServer
+from offbeat.run.rendezvous import LOOPBACK, StoreServer
 
 CHOSEN = "a secret that the user chose"
 IN_STORE = "offbeat-hosts/secret"

@@ -22,8 +22,8 @@ from offbeat_lab import supervisor
 from offbeat_lab.cli.comparing import comparison_display
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat_lab.progress import MembershipChange, WorkerProgress
-from offbeat_lab.records import Record
+from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat.run.records import Record
 from offbeat_lab.report.page import write_report
 from rank_jobs.script import name_of_ddps_reducer, step_around_the_wrapper, step_by_hand
 from ranks_support.launch import RanksError, RunRanks

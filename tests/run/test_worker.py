@@ -12,7 +12,7 @@ from offbeat.run.recipes import recipe_for
 from offbeat.run.recording import ScriptRecorder
 from offbeat.run.worker import ScriptRun
 from offbeat_lab.pauses import StepLimit
-from offbeat_lab.progress import Failure, Report
+from offbeat.run.progress import Failure, Report
 
 TRAINS_ALONE = """
 import torch

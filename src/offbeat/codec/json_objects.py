@@ -1,14 +1,16 @@
-"""Frozen dataclasses from JSON, checked against their annotations: for what peers and workers
-send.
+"""Frozen dataclasses from JSON, checked against their annotations: for what peers and workers send,
+and for what stands in records.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from math import inf
 from typing import (
+    Annotated,
     Any,
     Literal,
     TypeAlias,
@@ -28,14 +30,27 @@ _MOST = 1 << 63
 """Numbers are below it, so that arrays can hold them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Stands in an annotation: `Annotated[int, Between(0, 9)]`."""
+
+    least: int
+    most: float = inf
+
+
+Count: TypeAlias = Annotated[int, Between(0)]
+"""How many, or which one."""
+
+
 def build(kind: type[T], value: object) -> T:
     """The `kind` that `value`, read from JSON, describes.
 
-    `kind` may be made of dataclasses, named tuples, tuples, literals, unions, strings, truth values
-    and numbers. A field without a default must be there, and one that does not exist must not.
+    `kind` may be made of dataclasses, named tuples, tuples, sequences, mappings with keys of text,
+    literals, unions, strings, truth values and numbers; `object` is whatever JSON can say. A field
+    without a default must be there, and one that does not exist must not.
 
     Raises:
-        TypeError, ValueError: `value` is something else.
+        TypeError, ValueError: `value` is something else; the message begins with the field.
     """
     annotation: Any = kind
     return cast(T, _reader(annotation)(value))
@@ -46,12 +61,20 @@ def build(kind: type[T], value: object) -> T:
 @cache
 def _reader(kind: Any) -> _Reader:
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is object:
+        return lambda value: value
+    if origin is Annotated:
+        return _bounded(_reader(arguments[0]), arguments[1])
     if origin in (Union, types.UnionType):
         return _first_that_fits(arguments)
     if origin is Literal:
         return lambda value: _required(isinstance(value, str) and value in arguments, value, kind)
     if origin is tuple:
         return _tuple_of(kind, arguments)
+    if origin is Sequence:
+        return _tuple_of(kind, (*arguments, ...))
+    if origin is Mapping:
+        return _mapping_of(kind, arguments[1])
     if is_dataclass(kind):
         return _object_of(kind)
     if hasattr(kind, "_fields"):
@@ -65,13 +88,47 @@ def _reader(kind: Any) -> _Reader:
 
 
 def _object_of(kind: Any) -> _Reader:
-    readers = {name: _reader(hint) for name, hint in get_type_hints(kind).items()}
-    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    hints = get_type_hints(kind, include_extras=True)
+    readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
+    needed = {
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    }
 
     def read(value: Any) -> Any:
         values = _required(isinstance(value, Mapping), value, kind)
-        _required(needed <= values.keys() <= readers.keys(), value, kind)
-        return kind(**{name: readers[name](item) for name, item in values.items()})
+        if not needed <= values.keys() <= readers.keys():
+            missing, unknown = needed - values.keys(), values.keys() - readers.keys()
+            what = f"{min(missing)} is missing" if missing else f"{min(unknown)!r:.40} is unknown"
+            raise TypeError(what)
+        found, name = {}, ""
+        try:
+            for name, item in values.items():
+                found[name] = readers[name](item)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name}: {error}") from None
+        return kind(**found)
+
+    return read
+
+
+def _mapping_of(kind: Any, item_kind: Any) -> _Reader:
+    reader = _reader(item_kind)
+
+    def read(value: Any) -> Any:
+        values = _required(isinstance(value, dict), value, kind)
+        return {key: reader(item) for key, item in values.items()}
+
+    return read
+
+
+def _bounded(reader: _Reader, bounds: Between) -> _Reader:
+    def read(value: Any) -> Any:
+        number = reader(value)
+        if not bounds.least <= number <= bounds.most:
+            raise ValueError(f"{number!r} is not between {bounds.least} and {bounds.most}")
+        return number
 
     return read
 

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from offbeat_lab.coordination import Coordinator
+from offbeat.run.coordination import Coordinator
 
 PATIENCE_S: Final = 10.0
 """For how long the leader waits for ranks that are behind: one may have left its loop."""

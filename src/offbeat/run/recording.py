@@ -22,19 +22,19 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
+from offbeat.run.coordination import Coordinator
 from offbeat.run.coupling import ModelListener
 from offbeat.run.evaluation_pause import EvaluationPause
+from offbeat.run.progress import Joined, Reporter
 from offbeat.run.recipes import Attached
+from offbeat.run.records import Evaluation, Record
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
 from offbeat.torch_private import tensors_in
 from offbeat_lab.attaching import AttachedModel
 from offbeat_lab.compare_plan import ALONE
-from offbeat_lab.coordination import Coordinator
 from offbeat_lab.emulation.step_time import StepTimeEmulator
 from offbeat_lab.pauses import Pauses, StepLimit
-from offbeat_lab.progress import Joined, Reporter
-from offbeat_lab.records import Evaluation, Record
 from offbeat_lab.run_summary import Measured, gather_ends, write_end
 from offbeat_lab.schedule import Position
 from offbeat_lab.step_recorder import RankRun, StepRecorder

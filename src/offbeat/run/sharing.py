@@ -7,9 +7,9 @@ from pathlib import Path
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.recording import OpenRecord
+from offbeat.run.records import Record, begin_attempt, create
+from offbeat.run.rendezvous import group_coordinator
 from offbeat_lab.config import RunConfig
-from offbeat_lab.records import Record, begin_attempt, create
-from offbeat_lab.rendezvous import group_coordinator
 
 LOGGER = logging.getLogger("offbeat")
 

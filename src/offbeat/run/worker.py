@@ -25,19 +25,19 @@ from offbeat.errors import OffbeatError
 from offbeat.run import patches
 from offbeat.run.children import CHILD_VARIABLE
 from offbeat.run.coupling import ScriptSessions, is_good_end
+from offbeat.run.interrupts import exit_at_stop_signals
+from offbeat.run.progress import TURNS_VARIABLE, Failure, Remark, Report, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe, recipe_for
 from offbeat.run.recording import OpenRecord, ScriptRecorder
+from offbeat.run.records import Record
+from offbeat.run.rendezvous import launched, supervised_coordinator
 from offbeat.run.sharing import shared_record
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning
 from offbeat_lab.attaching import link_delay
 from offbeat_lab.config import RunConfig, ScriptCommand
-from offbeat_lab.interrupts import exit_at_stop_signals
 from offbeat_lab.pauses import StepLimit
-from offbeat_lab.progress import TURNS_VARIABLE, Failure, Remark, Report, Reporter, pipe_reporter
-from offbeat_lab.records import Record
-from offbeat_lab.rendezvous import launched, supervised_coordinator
 
 LOGGER = logging.getLogger("offbeat")
 

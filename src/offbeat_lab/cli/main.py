@@ -78,7 +78,7 @@ def main() -> None:
 
 def start() -> None:
     """`main` in a process of its own."""
-    from offbeat_lab.interrupts import exit_at_stop_signals
+    from offbeat.run.interrupts import exit_at_stop_signals
 
     exit_at_stop_signals()
     os.environ.setdefault(

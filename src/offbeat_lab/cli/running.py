@@ -14,11 +14,11 @@ from offbeat.run.plan import (
     script_config,
     with_strategys_problem,
 )
+from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat.run.rendezvous import launched
 from offbeat.run.supervise import run_script
 from offbeat.run.worker import run_launched
 from offbeat_lab.config import RunConfig
-from offbeat_lab.progress import MembershipChange, WorkerProgress
-from offbeat_lab.rendezvous import launched
 from offbeat_lab.report.page import write_report
 
 

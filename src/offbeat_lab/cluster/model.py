@@ -11,6 +11,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from offbeat.run.config import MAX_WORKERS
 from offbeat.transport.virtual import VirtualLink, VirtualRacks
 from offbeat_lab.cluster.parts import (
     SPEEDS,
@@ -28,7 +29,6 @@ from offbeat_lab.cluster.parts import (
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.cluster.toml_writer import to_toml
 
-MAX_WORKERS = 65_536
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.errors import ConfigError
+from offbeat.run.rendezvous import launched
 from offbeat_lab.doctor.advice import (
     QUESTION,
     USUAL_DENSITY,
@@ -19,7 +20,6 @@ from offbeat_lab.doctor.facts import Finding, find_all
 from offbeat_lab.doctor.local import measure_locally
 from offbeat_lab.doctor.measure import Measurement, measure
 from offbeat_lab.doctor.pairs import slow_workers
-from offbeat_lab.rendezvous import launched
 
 MAX_PARAMETERS = 10**12
 ALONE = (

@@ -16,8 +16,8 @@ from typing import IO
 from pydantic import TypeAdapter
 
 from offbeat.errors import ConfigError, OffbeatError
+from offbeat.run.rendezvous import LOOPBACK, StoreServer
 from offbeat_lab.doctor.measure import Measurement
-from offbeat_lab.rendezvous import LOOPBACK, StoreServer
 
 MAX_WORKERS = 64
 _TIMEOUT_S = 120.0

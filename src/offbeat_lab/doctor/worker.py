@@ -10,8 +10,8 @@ import torch
 from pydantic import TypeAdapter
 
 from offbeat.errors import OffbeatError
+from offbeat.run.rendezvous import launched
 from offbeat_lab.doctor.measure import Measurement, measure
-from offbeat_lab.rendezvous import launched
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 processors.
 """
 
-from offbeat_lab.emulation.base import Emulation, EmulationReport, LinkCheck, Placement
+from offbeat_lab.emulation.base import Emulation, Placement
 from offbeat_lab.emulation.choice import Mode, emulate
 from offbeat_lab.emulation.leftovers import clean
 
-__all__ = ["Emulation", "EmulationReport", "LinkCheck", "Mode", "Placement", "clean", "emulate"]
+__all__ = ["Emulation", "Mode", "Placement", "clean", "emulate"]

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from offbeat.errors import ConfigError
+from offbeat.run.records import LinkCheck
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_rate
-from offbeat_lab.emulation.base import LinkCheck
 from offbeat_lab.emulation.commands import call_in
 from offbeat_lab.emulation.plan import EmulationName, data_address
 

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from offbeat.run.records import EmulationReport, LinkCheck
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration, display_rate
 from offbeat_lab.emulation import leftovers
 from offbeat_lab.emulation.base import (
     Emulation,
-    EmulationReport,
-    LinkCheck,
     MissingMeansError,
     Placement,
 )

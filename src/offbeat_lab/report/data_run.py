@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from offbeat.run.records import Record, Summary
 from offbeat_lab.breakdown import Steps
 from offbeat_lab.config import RunConfig, ScriptCommand
-from offbeat_lab.records import Record, Summary
 from offbeat_lab.report.data import Better, PageContent, StrategyResults
 from offbeat_lab.report.data_records import (
     count_workers,

@@ -14,8 +14,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.records import StepEvent
 from offbeat_lab.breakdown import combine_events
-from offbeat_lab.records import StepEvent
 from offbeat_lab.report.trace import TraceTimeline, open_runs, refuse_existing
 
 if TYPE_CHECKING:

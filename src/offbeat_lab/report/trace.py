@@ -24,11 +24,11 @@ from typing import IO, TypeAlias
 
 from offbeat.callbacks.profile import Span
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.records import Evaluation, Record, StepEvent
 from offbeat.session.checkpoint import Json
 from offbeat.transport.wrappers import Arrival
 from offbeat_lab.comparison import is_comparison, read_comparison
 from offbeat_lab.profiles import read_profiles
-from offbeat_lab.records import Evaluation, Record, StepEvent
 
 Event: TypeAlias = dict[str, Json]
 

@@ -10,7 +10,6 @@ finished when one worker has finished.
 
 from __future__ import annotations
 
-import os
 import secrets
 import selectors
 import signal
@@ -21,15 +20,10 @@ from pathlib import Path
 from typing import Self
 
 from offbeat.errors import PeerError
-from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
-from offbeat_lab.cluster import ClusterFault, SpeedChange
-from offbeat_lab.config import RunConfig
-from offbeat_lab.deaths import cause, describe, hint
-from offbeat_lab.emulation import Emulation, Placement
-from offbeat_lab.interrupts import interrupts
-from offbeat_lab.local_worker import TASK_WORKER, LocalWorker, WorkerProgram, start_worker
-from offbeat_lab.options import strategy_type
-from offbeat_lab.progress import (
+from offbeat.run.config import RunConfig
+from offbeat.run.deaths import cause, describe, hint
+from offbeat.run.local_worker import LocalWorker, Placement, WorkerProgram, start_worker
+from offbeat.run.progress import (
     ELAPSED_VARIABLE,
     EXIT_STOPPED,
     TURNS_VARIABLE,
@@ -43,9 +37,9 @@ from offbeat_lab.progress import (
     WorkerProgress,
     ignore_notice,
 )
-from offbeat_lab.records import WorkerLoss, last_step
-from offbeat_lab.rendezvous import LOOPBACK, RunStore, StoreServer
-from offbeat_lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
+from offbeat.run.records import WorkerLoss, last_step
+from offbeat.run.rendezvous import LOOPBACK, RunStore, StoreServer
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
 POLL_S = 0.1
 _LAST_REPORTS_S = 2.0  # after a death, how long its peers may take to report what they saw
@@ -77,8 +71,8 @@ class WorkerGroup:
     Args:
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
-        emulation: of the run's cluster, or of this machine as it is.
         program: what workers run.
+        survives_death: whether workers go on when one of them dies.
         turns: whether workers train only up to the step that `run_until` names.
         restarts: how many times workers that die are started again, where their peers go on.
         share: which of the run's workers are here; None: all of them.
@@ -86,7 +80,7 @@ class WorkerGroup:
         on_notice: called with each notice that there is before the first step.
 
     Attributes:
-        remarks: what of the cluster's script could not be carried out.
+        remarks: what else there is to say of workers.
         losses: workers that died while their peers went on, in order.
         survives_death: whether workers go on when one of them dies.
     """
@@ -95,9 +89,9 @@ class WorkerGroup:
         self,
         run_directory: Path,
         config: RunConfig,
-        emulation: Emulation,
         *,
-        program: WorkerProgram = TASK_WORKER,
+        program: WorkerProgram,
+        survives_death: bool,
         turns: bool = False,
         restarts: int = 0,
         share: HostShare | None = None,
@@ -112,19 +106,14 @@ class WorkerGroup:
         self.remarks: list[str] = []
         self.losses: list[WorkerLoss] = []
         self._config = config
-        self._emulation = emulation
         self._turns = turns
         self._on_progress, self._on_notice = on_progress, on_notice
-        self.survives_death = strategy_type(config.strategy).survives_death
+        self.survives_death = survives_death
         self._workers: list[LocalWorker] = []
         self._store: RunStore | None = None
-        self._events = ScheduledEvents(config.cluster)
         self._selector = selectors.DefaultSelector()
         self._died: list[int] = []
         self._ended_by_us: set[int] = set()
-        self._ended_by_script: dict[int, float] = {}
-        self._held_up: set[tuple[str, int]] = set()
-        self._heard_s = 0.0
         self._num_interrupts = 0
         self._stop_signal: int = signal.SIGTERM
         self._secret = secrets.token_hex(32) if share is None else share.secret
@@ -136,11 +125,7 @@ class WorkerGroup:
 
     def __enter__(self) -> Self:
         share = self._share
-        self._store = (
-            self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
-            if share is None
-            else share.store
-        )
+        self._store = self._serve_store() if share is None else share.store
         num_here = self._config.workers if share is None else share.num_workers
         try:
             for rank in range(self._first_rank, self._first_rank + num_here):
@@ -186,14 +171,12 @@ class WorkerGroup:
             self._run_until(worker, until_step)
 
     def poll(self, timeout_s: float) -> None:
-        """Pass reports on for up to `timeout_s`, and do what is due: the cluster's events, a stop,
-        the end after a death.
+        """Pass reports on for up to `timeout_s`, and do what is due: a stop, the end after a
+        death.
         """
         for key, _ in self._selector.select(timeout_s):
             if not self._read(key.data):
                 self._selector.unregister(key.fileobj)
-        for action in self._events.due(self._event_time_s()):
-            self._carry_out(action)
         self._act()
 
     def interrupt(self, number: int = signal.SIGTERM) -> None:
@@ -229,7 +212,6 @@ class WorkerGroup:
         workers = self._workers
         well = [worker for worker in workers if worker.ended_well]
         if len(well) == len(workers) or (well and self._peers_go_on):
-            self._remark_on_late_returns()
             return None
         return min(
             (worker for worker in workers if not worker.ended_well),
@@ -247,11 +229,6 @@ class WorkerGroup:
             return (
                 f"worker {leaver.rank} came to its end before its first step, and the others waited"
                 " for it; every rank has to make its DistributedDataParallel model"
-            )
-        if worker.rank in self._ended_by_script:
-            return (
-                f"worker {worker.rank} was killed, as the cluster description says, and"
-                f" {self._config.strategy} cannot go on without it"
             )
         return describe(
             self.run_directory,
@@ -297,12 +274,10 @@ class WorkerGroup:
             environment |= {RETURN_VARIABLE: str(incarnation), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers)
         environment |= {"LOCAL_RANK": str(local_rank), **self._program.environment}
-        # On several hosts it is the hosts' own network that is used.
-        placement = Placement() if self._share else self._emulation.placement(local_rank)
         return start_worker(
             rank,
             self.run_directory,
-            placement,
+            self._placement(local_rank),
             environment,
             program=self._program,
             incarnation=incarnation,
@@ -311,10 +286,16 @@ class WorkerGroup:
 
     def _watch(self, worker: LocalWorker) -> None:
         self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
-        self._emulation.admit(worker.rank - self._first_rank, worker.process.pid)
+
+    def _serve_store(self) -> RunStore:
+        """Where the run's store listens."""
+        return StoreServer()
+
+    def _placement(self, local_rank: int) -> Placement:
+        """Where a worker is to run."""
+        return Placement()
 
     def _run_until(self, worker: LocalWorker, until_step: int) -> None:
-        self._apply_speed(worker.rank)
         worker.run_until(until_step)
 
     def _read(self, worker: LocalWorker) -> bool:
@@ -333,11 +314,7 @@ class WorkerGroup:
                     worker.paused_at, worker.seconds, worker.met_s = step, seconds, met_s
                     self._training_has_begun = True
                 case WorkerProgress():
-                    worker.seconds, self._heard_s, self._training_has_begun = (
-                        report.seconds,
-                        time.monotonic(),
-                        True,
-                    )
+                    worker.seconds, self._training_has_begun = report.seconds, True
                     self._on_progress(report)
         return more
 
@@ -437,72 +414,23 @@ class WorkerGroup:
     def _cause(self, worker: LocalWorker) -> str:
         if worker.rank in self._ended_by_us:
             return "it did not come to the end and was ended"
-        if worker.rank in self._ended_by_script:
-            return f"killed by the script at {self._ended_by_script[worker.rank]:g} s"
         return cause(worker.process.wait(), worker.failure)
 
-    def _remark_on_late_returns(self) -> None:
-        for action in self._events.remaining:
-            if isinstance(action, ClusterFault) and action.action == "return":
-                self._remark_not_carried_out(action, "the run was over before")
-
-    def _remark_not_carried_out(self, fault: ClusterFault, why: str) -> None:
-        self.remarks.append(
-            f"not carried out: {fault.action} worker {fault.worker} at {fault.at_s:g} s; {why}"
-        )
-
-    def _event_time_s(self) -> float:
-        """The time that events are due by: training time, but the clock's while a fault may hold
-        all workers up, since no training would bring about the fault's end.
-        """
-        return self.seconds + (time.monotonic() - self._heard_s if self._held_up else 0.0)
-
-    def _carry_out(self, action: ClusterFault | SpeedChange) -> None:
-        worker = self._workers[action.worker]
-        if isinstance(action, SpeedChange):
-            self._apply_speed(action.worker)
-        elif action.action == "return":
-            self._restart(action)
-        elif action.action in SIGNALS:
-            if worker.alive:
-                self._ended_by_script |= (
-                    {worker.rank: action.at_s} if action.action == "kill" else {}
-                )
-                os.killpg(worker.process.pid, SIGNALS[action.action])
-                self._record_hold_up(action)
-        elif self._emulation.set_link(action.worker, up=action.action == "mend"):
-            self._record_hold_up(action)
-        else:
-            self._remark_not_carried_out(action, "it needs network namespaces")
+    def _may_return(self, worker: LocalWorker) -> bool:
+        """Whether a worker that has died may be started again."""
+        return worker.joined and worker.rank not in self._ended_by_us
 
     def _restart_dead(self, old: LocalWorker) -> None:
         """Start the process of a worker that has just died again, as often as may be."""
-        may_return = old.joined and old.rank not in (self._ended_by_us | set(self._ended_by_script))
         peers = self._share is not None or any(worker.alive for worker in self._workers)
-        if not (self._restarts and may_return and peers) or self._num_interrupts:
+        if not (self._restarts and self._may_return(old) and peers) or self._num_interrupts:
             return
         self._restarts -= 1
-        self._start_again(old)
-
-    def _restart(self, action: ClusterFault) -> None:
-        """Start the process of a worker anew, unless it never died, or no peer is left for it to
-        join.
-        """
-        old = self._workers[action.worker]
-        if old.rank in self._ended_by_script:
-            old.process.wait()  # the same moment may have killed it
-        self._find_deaths()
-        if not old.death_recorded or not self._peers_go_on:
-            return
-        if self._num_interrupts or not any(worker.alive for worker in self._workers):
-            self._remark_not_carried_out(action, "the run was over before")
-            return
         self._start_again(old)
 
     def _start_again(self, old: LocalWorker) -> None:
         self._drain(old)
         old.close()
-        self._ended_by_script.pop(old.rank, None)
         worker = self._workers[old.rank - self._first_rank] = self._start(
             old.rank, self._secret, incarnation=old.incarnation + 1
         )
@@ -517,16 +445,6 @@ class WorkerGroup:
                 pass
             self._selector.unregister(worker.pipe)
 
-    def _record_hold_up(self, fault: ClusterFault) -> None:
-        if fault.action in UNDONE_BY:
-            self._held_up.add((UNDONE_BY[fault.action], fault.worker))
-            self._heard_s = time.monotonic()
-        self._held_up.discard((fault.action, fault.worker))
-
-    def _apply_speed(self, rank: int) -> None:
-        if self._config.cluster is not None:
-            self._emulation.set_speed(rank, self._config.cluster.speed_at(rank, self.seconds))
-
     def _close(self) -> None:
         # All are killed before one is waited for: a worker may wait for its peers until they die.
         for worker in self._workers:
@@ -534,58 +452,5 @@ class WorkerGroup:
         for worker in self._workers:
             worker.close()
         self._selector.close()
-        for undoing, rank in self._held_up:
-            if undoing == "mend":  # the link is not this run's alone
-                self._emulation.set_link(rank, up=True)
         if self._store is not None and self._share is None:
             self._store.close()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOutcome:
-    """How the workers of a run ended.
-
-    Attributes:
-        finished: False when they were interrupted and have written a checkpoint.
-        remarks: what of the cluster's script could not be carried out.
-        losses: workers that died while their peers went on.
-    """
-
-    finished: bool
-    remarks: list[str]
-    losses: list[WorkerLoss]
-
-
-def supervise(
-    run_directory: Path,
-    config: RunConfig,
-    emulation: Emulation,
-    *,
-    on_progress: Listener,
-    on_notice: NoticeListener = ignore_notice,
-) -> RunOutcome:
-    """Run the workers of `run_directory/config.json` to their end.
-
-    Args:
-        run_directory: a record with a config.json; workers write beside it.
-        config: what it says.
-        emulation: of its cluster.
-        on_progress, on_notice: as of `WorkerGroup`.
-
-    Raises:
-        PeerError: a worker died or failed that its peers need, or all did, or the run was
-            interrupted before it could write a checkpoint. No worker is left.
-    """
-    with (
-        interrupts() as interrupted,
-        WorkerGroup(
-            run_directory, config, emulation, on_progress=on_progress, on_notice=on_notice
-        ) as group,
-    ):
-        told = 0
-        while not group.has_ended:
-            while told < interrupted.count:
-                group.interrupt()
-                told += 1
-            group.poll(POLL_S)
-        return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from offbeat_lab.interrupts import exit_at_stop_signals, interrupts
+from offbeat.run.interrupts import exit_at_stop_signals, interrupts
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -66,7 +66,7 @@ def test_who_prints_after_its_terminal_was_closed_goes_on() -> None:
     """A write to a terminal that is gone would raise, while workers write their checkpoint."""
     program = """
 import time
-from offbeat_lab.interrupts import interrupts
+from offbeat.run.interrupts import interrupts
 with interrupts() as interrupted:
     print("ready", flush=True)
     while not interrupted.count:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from offbeat_lab.progress import Failure
-from offbeat_lab.records import last_step
+from offbeat.run.progress import Failure
+from offbeat.run.records import last_step
 
 
 def cause(code: int, failure: Failure | None) -> str:

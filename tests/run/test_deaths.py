@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat_lab.deaths import describe
-from offbeat_lab.progress import Failure
+from offbeat.run.deaths import describe
+from offbeat.run.progress import Failure
 
 IN_ANOTHER_PROCESS = """
 

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.errors import RecordError
 from offbeat_lab.config import Request, RunConfig, resolve
-from offbeat_lab.records import (
+from offbeat.run.records import (
     EventWriter,
     MegaBatch,
     Record,

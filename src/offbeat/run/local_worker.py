@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Protocol
 
 from offbeat.errors import WireError
-from offbeat_lab.emulation import Placement
-from offbeat_lab.forked_workers import WORKER_FORKS
-from offbeat_lab.forking import ForkedProcess, ForkServerError
-from offbeat_lab.progress import (
+from offbeat.run.progress import (
     EXIT_STOPPED,
     MAX_REPORT_BYTES,
     PIPE_VARIABLE,
@@ -27,29 +24,87 @@ from offbeat_lab.progress import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where a worker is to run.
+
+    Attributes:
+        prefix: words to put before its command; what they name turns into the worker, so that its
+            pid stays the same.
+        namespace: file of the network namespace that `prefix` enters; None where it enters none.
+        environment: variables to add to its own.
+    """
+
+    prefix: tuple[str, ...] = ()
+    namespace: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class WorkerProcess(Protocol):
+    """A process, as `subprocess.Popen` has it."""
+
+    returncode: int | None
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStart:
+    """How one worker's process is to be started.
+
+    Attributes:
+        module, arguments: it runs as by `python -m`.
+        placement: where it runs.
+        environment: all of its variables.
+        stdin, pipe: descriptors of its standard input, and of the pipe that it reports through.
+        log: takes what it prints; None: that goes to where this process prints.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    placement: Placement
+    environment: Mapping[str, str]
+    stdin: int
+    pipe: int
+    log: IO[bytes] | None
+
+
+def start_process(start: WorkerStart) -> WorkerProcess:
+    """Start a fresh interpreter."""
+    return subprocess.Popen(
+        [*start.placement.prefix, sys.executable, "-m", start.module, *start.arguments],
+        stdin=start.stdin,
+        stdout=start.log,
+        stderr=start.log,
+        pass_fds=(start.pipe,),
+        start_new_session=True,
+        env={**start.environment, PIPE_VARIABLE: str(start.pipe)},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerProgram:
     """What a worker's process runs.
 
     Attributes:
         module: it runs as by `python -m`, with the path of a config.json.
-        forked: whether it may be forked from `offbeat_lab.worker_server`. What it sets before it
-            imports torch it then sets too late.
-        imports: what the process from which workers are forked imports for all of them.
+        start: makes the process.
         shown: ranks that print to where this process prints; the others print to logs.
         environment: variables that it is told in the place of the usual ones.
         ends_alone: whether one that has ended well does not mean that the others are about to.
     """
 
-    module: str = "offbeat_lab.worker"
-    forked: bool = True
-    imports: Sequence[str] = ()
+    module: str
+    start: Callable[[WorkerStart], WorkerProcess] = start_process
     shown: Collection[int] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_alone: bool = False
-
-
-TASK_WORKER: Final = WorkerProgram()
-"""Trains one of the lab's tasks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,7 +126,7 @@ class LocalWorker:
     """
 
     rank: int
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: WorkerProcess
     stdin: IO[bytes]
     pipe: int
     incarnation: int = 0
@@ -155,14 +210,16 @@ def start_worker(
     reading, writing = os.pipe()
     try:
         with (run_directory / "logs" / f"rank-{rank}.log").open("ab") as log:
-            process = _start_process(
-                str(run_directory / "config.json"),
-                placement,
-                {**os.environ, **environment, **placement.environment},
-                program=program,
-                stdin=stdin,
-                log=None if rank in program.shown else log,
-                pipe=writing,
+            process = program.start(
+                WorkerStart(
+                    module=program.module,
+                    arguments=[str(run_directory / "config.json")],
+                    placement=placement,
+                    environment={**os.environ, **environment, **placement.environment},
+                    stdin=stdin,
+                    pipe=writing,
+                    log=None if rank in program.shown else log,
+                )
             )
     except BaseException:
         os.close(to_stdin)
@@ -179,43 +236,4 @@ def start_worker(
         incarnation=incarnation,
         joined=not incarnation,
         seconds=seconds,
-    )
-
-
-def _start_process(
-    config_path: str,
-    placement: Placement,
-    environment: Mapping[str, str],
-    *,
-    program: WorkerProgram,
-    stdin: int,
-    log: IO[bytes] | None,
-    pipe: int,
-) -> subprocess.Popen[bytes] | ForkedProcess:
-    """Fork a worker, or start a fresh interpreter where that cannot be done. Both behave alike, but
-    a fresh one takes seconds to begin.
-    """
-    if program.forked:
-        output = sys.stdout.fileno() if log is None else log.fileno()
-        try:
-            return WORKER_FORKS.fork(
-                [program.module, config_path],
-                environment=environment,
-                stdin=stdin,
-                output=output,
-                pipe=pipe,
-                namespace=placement.namespace,
-                imports=program.imports,
-            )
-        except ForkServerError as error:
-            with suppress(OSError):  # a full disk takes no log
-                os.write(output, f"not forked: {error}\n".encode())
-    return subprocess.Popen(
-        [*placement.prefix, sys.executable, "-m", program.module, config_path],
-        stdin=stdin,
-        stdout=log,
-        stderr=log,
-        pass_fds=(pipe,),
-        start_new_session=True,
-        env={**environment, PIPE_VARIABLE: str(pipe)},
     )

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat.errors import ConfigError
+from offbeat.run.coordination import Coordinator, record_death
 from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat.transport.interface import bound_socket
-from offbeat_lab.coordination import Coordinator, record_death
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import PeerError
-from offbeat_lab.coordination import Coordinator, record_death
+from offbeat.run.coordination import Coordinator, record_death
 
 DEADLINE_S = 60.0
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
-
+from offbeat.codec.json_objects import Count
+from offbeat.run.config import RunConfig
 from offbeat.transport.wrappers import Arrival
-from offbeat_lab.config import RunConfig
-from offbeat_lab.emulation import EmulationReport
-
-Count: TypeAlias = Annotated[int, Field(ge=0)]
-"""How many, or which one."""
 
 SCHEMA: Final = 2
 """Version of the layout. A reader refuses a newer one."""
@@ -24,6 +19,9 @@ CONFIG: Final = "config.json"
 SUMMARY: Final = "summary.json"
 EVALUATIONS: Final = "evaluations.jsonl"
 MEGA_BATCHES: Final = "mega-batches.jsonl"
+
+
+Speeds: TypeAlias = Literal["equal", "quotas", "padded", "sleeping", "ignored"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +135,7 @@ class MegaBatch:
     at_s: float
     duration_s: float
     merge_s: float
-    by_rank: Annotated[Sequence[Share], Field(min_length=1)]
+    by_rank: Sequence[Share]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +161,8 @@ EVENT_FIELDS: Final = tuple(field.name for field in fields(StepEvent))
 HEAD_FIELDS: Final = tuple(field.name for field in fields(Head))
 
 
-class WorkerLoss(BaseModel):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLoss:
     """A worker that died while its peers went on.
 
     Attributes:
@@ -175,8 +174,6 @@ class WorkerLoss(BaseModel):
         returned_step, returned_s: after which step, and at what training time, it was back; None if
             it never was.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     rank: Count
     step: Count
@@ -200,10 +197,9 @@ class WorkerLoss(BaseModel):
         )
 
 
-class Summary(BaseModel):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
     """How a run ended. The fields are described in docs/records.md."""
-
-    model_config = ConfigDict(frozen=True)
 
     status: str
     task: str
@@ -214,29 +210,82 @@ class Summary(BaseModel):
     metric: float | None
     metric_name: str
     higher_is_better: bool
-    other_metrics: dict[str, float] = {}
+    other_metrics: Mapping[str, float] = field(default_factory=dict)
     loss: float | None
     seconds: float
     steps_per_s: float
     samples_per_s: float
     bytes_sent_per_step: float
     messages_sent_per_step: float
-    peak_memory_bytes: list[Count]
+    peak_memory_bytes: Sequence[Count]
     skipped_steps: Count
     mean_entry_age: float | None = None
     num_parameters: Count
     parameters_sha256: str
     replicas_identical: bool
     resumed_from_step: Count | None
-    notices: list[str]
-    losses: list[WorkerLoss] = []
+    notices: Sequence[str]
+    losses: Sequence[WorkerLoss] = ()
     run_directory: str
 
 
-class Attempt(BaseModel):
-    """One start of the run: the first, or a resume."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkCheck:
+    """What a worker's link carried before it was handed out.
 
-    model_config = ConfigDict(frozen=True)
+    Attributes:
+        worker: whose link.
+        peer: the worker it sent to; None where there is no other.
+        asked_bit_per_s: rate asked for, each way; None where it is not limited.
+        sent_bit_per_s, received_bit_per_s: payload, measured both ways at once.
+        share: the worse direction over what the links at both its ends allow; None where neither is
+            limited.
+        round_trip_s: the shortest of a few, to `peer` and back, of a byte while nothing else was
+            sent.
+        together: whether all workers were sending meanwhile; False where the link keeps its rate
+            only by itself.
+    """
+
+    worker: Count
+    peer: Count | None
+    asked_bit_per_s: float | None
+    sent_bit_per_s: float
+    received_bit_per_s: float
+    share: float | None
+    round_trip_s: float
+    together: bool = True
+
+    @property
+    def measured_bit_per_s(self) -> float:
+        """The worse of the two directions."""
+        return min(self.sent_bit_per_s, self.received_bit_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmulationReport:
+    """What was emulated, and how. It belongs into the record and on the page.
+
+    Attributes:
+        kind: by what means the network is emulated.
+        network, compute: a sentence each.
+        speeds: what makes workers of different speeds: the kernel's quotas, steps padded to a fixed
+            time, or workers that sleep after they computed; "equal" where there is no difference,
+            "ignored" where no emulation was asked for.
+        checks: of each worker's link, by worker; empty where the kernel emulates none.
+        notices: what was asked for and could not be emulated, why, and what stands in for it.
+    """
+
+    kind: Literal["none", "namespaces", "delaying"]
+    network: str
+    compute: str
+    speeds: Speeds = "equal"
+    checks: Sequence[LinkCheck] = ()
+    notices: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One start of the run: the first, or a resume."""
 
     started_at: str
     workers: Count
@@ -244,13 +293,12 @@ class Attempt(BaseModel):
     emulation: EmulationReport | None = None
 
 
-class RunHead(BaseModel):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHead:
     """The contents of config.json."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: str
     schema_version: int
     config: RunConfig
-    attempts: list[Attempt]
-    environment: dict[str, JsonValue]
+    attempts: Sequence[Attempt]
+    environment: Mapping[str, object]

@@ -19,10 +19,8 @@ import numpy as np
 import torch
 
 from offbeat.errors import RecordError
-from offbeat.session.checkpoint import Json
-from offbeat_lab.config import RunConfig
-from offbeat_lab.emulation import EmulationReport
-from offbeat_lab.records.layout import (
+from offbeat.run.config import RunConfig
+from offbeat.run.records.layout import (
     CONFIG,
     EVALUATIONS,
     EVENT_FIELDS,
@@ -32,6 +30,7 @@ from offbeat_lab.records.layout import (
     SCHEMA,
     SUMMARY,
     Attempt,
+    EmulationReport,
     Evaluation,
     MegaBatch,
     RunHead,
@@ -39,7 +38,7 @@ from offbeat_lab.records.layout import (
     Summary,
     WorkerLoss,
 )
-from offbeat_lab.records.reading import Record, read_head, tail
+from offbeat.run.records.reading import Record, read_head, tail
 
 _WRITE_EVERY_S: Final = 0.1
 
@@ -191,14 +190,12 @@ def begin_attempt(
         start_step=start_step,
         emulation=emulation,
     )
-    _write_head(
-        path, head.model_copy(update={"config": config, "attempts": [*head.attempts, attempt]})
-    )
+    _write_head(path, replace(head, config=config, attempts=[*head.attempts, attempt]))
     return len(head.attempts)
 
 
 def write_summary(summary: Summary) -> None:
-    _write_text(Path(summary.run_directory) / SUMMARY, summary.model_dump_json(indent=1))
+    _write_text(Path(summary.run_directory) / SUMMARY, json.dumps(asdict(summary), indent=1))
 
 
 def add_to_summary(
@@ -210,7 +207,7 @@ def add_to_summary(
     summary = Record(path).summary()
     if summary is not None and (remarks or losses):
         notices = [*(loss.sentence() for loss in losses), *summary.notices, *remarks]
-        summary = summary.model_copy(update={"notices": notices, "losses": list(losses)})
+        summary = replace(summary, notices=notices, losses=list(losses))
         write_summary(summary)
     return summary
 
@@ -265,11 +262,11 @@ def _resume_hint(path: Path) -> str:
     return f", or go on with --resume {path}" if any(path.glob("checkpoint/step-*")) else ""
 
 
-def environment() -> dict[str, Json]:
+def environment() -> dict[str, object]:
     """Where and with what this process runs, as a record keeps it."""
     import offbeat  # the facade; only its version is wanted
 
-    versions: dict[str, Json] = {
+    versions: dict[str, object] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
@@ -282,7 +279,7 @@ def environment() -> dict[str, Json]:
 
 
 def _write_head(path: Path, head: RunHead) -> None:
-    _write_text(path / CONFIG, head.model_dump_json(indent=1))
+    _write_text(path / CONFIG, json.dumps(asdict(head), indent=1))
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -7,19 +7,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-import pydantic
-from pydantic import BaseModel
-
 from offbeat.codec.json_objects import build
 from offbeat.errors import MALFORMED, RecordError
-from offbeat.session.checkpoint import Json
-from offbeat_lab.config import RunConfig
-from offbeat_lab.emulation import EmulationReport
-from offbeat_lab.records.layout import (
+from offbeat.run.config import RunConfig
+from offbeat.run.records.layout import (
     CONFIG,
     EVALUATIONS,
     EVENTS_KIND,
@@ -29,6 +24,7 @@ from offbeat_lab.records.layout import (
     SCHEMA,
     SUMMARY,
     Attempt,
+    EmulationReport,
     Evaluation,
     Head,
     MegaBatch,
@@ -37,12 +33,9 @@ from offbeat_lab.records.layout import (
     Summary,
 )
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M")
 L = TypeVar("L", Evaluation, MegaBatch)
 
-_EVENT = pydantic.TypeAdapter(StepEvent)
-_EVALUATION = pydantic.TypeAdapter(Evaluation)
-_MEGA_BATCH = pydantic.TypeAdapter(MegaBatch)
 _MOST: Final = 1 << 53
 """No number is larger but for metrics, losses and channels: arrays hold whole numbers exactly up to
 here.
@@ -79,11 +72,11 @@ class Record:
         return self._head.config
 
     @property
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> Sequence[Attempt]:
         return self._head.attempts
 
     @property
-    def environment(self) -> dict[str, Json]:
+    def environment(self) -> Mapping[str, object]:
         return self._head.environment
 
     @property
@@ -102,12 +95,10 @@ class Record:
         try:
             values = json.loads((self.path / SUMMARY).read_bytes())
             check_numbers(values, str(self.path / SUMMARY))
-            return Summary.model_validate(values)
+            return build(Summary, values)
         except OSError as error:
             raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
-        except pydantic.ValidationError as error:
-            raise RecordError(f"{self.path / SUMMARY} is damaged{describe(error)}") from None
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(f"{self.path / SUMMARY} is damaged: {error}") from None
 
     def events(self, rank: int) -> Iterator[StepEvent]:
@@ -123,11 +114,9 @@ class Record:
         limits = self._limits(rank)
         for place, values in _lines(path):
             try:
-                event = _EVENT.validate_python(values)
-            except pydantic.ValidationError as error:
-                raise RecordError(
-                    f"{path} holds a line that is no event{describe(error)}"
-                ) from None
+                event = build(StepEvent, values)
+            except MALFORMED as error:
+                raise RecordError(f"{path} holds a line that is no event: {error}") from None
             if event.step <= limits[place]:
                 yield event
 
@@ -175,7 +164,7 @@ class Record:
         Raises:
             RecordError: a line that is no evaluation.
         """
-        return _by_steps(self.path / EVALUATIONS, _EVALUATION, "evaluation")
+        return _by_steps(self.path / EVALUATIONS, Evaluation, "evaluation")
 
     def mega_batches(self) -> list[MegaBatch]:
         """In order, without what a resume took back; empty where ranks have batches of their own.
@@ -184,7 +173,7 @@ class Record:
             RecordError: a line that is no mega-batch.
         """
         path = self.path / MEGA_BATCHES
-        found = _by_steps(path, _MEGA_BATCH, "mega-batch")
+        found = _by_steps(path, MegaBatch, "mega-batch")
         # A run that was resumed with fewer workers had ranks that `config` does not know.
         for rank in {share.rank for mega_batch in found for share in mega_batch.by_rank}:
             if not self._events_path(rank).exists():
@@ -219,7 +208,7 @@ def tail(path: Path, num_bytes: int) -> bytes:
 def read_head(path: Path) -> RunHead:
     return read_versioned(
         path / CONFIG,
-        RunHead,
+        lambda content: build(RunHead, content),
         kind=RUN_KIND,
         schema=SCHEMA,
         what="run record",
@@ -228,13 +217,13 @@ def read_head(path: Path) -> RunHead:
 
 
 def read_versioned(
-    path: Path, model: type[M], *, kind: str, schema: int, what: str, command: str
+    path: Path, read: Callable[[object], M], *, kind: str, schema: int, what: str, command: str
 ) -> M:
     """The contents of a JSON file that says of itself what it is.
 
     Args:
         path: of the file.
-        model: what it holds.
+        read: makes what it holds out of JSON; raises `TypeError`, `ValueError` with the place.
         kind, schema: what its `kind` and `schema_version` must be.
         what, command: what its directory is, and what makes one, for messages.
 
@@ -263,15 +252,9 @@ def read_versioned(
         )
     check_numbers(content, str(path))
     try:
-        return model.model_validate(content)
-    except pydantic.ValidationError as error:
-        raise RecordError(f"{path} is damaged{describe(error)}") from None
-
-
-def describe(error: pydantic.ValidationError) -> str:
-    """Where something is wrong, and what."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f" at {'.'.join(map(str, first['loc'])) or 'the top'}: {first['msg']}"
+        return read(content)
+    except MALFORMED as error:
+        raise RecordError(f"{path} is damaged: {error}") from None
 
 
 def check_numbers(values: object, where: str) -> None:
@@ -327,16 +310,16 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         last = number
 
 
-def _by_steps(path: Path, kind: pydantic.TypeAdapter[L], name: str) -> list[L]:
+def _by_steps(path: Path, kind: type[L], name: str) -> list[L]:
     """The lines of `path`, which is there or not; a line takes back those of its step and of later
     ones.
     """
     found: list[L] = []
     for number, values in complete_lines(path) if path.exists() else ():
         try:
-            line = kind.validate_python(values)
-        except pydantic.ValidationError as error:
-            raise RecordError(f"{path}, line {number}, is no {name}{describe(error)}") from None
+            line = build(kind, values)
+        except MALFORMED as error:
+            raise RecordError(f"{path}, line {number}, is no {name}: {error}") from None
         found = [earlier for earlier in found if earlier.step < line.step] + [line]
     return found
 

@@ -1,0 +1,240 @@
+"""Workers on an emulated cluster: placed and slowed as its description says, and struck by its
+faults.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from offbeat.run.config import RunConfig
+from offbeat.run.interrupts import interrupts
+from offbeat.run.local_worker import LocalWorker, Placement, WorkerProgram
+from offbeat.run.progress import Listener, NoticeListener, ignore_notice
+from offbeat.run.records import WorkerLoss
+from offbeat.run.rendezvous import RunStore, StoreServer
+from offbeat.run.supervisor import POLL_S, WorkerGroup
+from offbeat_lab.cluster import ClusterFault, SpeedChange
+from offbeat_lab.config import cluster_of
+from offbeat_lab.emulation import Emulation
+from offbeat_lab.forked_start import TASK_WORKER
+from offbeat_lab.options import strategy_type
+from offbeat_lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
+
+
+class EmulatedGroup(WorkerGroup):
+    """The workers of one run on an emulated cluster.
+
+    Args:
+        run_directory: a record with a config.json; workers write beside it.
+        config: what it says.
+        emulation: of the run's cluster, or of this machine as it is.
+        program: what workers run.
+        options: further ones of `WorkerGroup`.
+
+    Attributes:
+        remarks: also what of the cluster's script could not be carried out.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        config: RunConfig,
+        emulation: Emulation,
+        *,
+        program: WorkerProgram = TASK_WORKER,
+        **options: Any,
+    ) -> None:
+        survives = strategy_type(config.strategy).survives_death
+        super().__init__(run_directory, config, program=program, survives_death=survives, **options)
+        self._emulation = emulation
+        self._cluster = cluster_of(config)
+        self._events = ScheduledEvents(self._cluster)
+        self._killed: dict[int, float] = {}
+        """Workers that the cluster's script has killed, and when."""
+        self._held_up: set[tuple[str, int]] = set()
+        self._heard_s = 0.0
+
+    @override
+    def poll(self, timeout_s: float) -> None:
+        """Also carries out the cluster's events that are due."""
+        super().poll(timeout_s)
+        for action in self._events.due(self._event_time_s()):
+            self._carry_out(action)
+
+    @override
+    def root_cause(self) -> LocalWorker | None:
+        worker = super().root_cause()
+        if worker is None:
+            self._remark_on_late_returns()
+        return worker
+
+    @override
+    def describe(self, worker: LocalWorker) -> str:
+        if worker.rank in self._killed:
+            return (
+                f"worker {worker.rank} was killed, as the cluster description says, and"
+                f" {self._config.strategy} cannot go on without it"
+            )
+        return super().describe(worker)
+
+    @override
+    def _serve_store(self) -> RunStore:
+        return self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
+
+    @override
+    def _placement(self, local_rank: int) -> Placement:
+        return self._emulation.placement(local_rank)
+
+    @override
+    def _watch(self, worker: LocalWorker) -> None:
+        super()._watch(worker)
+        self._emulation.admit(worker.rank, worker.process.pid)
+
+    @override
+    def _run_until(self, worker: LocalWorker, until_step: int) -> None:
+        self._apply_speed(worker.rank)
+        super()._run_until(worker, until_step)
+
+    @override
+    def _read(self, worker: LocalWorker) -> bool:
+        before_s = worker.seconds
+        more = super()._read(worker)
+        if worker.seconds != before_s:
+            self._heard_s = time.monotonic()
+        return more
+
+    @override
+    def _cause(self, worker: LocalWorker) -> str:
+        if worker.rank in self._killed and worker.rank not in self._ended_by_us:
+            return f"killed by the script at {self._killed[worker.rank]:g} s"
+        return super()._cause(worker)
+
+    @override
+    def _may_return(self, worker: LocalWorker) -> bool:
+        return worker.rank not in self._killed and super()._may_return(worker)
+
+    @override
+    def _start_again(self, old: LocalWorker) -> None:
+        self._killed.pop(old.rank, None)
+        super()._start_again(old)
+
+    @override
+    def _close(self) -> None:
+        super()._close()
+        for undoing, rank in self._held_up:
+            if undoing == "mend":  # the link is not this run's alone
+                self._emulation.set_link(rank, up=True)
+
+    def _remark_on_late_returns(self) -> None:
+        for action in self._events.remaining:
+            if isinstance(action, ClusterFault) and action.action == "return":
+                self._remark_not_carried_out(action, "the run was over before")
+
+    def _remark_not_carried_out(self, fault: ClusterFault, why: str) -> None:
+        self.remarks.append(
+            f"not carried out: {fault.action} worker {fault.worker} at {fault.at_s:g} s; {why}"
+        )
+
+    def _event_time_s(self) -> float:
+        """The time that events are due by: training time, but the clock's while a fault may hold
+        all workers up, since no training would bring about the fault's end.
+        """
+        return self.seconds + (time.monotonic() - self._heard_s if self._held_up else 0.0)
+
+    def _carry_out(self, action: ClusterFault | SpeedChange) -> None:
+        worker = self._workers[action.worker]
+        if isinstance(action, SpeedChange):
+            self._apply_speed(action.worker)
+        elif action.action == "return":
+            self._restart(action)
+        elif action.action in SIGNALS:
+            if worker.alive:
+                if action.action == "kill":
+                    self._killed[worker.rank] = action.at_s
+                os.killpg(worker.process.pid, SIGNALS[action.action])
+                self._record_hold_up(action)
+        elif self._emulation.set_link(action.worker, up=action.action == "mend"):
+            self._record_hold_up(action)
+        else:
+            self._remark_not_carried_out(action, "it needs network namespaces")
+
+    def _restart(self, action: ClusterFault) -> None:
+        """Start the process of a worker anew, unless it never died, or no peer is left for it to
+        join.
+        """
+        old = self._workers[action.worker]
+        if old.rank in self._killed:
+            old.process.wait()  # the same moment may have killed it
+        self._find_deaths()
+        if not old.death_recorded or not self._peers_go_on:
+            return
+        if self._num_interrupts or not any(worker.alive for worker in self._workers):
+            self._remark_not_carried_out(action, "the run was over before")
+            return
+        self._start_again(old)
+
+    def _record_hold_up(self, fault: ClusterFault) -> None:
+        if fault.action in UNDONE_BY:
+            self._held_up.add((UNDONE_BY[fault.action], fault.worker))
+            self._heard_s = time.monotonic()
+        self._held_up.discard((fault.action, fault.worker))
+
+    def _apply_speed(self, rank: int) -> None:
+        if self._cluster is not None:
+            self._emulation.set_speed(rank, self._cluster.speed_at(rank, self.seconds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOutcome:
+    """How the workers of a run ended.
+
+    Attributes:
+        finished: False when they were interrupted and have written a checkpoint.
+        remarks: what of the cluster's script could not be carried out.
+        losses: workers that died while their peers went on.
+    """
+
+    finished: bool
+    remarks: list[str]
+    losses: list[WorkerLoss]
+
+
+def supervise(
+    run_directory: Path,
+    config: RunConfig,
+    emulation: Emulation,
+    *,
+    on_progress: Listener,
+    on_notice: NoticeListener = ignore_notice,
+) -> RunOutcome:
+    """Run the workers of `run_directory/config.json` to their end.
+
+    Args:
+        run_directory: a record with a config.json; workers write beside it.
+        config: what it says.
+        emulation: of its cluster.
+        on_progress, on_notice: as of `WorkerGroup`.
+
+    Raises:
+        PeerError: a worker died or failed that its peers need, or all did, or the run was
+            interrupted before it could write a checkpoint. No worker is left.
+    """
+    with (
+        interrupts() as interrupted,
+        EmulatedGroup(
+            run_directory, config, emulation, on_progress=on_progress, on_notice=on_notice
+        ) as group,
+    ):
+        told = 0
+        while not group.has_ended:
+            while told < interrupted.count:
+                group.interrupt()
+                told += 1
+            group.poll(POLL_S)
+        return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)
