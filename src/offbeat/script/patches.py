@@ -10,7 +10,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/scrip
   by themselves.
 - `DistributedDataParallel._pre_forward`: a session is attached there, and told what the pass is to
   do; see `torch_private.PREPARES_FORWARD_OF_DDP`.
-- `DistributedDataParallel._run_ddp_forward`: see `torch_private.CALLS_MODULE_OF_DDP`.
+- `DistributedDataParallel._run_ddp_forward`: see `torch_private.CALLS_MODULE_OF_DDP`. `replicate`
+  says the same by an attribute before it calls `_pre_forward`, which takes it back there.
 - `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
 - `DistributedDataParallel.join`: it counts on the reducer's buckets.
@@ -50,6 +51,7 @@ from offbeat.torch_private import (
     PREPARES_FORWARD_OF_DDP,
     REGISTERS_BUILTIN_HOOK,
     TELLS_WHAT_DDP_LOGGED,
+    forget_active_ddp_module,
 )
 
 
@@ -125,7 +127,7 @@ def patched(
 
         ddp = DistributedDataParallel
         put(ddp, "__init__", _ddp_init(ddp.__init__, listener, exchanges, ddp_options))
-        prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener)
+        prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener, exchanges)
         put(ddp, PREPARES_FORWARD_OF_DDP, prepares)
         if not exchanges:
             put(dist, "Reducer", IdleReducer)
@@ -234,8 +236,14 @@ def _ddp_init(
     return init
 
 
-def _pre_forward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
-    tell = torch.compiler.disable(listener.forward_begins)
+def _pre_forward(
+    original: Callable[..., Any], listener: ScriptListener, exchanges: bool
+) -> Callable[..., Any]:
+    @torch.compiler.disable
+    def tell(ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+        if not exchanges:
+            forget_active_ddp_module()
+        listener.forward_begins(ddp, args)
 
     @wraps(original)
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
