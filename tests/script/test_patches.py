@@ -74,6 +74,8 @@ PLACES: list[tuple[object, str]] = [
     (torch.amp.GradScaler, "__init__"),
     (torch.nn.Module, "train"),
     (torch.Tensor, "backward"),
+    (torch.nn.utils, "clip_grad_norm_"),
+    (torch.nn.utils.clip_grad, "clip_grad_norm_"),
     (dist, "destroy_process_group"),
     (distributed_c10d, "destroy_process_group"),
 ]

@@ -19,6 +19,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/scrip
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
+- `torch.nn.utils.clip_grad_norm_`: where entries are selected within `backward()`, what it shortens
+  comes back from the residual. It becomes the strategy's `clip_norm`.
 - `torch.distributed.destroy_process_group`: sessions end before the group that they were made with;
   and the groups are kept until the script has ended, since DDP's reducer must not be the last that
   refers to one. It waits then for gloo's threads and holds the interpreter's lock, which they need
@@ -34,7 +36,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing.process
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
@@ -44,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 from offbeat.errors import UnsupportedError
 from offbeat.torch_private import (
@@ -83,6 +86,14 @@ class ScriptListener:
 
     def backward_ended(self) -> None:
         """It is about to return."""
+
+    def clips(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor | None:
+        """It wants to clip the gradients of `parameters`; returns their norm where that has been
+        done, None: let PyTorch do it.
+        """
+        return None
 
     def group_ends(self) -> None:
         """The process group is about to be destroyed."""
@@ -148,6 +159,9 @@ def patched(
         )
         put(torch.nn.Module, "train", _train(torch.nn.Module.train, listener))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
+        clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
+        for owner in (torch.nn.utils, clip_grad):
+            put(owner, "clip_grad_norm_", clip)
         kept: list[dist.ProcessGroup | None] = []
         stack.callback(kept.clear)
         destroy = _destroy(dist.destroy_process_group, listener, kept)
@@ -239,15 +253,16 @@ def _ddp_init(
 def _pre_forward(
     original: Callable[..., Any], listener: ScriptListener, exchanges: bool
 ) -> Callable[..., Any]:
-    @torch.compiler.disable
     def tell(ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
         if not exchanges:
             forget_active_ddp_module()
         listener.forward_begins(ddp, args)
 
+    tell_uncompiled = torch.compiler.disable(tell)
+
     @wraps(original)
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        tell(self, args)
+        tell_uncompiled(self, args)
         return original(self, *args, **kwargs)
 
     return pre_forward
@@ -283,6 +298,22 @@ def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callabl
         listener.backward_ended()
 
     return backward
+
+
+def _clip(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    @wraps(original)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = listener.clips(given, float(max_norm), float(norm_type))
+        return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
+
+    return clip_grad_norm_
 
 
 def _destroy(
