@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.run.own_record import Recorder as Recorder
     from offbeat.session.attach import attach as attach
     from offbeat.session.metrics import log as log
+    from offbeat.session.metrics import step as step
     from offbeat.session.session import Session as Session
     from offbeat.session.state import reshard as reshard
     from offbeat.strategies.adaptive import AdaptiveSGD as AdaptiveSGD
@@ -57,6 +58,7 @@ _HOMES = {
     "attach": "offbeat.session.attach",
     "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",
+    "step": "offbeat.session.metrics",
     **{entry.class_name: entry.module for entry in _REGISTRY.entries.values()},
 }
 """Where each public name is defined; strategies come from their registry."""

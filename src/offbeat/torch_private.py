@@ -55,6 +55,15 @@ def active_ddp_module() -> DistributedDataParallel | None:
     return active
 
 
+def forget_active_ddp_module() -> None:
+    """Make `active_ddp_module` say that no forward pass of DistributedDataParallel runs.
+
+    `torch.distributed._composable.replicate` says by this attribute that one runs, and takes it
+    back in a hook that does not run where the pass raises. No public name sets it.
+    """
+    DistributedDataParallel._active_ddp_module = None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How many times `tensor`, or a view of its memory, has been changed in place.
 

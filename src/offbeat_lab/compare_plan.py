@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.local_worker import TASK_WORKER, WorkerProgram
 from offbeat.strategies.docstrings import first_sentence
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy
@@ -20,7 +21,6 @@ from offbeat_lab.config import (
     resolve_script,
 )
 from offbeat_lab.emulation import Mode as EmulationMode
-from offbeat_lab.local_worker import TASK_WORKER, WorkerProgram
 from offbeat_lab.memory import num_runs_that_fit
 from offbeat_lab.options import BATCH_SHARES, parse_spec, strategy_type
 

@@ -25,12 +25,12 @@ from offbeat.errors import OffbeatError, RecordError
 from offbeat.run import records
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
+from offbeat.run.supervisor import WorkerGroup
 from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.compare_plan import ALONE, ComparePlan
 from offbeat_lab.config import RunConfig
 from offbeat_lab.emulation import Emulation
 from offbeat_lab.options import build_strategy
-from offbeat_lab.supervisor import WorkerGroup
 
 _POLL_S = 0.1
 _FIRST_TURN_STEPS = 3

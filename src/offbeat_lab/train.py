@@ -18,6 +18,7 @@ from offbeat.run.progress import (
 )
 from offbeat.run.records import Record, Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.run.rendezvous import Launch, join, launched, leave
+from offbeat.run.supervisor import supervise
 from offbeat.session.checkpoint import latest, remove_partial, verify
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request, RunConfig, resolve, resolve_resume
@@ -25,7 +26,6 @@ from offbeat_lab.emulation import emulate
 from offbeat_lab.memory import num_runs_that_fit
 from offbeat_lab.replaying import check_replay
 from offbeat_lab.schedule import Position
-from offbeat_lab.supervisor import supervise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

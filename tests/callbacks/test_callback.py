@@ -72,6 +72,9 @@ def test_a_wrapped_part_answers_as_the_inner_one_does() -> None:
         def clip_gradients(self, max_norm: float) -> float:
             return 2 * max_norm
 
+        def clip_as_loop_does(self, max_norm: float) -> float:
+            return 3 * max_norm
+
         def state_dict(self) -> dict[str, dict[str, Any]]:
             return {"local": {"value": 7}}
 
@@ -80,6 +83,7 @@ def test_a_wrapped_part_answers_as_the_inner_one_does() -> None:
     assert wrapped.counters() == {"exchanges": 2.0}
     assert wrapped.averaging_weight() == 0.5
     assert wrapped.clip_gradients(3.0) == 6.0
+    assert wrapped.clip_as_loop_does(3.0) == 9.0
     assert wrapped.state_dict() == {"local": {"value": 7}}
 
 

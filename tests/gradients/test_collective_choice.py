@@ -31,6 +31,13 @@ def test_the_choice_is_said_once_whichever_it_is(
     assert len(chosen) == 1
     assert (chosen == {"dense"}) == (name == "dense")
     [(how, remark)] = said
+    # Whoever wants to see what sparse messages do is told how to have them.
+    others = {
+        other
+        for other in ("reduce_scatter", "all_gather")
+        if f'pass collective="{other}"' in remark
+    }
+    assert len(others) == (name == "dense")
     assert how == level
     assert f'collective="auto" chose {chosen.pop()} for 1,000,000 elements' in remark
     assert remark.count(" ms") == 3

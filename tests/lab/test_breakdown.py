@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from offbeat.errors import RecordError
-from offbeat_lab.breakdown import Steps, read_steps
-from offbeat_lab.config import RunConfig
 from offbeat.run.records import (
     EventWriter,
     MegaBatch,
@@ -28,6 +26,8 @@ from offbeat.run.records import (
     begin_attempt,
     create,
 )
+from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.config import RunConfig
 
 EVENT = StepEvent(
     step=1,

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.interrupts import Interrupts
+from offbeat.run.progress import WorkerProgress
 from offbeat_lab import compare, interleaving, memory
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import read_comparison
-from offbeat.run.interrupts import Interrupts
-from offbeat.run.progress import WorkerProgress
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(

@@ -30,10 +30,7 @@ from fuzz_support import (
 )
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import CheckpointError, ConfigError, RecordError, WireError
-from offbeat_lab import cluster
-from offbeat_lab.comparison import FILE, read_comparison
-from offbeat_lab.local_worker import LocalWorker
-from offbeat_lab.profiles import read_profiles
+from offbeat.run.local_worker import LocalWorker
 from offbeat.run.progress import (
     MAX_REPORT_BYTES,
     Failure,
@@ -46,6 +43,9 @@ from offbeat.run.progress import (
     encode,
 )
 from offbeat.run.records import Record, last_step
+from offbeat_lab import cluster
+from offbeat_lab.comparison import FILE, read_comparison
+from offbeat_lab.profiles import read_profiles
 from offbeat_lab.schedule import Position
 from offbeat_lab.tasks.npz import read_arrays
 from report_support.synthetic import mega_batch_of

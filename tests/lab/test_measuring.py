@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.run.coordination import Coordinator, record_death
+from offbeat.run.records import Evaluation
 from offbeat_lab.measuring import (
     evaluate,
     keeps_models,
@@ -19,7 +20,6 @@ from offbeat_lab.measuring import (
     measure_complete,
     measure_rest,
 )
-from offbeat.run.records import Evaluation
 
 
 class Recorder:

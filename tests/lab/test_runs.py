@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from offbeat.errors import CheckpointError, PeerError, RecordError
+from offbeat.run.progress import WorkerProgress
+from offbeat.run.records import Record, Summary
+from offbeat.run.rendezvous import StoreServer
 from offbeat.session.checkpoint import latest, verify
 from offbeat_lab.cli import main as command_line
 from offbeat_lab.config import Request
 from offbeat_lab.forked_workers import WorkerForks
 from offbeat_lab.forking import ForkServerError
-from offbeat.run.progress import WorkerProgress
-from offbeat.run.records import Record, Summary
-from offbeat.run.rendezvous import StoreServer
 from offbeat_lab.train import plan, train
 from ranks_support.launch import Place, launch_in_places
 from ranks_support.process import StartProcess, start_process

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import PeerError
+from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat.run.records import Record, Summary
 from offbeat.session.checkpoint import latest, verify
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, ClusterFault
 from offbeat_lab.config import Request
-from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.records import Record, Summary
 from offbeat_lab.report.page import write_report
 from offbeat_lab.train import plan, train
 

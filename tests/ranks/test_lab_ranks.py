@@ -22,15 +22,15 @@ import offbeat_lab.cli.comparing
 import offbeat_lab.cli.main
 from lab_support.data import npz
 from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.run.local_worker import LocalWorker
+from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat.run.records import Record, StepEvent
 from offbeat_lab import supervisor
 from offbeat_lab.cli.common import EXIT_INTERRUPTED
 from offbeat_lab.cluster import Cluster, ClusterFault
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import MEASURES, Comparison, read_comparison
 from offbeat_lab.config import Request
-from offbeat_lab.local_worker import LocalWorker
-from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.records import Record, StepEvent
 from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters
 from ranks_support.launch import RunRanks

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RecordError
-from offbeat_lab.comparison import ComparedStrategy, write_comparison
 from offbeat.run.records import begin_attempt
+from offbeat_lab.comparison import ComparedStrategy, write_comparison
 from offbeat_lab.report.page import write_report
 from report_support.synthetic import (
     CLUSTER,

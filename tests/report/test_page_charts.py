@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from offbeat_lab.breakdown import Steps
 from offbeat.run.records import WorkerLoss
+from offbeat_lab.breakdown import Steps
 from offbeat_lab.report.charts import bin_mean, line_charts
 from offbeat_lab.report.charts_timeline import (
     MAX_BARS,

@@ -12,8 +12,8 @@ from typing import Self
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat_lab.config import Request, resolve
 from offbeat.run.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
+from offbeat_lab.config import Request, resolve
 from offbeat_lab.report import trace
 from offbeat_lab.report.tensorboard import write_scalars
 

@@ -12,15 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
-from offbeat_lab.analysis import analyse
-from offbeat_lab.cluster import Cluster, LinkSpec
-from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison
-from offbeat_lab.config import RunConfig
-from offbeat.run.records import EmulationReport, LinkCheck
-from offbeat_lab.profiles import ProfileWriter
 from offbeat.run.records import (
+    EmulationReport,
     Evaluation,
     EventWriter,
+    LinkCheck,
     MegaBatch,
     Share,
     StepEvent,
@@ -29,6 +25,11 @@ from offbeat.run.records import (
     create,
     write_summary,
 )
+from offbeat_lab.analysis import analyse
+from offbeat_lab.cluster import Cluster, LinkSpec
+from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison
+from offbeat_lab.config import RunConfig
+from offbeat_lab.profiles import ProfileWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

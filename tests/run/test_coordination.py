@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import PeerError
-from offbeat.run.coordination import Coordinator, record_death
+from offbeat.run.coordination import (
+    Coordinator,
+    only_returned_ranks_step,
+    publish_step,
+    record_death,
+)
 
 DEADLINE_S = 60.0
 
@@ -151,3 +156,29 @@ def test_where_nobody_notes_deaths_all_wait_for_all_and_rank_0_leads() -> None:
         == [["0", "1"]] * 2
     )
     assert [coordinator.must_perform("summary", range(2)) for coordinator in ranks] == [True, False]
+
+
+def test_a_rank_that_comes_back_is_told_how_far_the_others_are() -> None:
+    store, (first, second) = coordinators(2)
+    assert (first.step, second.step) == (0, 0)
+    publish_step(store, 0, 34)
+    publish_step(store, 1, 31)
+    record_death(store, 1, deaths=1)
+    assert Coordinator(store, 1, 2, incarnation=1, supervised=True).step == 34
+
+
+def test_ranks_that_never_died_are_done_without_those_that_came_back() -> None:
+    store, (first, second, third) = coordinators(3)
+    record_death(store, 1, deaths=1)
+    second.take_no_more_steps()
+    first.take_no_more_steps()
+    assert not only_returned_ranks_step(store, 3)
+    third.take_no_more_steps()
+    assert only_returned_ranks_step(store, 3)
+
+
+def test_where_all_ranks_have_come_back_none_is_ended_for_the_others_sake() -> None:
+    store, _ = coordinators(2)
+    for rank in range(2):
+        record_death(store, rank, deaths=1)
+    assert not only_returned_ranks_step(store, 2)

@@ -485,3 +485,83 @@ def test_a_script_that_knows_nothing_of_kfac_keeps_its_learning_rate(
     own = nn.Linear(3, 1)
     with offbeat.attach(own, torch.optim.SGD(own.parameters(), lr=0.1), asked) as session:
         assert session.strategy == asked
+
+
+def clipped_steps(
+    ddp: nn.Module, optimizer: torch.optim.Optimizer, *, sizes: list[float], max_norm: float
+) -> list[float]:
+    """The norms that a script is told which clips in each step; gradients are of these sizes."""
+    norms = []
+    for size in sizes:
+        (size * ddp(X)).sum().backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def norm_of_gradient(size: float) -> float:
+    """Of `nn.Linear(3, 8)` in `clipped_steps`."""
+    model = nn.Linear(3, 8)
+    (size * model(X)).sum().backward()
+    return float(
+        torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    )
+
+
+def test_a_scripts_clipping_clips_before_entries_are_selected(stack: ExitStack) -> None:
+    """An outlier after the first step leaves no more behind than what it is clipped to."""
+    script = Script(offbeat.GTopK(density=0.1, dense_below=0, warmup=None), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    norms = clipped_steps(ddp, optimizer, sizes=[1e-3, 1e3, 1e-3], max_norm=1.0)
+    assert norms[1:] == [pytest.approx(norm_of_gradient(size)) for size in (1e3, 1e-3)]
+    assert script.session.gauges()["residual_norm"] < 1.1
+    assert (
+        sum("clipped before entries are selected" in each for each in script.session.notices) == 1
+    )
+
+
+def test_a_scripts_clipping_does_not_keep_adams_scaling_from_being_taken(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=0.1, dense_below=0, collective="tree"), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    clipped_steps(ddp, torch.optim.AdamW(ddp.parameters()), sizes=[9.0, 9.0], max_norm=1.0)
+    assert any("Adam's own scaling and momentum rest" in each for each in script.session.notices)
+
+
+def test_the_strategys_own_clip_norm_stands(stack: ExitStack) -> None:
+    script = Script(offbeat.GTopK(density=0.1, dense_below=0, clip_norm=0.5), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    clipped_steps(ddp, optimizer, sizes=[1e3], max_norm=100.0)
+    assert script.session.gauges()["residual_norm"] < 0.51
+
+
+@pytest.mark.parametrize("strategy", [offbeat.AllReduce(), offbeat.LocalSGD(), offbeat.EF21()])
+def test_where_nothing_is_owed_the_script_clips_by_itself(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    Script(strategy, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        (1e3 * ddp(X)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
+        assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(1.0, rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"norm_type": 1.0}, {"max_norm": float("inf")}])
+def test_other_norms_and_no_limit_are_the_scripts_own_affair(
+    stack: ExitStack, options: dict[str, float]
+) -> None:
+    script = Script(offbeat.GTopK(density=0.1, dense_below=0), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(X).sum().backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), **{"max_norm": 1.0, **options})
+    torch.nn.utils.clip_grad_norm_(list(ddp.parameters())[:1], 1.0)
+    optimizer.step()
+    assert not any("clipped before" in each for each in script.session.notices)

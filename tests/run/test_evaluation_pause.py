@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from offbeat.run.evaluation_pause import EvaluationPause
 from offbeat.run.coordination import Coordinator, record_death
+from offbeat.run.evaluation_pause import EvaluationPause
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from offbeat.errors import ConfigError
 from offbeat.run.hosts import Meeting, meet
-from offbeat.transport.connect import SECRET_VARIABLE
 from offbeat.run.rendezvous import LOOPBACK, StoreServer
+from offbeat.transport.connect import SECRET_VARIABLE
 
 CHOSEN = "a secret that the user chose"
 IN_STORE = "offbeat-hosts/secret"

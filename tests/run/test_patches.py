@@ -74,6 +74,8 @@ PLACES: list[tuple[object, str]] = [
     (torch.amp.GradScaler, "__init__"),
     (torch.nn.Module, "train"),
     (torch.Tensor, "backward"),
+    (torch.nn.utils, "clip_grad_norm_"),
+    (torch.nn.utils.clip_grad, "clip_grad_norm_"),
     (dist, "destroy_process_group"),
     (distributed_c10d, "destroy_process_group"),
 ]
@@ -134,6 +136,17 @@ def test_the_module_does_not_know_that_ddp_calls_it(heard: Heard) -> None:
     ddp.module.register_forward_pre_hook(lambda *_: seen.append(active_ddp_module()))
     ddp(torch.ones(1, 3))
     assert seen == [None]
+
+
+def test_neither_does_one_that_is_replicated_nor_what_comes_after_a_pass_that_raised(
+    heard: Heard,
+) -> None:
+    seen = []
+    model = replicate(torch.nn.Linear(3, 1))
+    model.register_forward_pre_hook(lambda *_: seen.append(active_ddp_module()))
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 4))
+    assert [*seen, active_ddp_module()] == [None, None]
 
 
 def test_each_way_to_a_forward_pass_is_heard_of(heard: Heard) -> None:

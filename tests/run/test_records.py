@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RecordError
-from offbeat_lab.config import Request, RunConfig, resolve
 from offbeat.run.records import (
     EventWriter,
     MegaBatch,
@@ -23,6 +22,7 @@ from offbeat.run.records import (
     lock,
     write_summary,
 )
+from offbeat_lab.config import Request, RunConfig, resolve
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 

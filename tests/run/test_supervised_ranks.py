@@ -16,14 +16,14 @@ import pytest
 
 from offbeat.run.children import CHILD_VARIABLE, ChildFunction
 from offbeat.run.plan import script_command, script_config
+from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat.run.records import Record
 from offbeat.run.supervise import ScriptOutcome, run_script, script_program
 from offbeat.transport.interface import PORTS_VARIABLE
 from offbeat_lab import supervisor
 from offbeat_lab.cli.comparing import comparison_display
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.records import Record
 from offbeat_lab.report.page import write_report
 from rank_jobs.script import name_of_ddps_reducer, step_around_the_wrapper, step_by_hand
 from ranks_support.launch import RanksError, RunRanks
@@ -89,6 +89,7 @@ class RunScript:
         restarts: int = 0,
         log_to: Sequence[str] = (),
         before: str = "",
+        steps: int | None = None,
         hear: Callable[[WorkerProgress], None] = lambda progress: None,
     ) -> ScriptOutcome:
         script = self.directory / "train.py"
@@ -102,7 +103,7 @@ class RunScript:
                 hear(report)
 
         return run_script(
-            script_config(command, strategy, workers=workers, log_to=log_to),
+            script_config(command, strategy, workers=workers, steps=steps, log_to=log_to),
             out=self.directory / "record",
             restarts=restarts,
             forked=True,
@@ -172,6 +173,74 @@ dist.destroy_process_group()
     assert {event.batch_size for event in events} == {16}
     assert all(event.loss is not None and event.loss >= 0 for event in events)
     assert "Accuracy 0.25" in write_report(outcome.directory).read_text()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_survivors_do_not_wait_for_a_worker_that_has_come_back_to_run_the_script_again(
+    run: RunScript, asks: bool
+) -> None:
+    """It would never come to an end. What it was told of the run's steps is true, and a script
+    that does not ask for them is warned.
+    """
+    outcome = run(
+        f"""
+asks = {asks}
+came_back = "OFFBEAT_RETURN" in os.environ
+told = [offbeat.step()] if asks else []
+back = sys.argv[1]
+number = 0
+while came_back or number < 30 or not os.path.exists(back):
+    step()
+    number += 1
+    if asks:
+        told.append(offbeat.step())
+    if came_back and number == 5:
+        open(back + ".told", "w").write(repr(told))
+        os.rename(back + ".told", back)
+    if rank == 0 and number == 20 and not came_back:
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+""",
+        str(run.directory / "back"),
+        strategy="wagma",
+        workers=3,
+        restarts=1,
+    )
+    assert (outcome.status, outcome.problem) == (0, None)
+    assert outcome.summary is not None
+    (loss,) = outcome.summary.losses
+    assert loss.returned_step is not None
+    text = "; ".join(outcome.summary.notices)
+    assert re.search(r"worker 0, which had come back, was ended.* they had waited \d", text)
+    assert ("it has not asked offbeat.step()" in text) == (not asks)
+    told = json.loads((run.directory / "back").read_text())
+    if asks:
+        assert told[0] <= loss.returned_step
+        assert told[1:] == [loss.returned_step + number for number in range(1, 6)]
+
+
+def test_a_script_without_ddp_is_stopped_after_its_steps_and_told(run: RunScript) -> None:
+    outcome = run(
+        "",
+        str(run.directory),
+        before="""
+dist.init_process_group("gloo")
+plain = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+try:
+    for number in range(40):
+        plain(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+finally:
+    open(f"{sys.argv[1]}/{number}-{dist.get_rank()}", "w").close()
+""",
+        strategy="gtopk",
+        steps=3,
+    )
+    assert outcome.status == 1
+    assert outcome.problem is not None
+    assert "gtopk exchanges nothing; wrap the model" in outcome.problem
+    assert sorted(path.name for path in run.directory.glob("*-*")) == ["2-0", "2-1"]
 
 
 def test_all_workers_start_anew_where_none_can_go_on_and_the_script_resumes(run: RunScript) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from offbeat.run.plan import script_command, script_config
+from offbeat.run.progress import Failure, Report
 from offbeat.run.recipes import recipe_for
 from offbeat.run.recording import ScriptRecorder
 from offbeat.run.worker import ScriptRun
 from offbeat_lab.pauses import StepLimit
-from offbeat.run.progress import Failure, Report
 
 TRAINS_ALONE = """
 import torch

@@ -155,6 +155,15 @@ class Callback:
         """
         return None
 
+    def clip_as_loop_does(self, max_norm: float) -> float | None:
+        """Take the place of a loop's own clipping of `param.grad` to `max_norm`, if this part
+        selects entries before that: clip what it selects from, from the next exchange on.
+
+        Returns:
+            As `clip_gradients`; None: the loop's clipping does no harm.
+        """
+        return None
+
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         """Write the mean of all living ranks' models into `weights`, which belong to a copy of the
         model. Called only if `averages_models`. Collective unless `averages_alone`.
@@ -282,6 +291,10 @@ class WrappedCallback(Callback):
     @override
     def clip_gradients(self, max_norm: float) -> float | None:
         return self.inner.clip_gradients(max_norm)
+
+    @override
+    def clip_as_loop_does(self, max_norm: float) -> float | None:
+        return self.inner.clip_as_loop_does(max_norm)
 
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:

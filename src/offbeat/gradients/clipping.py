@@ -44,10 +44,12 @@ class LocalClipping:
     Attributes:
         norm: of this rank's last gradient, unscaled, before it was clipped; 0 before the first one
             and where nothing is clipped.
+        is_given: whether the strategy was given the threshold, and does not follow a loop's.
     """
 
     def __init__(self, clip_norm: float | None, *, world_size: int) -> None:
         self.norm = 0.0
+        self.is_given = clip_norm is not None
         self._clip_norm = clip_norm
         self._world_size = world_size
 
@@ -67,6 +69,11 @@ class LocalClipping:
         if math.isfinite(self.norm) and self.norm > limit:
             for flat in flats:
                 flat.mul_(limit / self.norm)
+
+    def follow(self, max_norm: float) -> None:
+        """From the next gradient on the threshold is `max_norm`, to which the loop clips."""
+        if not self.is_given:
+            self._clip_norm = max_norm
 
     def check(self, max_norm: float) -> None:
         """Raise `ConfigError` unless gradients were clipped with the threshold `max_norm`."""

@@ -214,7 +214,6 @@ class GradientExchange(Callback):
         self._agree_on = agree_on
         self._taken = taken
         self._clipping = clipping
-        self._clips = clipping is not None and clipping.is_on
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
         self._launch_order = launch_order or LaunchOrder()
         self._listeners: list[ExchangeListener] = []
@@ -305,7 +304,7 @@ class GradientExchange(Callback):
         # rank failed.
         # Buckets are launched in one order on every rank, because dense operations match by order.
         # Where the whole gradient is clipped, none may leave before all are there.
-        if self._clips:
+        if self._clips_first:
             return
         while (
             self._num_launched < len(self._pairs) - 1 and not self._num_missing[self._num_launched]
@@ -371,7 +370,7 @@ class GradientExchange(Callback):
     # One exchange
 
     def _exchange(self, *, failed: bool = False) -> None:
-        if self._clips and not failed:
+        if self._clips_first and not failed:
             self._clip_gradients()
         while self._num_launched < len(self._pairs):
             self._launch_next(failed=failed)
@@ -400,6 +399,10 @@ class GradientExchange(Callback):
             self.counts.skipped_in_a_row = 0
             for b, tally in enumerate(tallies):
                 self._publish_grads(b, tally)
+
+    @property
+    def _clips_first(self) -> bool:
+        return self._clipping is not None and self._clipping.is_on
 
     def _clip_gradients(self) -> None:
         assert self._clipping is not None
@@ -532,6 +535,23 @@ class GradientExchange(Callback):
         if self._clipping is not None:
             self._clipping.check(max_norm)
             return self._clipping.norm
+        return self._clip_mean(max_norm)
+
+    @override
+    def clip_as_loop_does(self, max_norm: float) -> float | None:
+        clipping = self._clipping
+        if clipping is None:
+            return None
+        is_clipped = clipping.is_on
+        if not is_clipped:
+            self._notify(
+                f"the loop clips gradients to the norm {max_norm:g}: from the next step on they are"
+                f" clipped before entries are selected, as by clip_norm={max_norm:g}"
+            )
+        clipping.follow(max_norm)
+        return clipping.norm if is_clipped else self._clip_mean(max_norm)
+
+    def _clip_mean(self, max_norm: float) -> float:
         # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
         # on the number of threads and on the processor.
         placed = {

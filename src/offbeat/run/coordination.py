@@ -33,6 +33,19 @@ def record_death(store: Store, rank: int, *, deaths: int) -> None:
     store.set(_deaths_key(rank), str(deaths))
 
 
+def publish_step(store: Store, rank: int, step: int) -> None:
+    """Tell ranks that come back how many steps `rank` has done. The supervisor calls this, which
+    hears of it anyway.
+    """
+    store.set(_step_key(rank), str(step))
+
+
+def only_returned_ranks_step(store: Store, world_size: int) -> bool:
+    """Whether some ranks have never died, and all of them take no more steps."""
+    originals = [rank for rank in range(world_size) if not store.check([_deaths_key(rank)])]
+    return bool(originals) and store.check([_no_more_steps_key(rank) for rank in originals])
+
+
 class Coordinator:
     """One rank's view of what is agreed on.
 
@@ -154,14 +167,22 @@ class Coordinator:
 
     def take_no_more_steps(self) -> None:
         """No rank is to wait for this one in `meet` any more."""
-        self.publish(f"no more steps/{self.rank}", "")
+        self._store.set(_no_more_steps_key(self.rank), "")
+
+    @property
+    def step(self) -> int:
+        """How many steps the rank that is furthest had done about half a second ago; 0 where no
+        supervisor says it.
+        """
+        keys = [_step_key(rank) for rank in range(self.world_size)]
+        return max([0, *(int(self._store.get(key)) for key in keys if self._store.check([key]))])
 
     def _has_come(self, name: str, rank: int, step: int) -> bool:
         lives = self._is_alive(rank, step)  # before looking, as in `_text`
         return (
             self.published(f"{name}/{rank}") is not None
             or not lives
-            or self.published(f"no more steps/{rank}") is not None
+            or self._store.check([_no_more_steps_key(rank)])
         )
 
     @property
@@ -248,6 +269,14 @@ class Coordinator:
 
 def _deaths_key(rank: int) -> str:
     return f"{_PREFIX}/deaths/{rank}"
+
+
+def _no_more_steps_key(rank: int) -> str:
+    return f"{_PREFIX}/no more steps/{rank}"
+
+
+def _step_key(rank: int) -> str:
+    return f"{_PREFIX}/step/{rank}"
 
 
 def _back_key(rank: int, incarnation: int) -> str:

@@ -16,6 +16,7 @@ wrapped anew.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,6 +94,12 @@ class ModelListener:
 
     def evaluates(self) -> None:
         """The script puts a model out of training mode."""
+
+    def stepped_without_session(self) -> None:
+        """The script, which has a process group and no DDP model, has taken a step."""
+
+    def training_ends(self) -> None:
+        """The script takes no more steps. Its sessions are about to end."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,6 +234,21 @@ class ScriptSessions(ScriptListener):
         self._listener.backward_ended()
 
     @override
+    def clips(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor | None:
+        if norm_type != 2 or not 0 < max_norm < math.inf:
+            return None
+        given = _with_gradient(parameters)
+        for coupled in self._coupled:
+            # The norm of a part of the model, or of several models, is no `clip_norm`.
+            if given == _with_gradient(coupled.module.parameters()) and isinstance(
+                coupled.session, Session
+            ):
+                return coupled.session.clip_as_loop_does(max_norm)
+        return None
+
+    @override
     def group_ends(self) -> None:
         self.close(None)
 
@@ -258,6 +280,7 @@ class ScriptSessions(ScriptListener):
 
     def close(self, error: BaseException | None) -> None:
         """End all sessions; after `error`, if that ended the script. Idempotent."""
+        self._listener.training_ends()
         for coupled in list(self._coupled):
             self._end(coupled, error)
 
@@ -367,6 +390,7 @@ class ScriptSessions(ScriptListener):
             self.trains_without_session = True
             _refuse_what_nobody_exchanges(optimizer)
             self.trains_without_ddp = True
+            optimizer.register_step_post_hook(lambda *_: self._listener.stepped_without_session())
             LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
         elif not self._recipe.ddp_exchanges and any(
             id(p) in stepped for ddp in self._adopted for p in ddp.module.parameters()
@@ -376,6 +400,10 @@ class ScriptSessions(ScriptListener):
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _with_gradient(parameters: Iterable[torch.Tensor]) -> set[int]:
+    return {id(parameter) for parameter in parameters if parameter.grad is not None}
 
 
 def _optimizer_of(

@@ -15,10 +15,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offbeat_lab.supervisor import HostShare
-
 from offbeat.errors import ConfigError
 from offbeat.run.rendezvous import RunStore, StoreClient, StoreServer
+from offbeat.run.supervisor import HostShare
 from offbeat.transport.connect import SECRET_VARIABLE
 from offbeat.transport.interface import interface_of, listen_address
 

@@ -10,7 +10,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   by themselves.
 - `DistributedDataParallel._pre_forward`: a session is attached there, and told what the pass is to
   do; see `torch_private.PREPARES_FORWARD_OF_DDP`.
-- `DistributedDataParallel._run_ddp_forward`: see `torch_private.CALLS_MODULE_OF_DDP`.
+- `DistributedDataParallel._run_ddp_forward`: see `torch_private.CALLS_MODULE_OF_DDP`. `replicate`
+  says the same by an attribute before it calls `_pre_forward`, which takes it back there.
 - `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
 - `DistributedDataParallel.join`: it counts on the reducer's buckets.
@@ -18,6 +19,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
+- `torch.nn.utils.clip_grad_norm_`: where entries are selected within `backward()`, what it shortens
+  comes back from the residual. It becomes the strategy's `clip_norm`.
 - `torch.distributed.destroy_process_group`: sessions end before the group that they were made with;
   and the groups are kept until the script has ended, since DDP's reducer must not be the last that
   refers to one. It waits then for gloo's threads and holds the interpreter's lock, which they need
@@ -33,7 +36,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing.process
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
@@ -43,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 from offbeat.errors import UnsupportedError
 from offbeat.torch_private import (
@@ -50,6 +54,7 @@ from offbeat.torch_private import (
     PREPARES_FORWARD_OF_DDP,
     REGISTERS_BUILTIN_HOOK,
     TELLS_WHAT_DDP_LOGGED,
+    forget_active_ddp_module,
 )
 
 
@@ -81,6 +86,14 @@ class ScriptListener:
 
     def backward_ended(self) -> None:
         """It is about to return."""
+
+    def clips(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor | None:
+        """It wants to clip the gradients of `parameters`; returns their norm where that has been
+        done, None: let PyTorch do it.
+        """
+        return None
 
     def group_ends(self) -> None:
         """The process group is about to be destroyed."""
@@ -125,7 +138,7 @@ def patched(
 
         ddp = DistributedDataParallel
         put(ddp, "__init__", _ddp_init(ddp.__init__, listener, exchanges, ddp_options))
-        prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener)
+        prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener, exchanges)
         put(ddp, PREPARES_FORWARD_OF_DDP, prepares)
         if not exchanges:
             put(dist, "Reducer", IdleReducer)
@@ -146,6 +159,9 @@ def patched(
         )
         put(torch.nn.Module, "train", _train(torch.nn.Module.train, listener))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
+        clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
+        for owner in (torch.nn.utils, clip_grad):
+            put(owner, "clip_grad_norm_", clip)
         kept: list[dist.ProcessGroup | None] = []
         stack.callback(kept.clear)
         destroy = _destroy(dist.destroy_process_group, listener, kept)
@@ -234,12 +250,19 @@ def _ddp_init(
     return init
 
 
-def _pre_forward(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
-    tell = torch.compiler.disable(listener.forward_begins)
+def _pre_forward(
+    original: Callable[..., Any], listener: ScriptListener, exchanges: bool
+) -> Callable[..., Any]:
+    def tell(ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+        if not exchanges:
+            forget_active_ddp_module()
+        listener.forward_begins(ddp, args)
+
+    tell_uncompiled = torch.compiler.disable(tell)
 
     @wraps(original)
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        tell(self, args)
+        tell_uncompiled(self, args)
         return original(self, *args, **kwargs)
 
     return pre_forward
@@ -275,6 +298,22 @@ def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callabl
         listener.backward_ended()
 
     return backward
+
+
+def _clip(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    @wraps(original)
+    def clip_grad_norm_(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = listener.clips(given, float(max_norm), float(norm_type))
+        return original(given, max_norm, norm_type, *args, **kwargs) if norm is None else norm
+
+    return clip_grad_norm_
 
 
 def _destroy(

@@ -106,10 +106,12 @@ class Joined:
     Attributes:
         rank: which one.
         step: after which it goes on.
+        counts_anew: whether it is a script that has begun anew and has not asked for that step.
     """
 
     rank: int
     step: int
+    counts_anew: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,7 @@ from offbeat.run.records import Evaluation, Record
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
 from offbeat.torch_private import tensors_in
+from offbeat.transport.connect import is_returning
 from offbeat_lab.attaching import AttachedModel
 from offbeat_lab.compare_plan import ALONE
 from offbeat_lab.emulation.step_time import StepTimeEmulator
@@ -128,7 +129,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._evaluations: list[Evaluation] = []
         self._losses_seen = False
         self._num_samples = 0
-        self._step_has_begun = self._has_evaluated = self._is_over = False
+        self._step_has_begun = self._has_evaluated = self._is_over = self._was_asked = False
         self._backward = ExitStack()
         self._pause: EvaluationPause | None = None
         self._evaluated_s = 0.0
@@ -176,7 +177,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         )
         if coordinator.incarnation:
             coordinator.rejoin_at(step + 1)
-            self._report(Joined(rank=coordinator.rank, step=step))
+            self._report(Joined(rank=coordinator.rank, step=step, counts_anew=not self._was_asked))
         self._recorder = StepRecorder(
             run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
         )
@@ -220,6 +221,23 @@ class ScriptRecorder(SessionObserver, ModelListener):
                 self._evaluated_s = pause.begin(self._length.position.step, recorder.elapsed_s)
 
     @override
+    def stepped_without_session(self) -> None:
+        self._length.position.step += 1
+        self._stop_at_limit()
+
+    @override
+    def training_ends(self) -> None:
+        if self._run is not None and not self._is_over:
+            self._run.coordinator.take_no_more_steps()
+
+    @override
+    def asked_for_step(self) -> int:
+        self._was_asked = True
+        if self._run is None and is_returning() and (opened := self._open_record()) is not None:
+            return opened.coordinator.step
+        return self._length.position.step
+
+    @override
     def step_ended(self, num_steps: int) -> None:
         run, recorder, pauses = self._run, self._recorder, self._pauses
         if run is None or recorder is None or pauses is None or self._is_over:
@@ -239,8 +257,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             mean = sum(self._losses) / len(self._losses)
             self._evaluations.append(recorder.evaluation(mean, {}))
             self._losses = []
-        if self._length.limit is not None and step >= self._length.limit:
-            raise SystemExit(0)  # the script's own `finally` clauses are carried out
+        self._stop_at_limit()
         pauses.wait_for_turn(step)
         recorder.restart_clock()
 
@@ -269,9 +286,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         run, recorder = self._run, self._recorder
         if run is None or recorder is None or self._is_over:
             return
+        self.training_ends()
         self._is_over = True
         self._end_pause()
-        run.coordinator.take_no_more_steps()
         try:
             # Of ranks that came back none took part in step 0: they have begun the script anew.
             ends = gather_ends(run, recorder, [], patience_s=self._patience_s, step=0)
@@ -287,6 +304,10 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._recorder.close()
         self._is_over = True
         self._end_pause()
+
+    def _stop_at_limit(self) -> None:
+        if self._length.limit is not None and self._length.position.step >= self._length.limit:
+            raise SystemExit(0)  # the script's own `finally` clauses are carried out
 
     def _begin_step(self) -> None:
         """The first thing that is seen of a step."""

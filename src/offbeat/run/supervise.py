@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat_lab.local_worker import WorkerProgram
-from offbeat_lab.supervisor import POLL_S, WorkerGroup
-
 from offbeat.run.first_imports import first_imports
 from offbeat.run.hosts import OwnHost
 from offbeat.run.interrupts import Interrupts, interrupts
+from offbeat.run.local_worker import WorkerProgram
 from offbeat.run.progress import Listener, NoticeListener, ignore_notice
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
+from offbeat.run.supervisor import POLL_S, WorkerGroup
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import RunConfig, ScriptCommand
 from offbeat_lab.emulation import emulate

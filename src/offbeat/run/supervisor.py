@@ -15,12 +15,14 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from offbeat.errors import PeerError
 from offbeat.run.config import RunConfig
+from offbeat.run.coordination import only_returned_ranks_step, publish_step
 from offbeat.run.deaths import cause, describe, hint
 from offbeat.run.local_worker import LocalWorker, Placement, WorkerProgram, start_worker
 from offbeat.run.progress import (
@@ -122,6 +124,7 @@ class WorkerGroup:
         self._stop_deadline_s: float | None = None
         self._fail_deadline_s: float | None = None
         self._end_deadline_s: float | None = None
+        self._only_returned_since_s: float | None = None
 
     def __enter__(self) -> Self:
         share = self._share
@@ -305,9 +308,9 @@ class WorkerGroup:
             match report:
                 case Failure():
                     worker.failure = report
-                case Joined(step=step):
+                case Joined():
                     worker.joined = True
-                    self._record_return(worker.rank, step)
+                    self._record_return(report)
                 case Remark(text=text):
                     self._on_notice(text)
                 case Paused(step=step, seconds=seconds, met_s=met_s):
@@ -315,6 +318,9 @@ class WorkerGroup:
                     self._training_has_begun = True
                 case WorkerProgress():
                     worker.seconds, self._training_has_begun = report.seconds, True
+                    if self._program.ends_alone and self.survives_death:
+                        assert self._store is not None
+                        publish_step(self._store.store, report.rank, report.step)
                     self._on_progress(report)
         return more
 
@@ -342,15 +348,33 @@ class WorkerGroup:
             and not (self._program.ends_alone and any(not worker.incarnation for worker in alive))
         ):
             self._end_deadline_s = now_s + (_LAST_REPORTS_S if self._program.ends_alone else _END_S)
+        returned = [worker for worker in alive if worker.incarnation]
+        if self._program.ends_alone and returned and self._only_returned_step(now_s):
+            self._end(returned)
         if self._end_deadline_s is None and alive and self._first_to_leave is not None:
             self._end_deadline_s = now_s + _END_S
         deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
         if self._num_interrupts > 1 or any(
             deadline is not None and now_s > deadline for deadline in deadlines
         ):
-            self._ended_by_us |= {worker.rank for worker in alive}
-            for worker in alive:
-                worker.kill()
+            self._end(alive)
+
+    def _end(self, workers: Sequence[LocalWorker]) -> None:
+        self._ended_by_us |= {worker.rank for worker in workers}
+        for worker in workers:
+            worker.kill()
+
+    def _only_returned_step(self, now_s: float) -> bool:
+        """Whether all workers that never died have taken their last step, long enough ago for one
+        that has come back to do so too. They wait for it until it is dead.
+        """
+        assert self._store is not None
+        if self._only_returned_since_s is None and only_returned_ranks_step(
+            self._store.store, self._config.workers
+        ):
+            self._only_returned_since_s = now_s
+        since_s = self._only_returned_since_s
+        return since_s is not None and now_s > since_s + _LAST_REPORTS_S
 
     def _find_deaths(self) -> None:
         for worker in self._workers:
@@ -377,6 +401,9 @@ class WorkerGroup:
         why = self._cause(worker)
         if self._program.ends_alone and worker.rank in self._ended_by_us:
             text = f"worker {worker.rank}, which had come back, was ended once the others were done"
+            if self._only_returned_since_s is not None:
+                waited_s = time.monotonic() - self._only_returned_since_s
+                text += f"; at their end they had waited {waited_s:.1f} s for it"
             self.remarks.append(text)
         elif worker.joined:
             loss = WorkerLoss(
@@ -398,18 +425,20 @@ class WorkerGroup:
             self.remarks.append(text)
         self._on_progress(MembershipChange(rank=worker.rank, departed=True, text=text))
 
-    def _record_return(self, rank: int, step: int) -> None:
+    def _record_return(self, report: Joined) -> None:
+        rank, step = report.rank, report.step
         last = max(place for place, loss in enumerate(self.losses) if loss.rank == rank)
         self.losses[last] = self.losses[last].model_copy(
             update={"returned_step": step, "returned_s": self.seconds}
         )
-        self._on_progress(
-            MembershipChange(
-                rank=rank,
-                departed=False,
-                text=f"worker {rank} is back: it goes on from step {step}",
+        text = f"worker {rank} is back: it goes on from step {step}"
+        if report.counts_anew:
+            text += (
+                ", and its script counts from 0 again, with the learning rates, the data and the"
+                " names of checkpoints of a beginning: it has not asked offbeat.step()"
             )
-        )
+            self.remarks.append(text)
+        self._on_progress(MembershipChange(rank=rank, departed=False, text=text))
 
     def _cause(self, worker: LocalWorker) -> str:
         if worker.rank in self._ended_by_us:

@@ -1,5 +1,5 @@
 """What a training loop has measured, on its way to whoever keeps it: `session.log`, and
-`offbeat.log` where there is no session at hand.
+`offbeat.log` where there is no session at hand. And the way back: `offbeat.step`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ class MetricsListener:
 
     def logged(self, values: Mapping[str, float]) -> None:
         """The loop has measured `values`."""
+
+    def asked_for_step(self) -> int:
+        """The loop asks how many steps the run has done, as far as this listener knows."""
+        return 0
 
 
 class SessionObserver(MetricsListener):
@@ -67,6 +71,20 @@ def log(**values: float | torch.Tensor) -> None:
         told += getattr(session, "observers", ())
     for listener in {id(listener): listener for listener in told}.values():
         listener.logged(numbers)
+
+
+def step() -> int:
+    """How many optimizer steps the run has done: those of this rank, and in a worker that comes
+    back to a run, also before its first step, those that its peers have done without it.
+
+        for step in range(offbeat.step(), num_steps):
+
+    A script under `offbeat run --restarts` begins its counters and its schedule there. In all other
+    workers it is 0 before the first step.
+    """
+    sessions = at_exit.open_in_this_process()
+    done = [int(getattr(session, "steps_done", 0)) for session in sessions]
+    return max([0, *done, *(listener.asked_for_step() for listener in _listeners)])
 
 
 def as_numbers(values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:

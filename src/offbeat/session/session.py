@@ -317,6 +317,17 @@ class Session:
                     return torch.tensor(norm)
             return torch.tensor(clip_gradients_(self._parameters.values(), max_norm))
 
+    def clip_as_loop_does(self, max_norm: float) -> torch.Tensor | None:
+        """What `offbeat run` and integrations put in the place of a loop's clipping to `max_norm`,
+        which knows no `clip_norm`: a sparse strategy clips by itself from the next step on.
+
+        Returns:
+            As `clip_grad_norm_`; None: nothing was done, and the loop may clip as ever.
+        """
+        with torch.no_grad():
+            norms = [part.clip_as_loop_does(max_norm) for part in self._parts]
+        return next((torch.tensor(norm) for norm in norms if norm is not None), None)
+
     def log(self, **values: float | torch.Tensor) -> None:
         """Tell the record of this run, and whoever else observes the session, what the loop has
         measured: `session.log(loss=loss, accuracy=0.93)`. Not collective; without a record it does
@@ -526,6 +537,11 @@ class Session:
         joined a run under way.
         """
         return 0 if self._mean_source is None else self._mean_source.start_step
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps the run has done: this rank's, and those before `start_step`."""
+        return self.start_step + self._events.num_steps
 
     @property
     def replicas_agree(self) -> bool:

@@ -20,12 +20,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
+from offbeat.run.local_worker import TASK_WORKER, WorkerProgram
 from offbeat.run.plan import script_command
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.supervise import script_program
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Measure
 from offbeat_lab.config import ScriptCommand
-from offbeat_lab.local_worker import TASK_WORKER, WorkerProgram
 from offbeat_lab.statistics import Estimate
 
 _PLAIN_EVERY_S = 5.0
