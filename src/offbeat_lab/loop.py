@@ -31,7 +31,7 @@ def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
             run.attached.weigh(num_samples_of(batch))
         loss = _step(run, recorder, batch, step + 1)
         schedule.advance()
-        met_s = pauses.end_turn(step + 1)
+        met_s = pauses.meet(step + 1, clocks_stop=_clocks_stop(run, step))
         recorder.step_done(loss=loss, batch_size=num_samples_of(batch), met_s=met_s)
         _save_and_evaluate(run, recorder, schedule.position.step - 1)
 
@@ -124,6 +124,13 @@ def _save_and_evaluate(run: TaskRun, recorder: StepRecorder, steps_before: int) 
         evaluate(run, recorder)
     if not run.measures_at_end:
         measure_complete(run, recorder)
+
+
+def _clocks_stop(run: TaskRun, steps_before: int) -> bool:
+    """Whether after the next step ranks save or evaluate, and do so together."""
+    return not run.attached.session.averages_alone and _saves_or_evaluates(
+        run, steps_before + 1, steps_before
+    )
 
 
 def _saves_or_evaluates(run: TaskRun, step: int, steps_before: int) -> bool:

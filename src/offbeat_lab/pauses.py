@@ -1,9 +1,10 @@
 """What makes a rank pause between steps, or stop for good.
 
-While other runs have their turn, a rank's clock stands still. Where ranks wait for each other, but
-not in every step or not all for all, one that has come to the end of a turn before the others would
-get for nothing what it has to wait for them, and the slow ones would catch up meanwhile. So a turn
-is over when the last rank has done its steps, and until then every rank's clock goes on.
+While other runs have their turn, and while a checkpoint is written or the metric measured, a rank's
+clock stands still. Where ranks wait for each other, but not in every step or not all for all, one
+that has come there before the others would get for nothing what it has to wait for them, and the
+slow ones would catch up meanwhile. So clocks stop when the last rank has done its steps, and until
+then every rank's clock goes on.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Pauses:
         recorder: of its steps.
         limit: the steps that it may do.
         stop_requested: is set when this rank has been asked to stop.
-        meets: whether the ends of turns are waited for together. Not where ranks have nothing to do
-            with each other.
+        meets: whether ranks wait for each other before their clocks stop. Not where they have
+            nothing to do with each other.
     """
 
     def __init__(
@@ -88,20 +89,19 @@ class Pauses:
         """Whether `wait_for_turn` would wait."""
         return self._limit.is_reached(steps_done)
 
-    def end_turn(self, steps_done: int) -> float:
-        """Wait for the other ranks, if the turn is over with `steps_done` steps and the run is not;
-        return for how many seconds, which are this run's.
+    def meet(self, steps_done: int, *, clocks_stop: bool = False) -> float:
+        """Wait for the other ranks where clocks stop after `steps_done` steps and the run goes on:
+        at the end of a turn, and where `clocks_stop` says so. Return for how many seconds, which
+        are this run's.
         """
         coordinator = self._run.coordinator
-        if (
-            not (self._meets and self._limit.ends_turns and self._limit.is_reached(steps_done))
-            or steps_done >= self._run.schedule.target
-        ):
+        clocks_stop |= self._limit.ends_turns and self._limit.is_reached(steps_done)
+        if not (self._meets and clocks_stop) or steps_done >= self._run.schedule.target:
             return 0.0
         begin_s = time.monotonic()
         with self._run.attached.resting():
             coordinator.meet(
-                f"turn/{steps_done}",
+                f"pause/{steps_done}",
                 steps_done,
                 give_up=lambda: (
                     self._stop_requested.is_set() or coordinator.stop_step() is not None

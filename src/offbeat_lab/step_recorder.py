@@ -157,8 +157,8 @@ class StepRecorder:
         self.restart_clock()
 
     def step_done(self, *, loss: float | None, batch_size: int, met_s: float = 0.0) -> None:
-        """Record a step. `met_s`: the last part of it, in which this rank waited for the others to
-        end their turn.
+        """Record a step. `met_s`: the last part of it, in which this rank waited for the others
+        before clocks stop.
         """
         event = self._event(
             loss=loss, batch_size=batch_size, padded_s=self._run.step_time.slept_s, met_s=met_s

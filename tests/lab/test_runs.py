@@ -24,6 +24,7 @@ from offbeat.run.records import Record, Summary
 from offbeat.run.rendezvous import StoreServer
 from offbeat.session.checkpoint import latest, verify
 from offbeat_lab.cli import main as command_line
+from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request
 from offbeat_lab.forked_workers import WorkerForks
 from offbeat_lab.forking import ForkServerError
@@ -166,6 +167,30 @@ def test_a_worker_that_fails_says_why(npz: Path, tmp_path: Path) -> None:
         match=r"worker \d \(pid \d+\) failed before its first step: labels in .*no checkpoint yet",
     ):
         train(planned, lambda progress: None)
+
+
+def test_clocks_stop_for_an_evaluation_when_the_last_rank_has_come(
+    npz: Path, tmp_path: Path
+) -> None:
+    """Between averages the fast rank does not wait for the slow one, which would else catch up
+    while the fast one's clock stands still.
+    """
+    settings = [f"path={npz}", "batch_size=4", "period=100", "warmup=0", "optimizer_state=local"]
+    cluster = Cluster(workers=2, speeds=(1.0, 0.25), step_s=0.02)
+    run(
+        npz,
+        tmp_path / "run",
+        strategy="localsgd",
+        settings=settings,
+        cluster=cluster,
+        steps=12,
+        eval_every=4,
+    )
+    by_rank = [list(Record(tmp_path / "run").events(rank)) for rank in range(2)]
+    for step in (4, 8):
+        events = [events[step - 1] for events in by_rank]
+        first_stops_s = min(event.began_s + event.duration_s for event in events)
+        assert first_stops_s >= max(event.began_s + event.compute_s for event in events)
 
 
 def test_an_interrupt_writes_a_checkpoint_and_leaves_nobody(npz: Path, tmp_path: Path) -> None:

@@ -129,11 +129,11 @@ def test_a_turn_ends_when_the_last_rank_has_done_its_steps() -> None:
     store = dist.HashStore()
     (first, _), (second, coordinator) = (pauses_of(store, rank) for rank in (0, 1))
     with others(1) as pool:
-        waiting = pool.submit(first.end_turn, 4)
-        while coordinator.published("turn/4/0") is None:
+        waiting = pool.submit(first.meet, 4)
+        while coordinator.published("pause/4/0") is None:
             pass
         assert not waiting.done()
-        second.end_turn(4)
+        second.meet(4)
         assert waiting.result(AT_MOST_S) > 0
 
 
@@ -152,8 +152,8 @@ def test_nobody_waits_for_a_rank_that_does_not_come(
     store = dist.HashStore()
     (first, _), (_, peer) = (pauses_of(store, rank) for rank in (0, 1))
     with others(1) as pool:
-        waiting: Future[float] = pool.submit(first.end_turn, 4)
-        while peer.published("turn/4/0") is None:
+        waiting: Future[float] = pool.submit(first.meet, 4)
+        while peer.published("pause/4/0") is None:
             pass
         leaves(store, peer)
         waiting.result(AT_MOST_S)
@@ -161,6 +161,20 @@ def test_nobody_waits_for_a_rank_that_does_not_come(
 
 def test_within_a_turn_at_the_end_of_a_run_and_without_exchange_nobody_waits() -> None:
     store = dist.HashStore()
-    assert pauses_of(store, 0)[0].end_turn(3) == 0.0
-    assert pauses_of(store, 0, target=4)[0].end_turn(4) == 0.0
-    assert pauses_of(store, 0, meets=False)[0].end_turn(4) == 0.0
+    assert pauses_of(store, 0)[0].meet(3) == 0.0
+    assert pauses_of(store, 0, target=4)[0].meet(4) == 0.0
+    assert pauses_of(store, 0, meets=False)[0].meet(4) == 0.0
+    assert pauses_of(store, 0, target=4)[0].meet(4, clocks_stop=True) == 0.0
+    assert pauses_of(store, 0, meets=False)[0].meet(3, clocks_stop=True) == 0.0
+
+
+def test_within_a_turn_ranks_wait_for_each_other_where_clocks_stop() -> None:
+    store = dist.HashStore()
+    (first, _), (second, coordinator) = (pauses_of(store, rank) for rank in (0, 1))
+    with others(1) as pool:
+        waiting = pool.submit(first.meet, 3, clocks_stop=True)
+        while coordinator.published("pause/3/0") is None:
+            pass
+        assert not waiting.done()
+        second.meet(3, clocks_stop=True)
+        assert waiting.result(AT_MOST_S) > 0

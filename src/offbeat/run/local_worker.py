@@ -121,7 +121,7 @@ class LocalWorker:
         failure: why it gave up, if it reported so.
         seconds: its training time.
         paused_at: the step at which it waits until it may train on.
-        met_s: for how long it has waited for the others to end their turn.
+        met_s: for how long it has waited for the others before clocks stop.
         death_recorded: whether the supervisor has recorded its death.
     """
 

@@ -90,7 +90,7 @@ class Paused:
         rank: which one.
         step: optimizer steps done.
         seconds: training time of this attempt.
-        met_s: the last part of it, in which it waited for the others to end their turn.
+        met_s: the last part of it, in which it waited for the others before clocks stop.
     """
 
     rank: int

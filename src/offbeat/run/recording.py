@@ -246,7 +246,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         step = self._length.position.step
         loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
         self._losses_seen = self._losses_seen or loss is not None
-        met_s = pauses.end_turn(step)
+        met_s = pauses.meet(step)
         recorder.step_done(loss=loss, batch_size=self._num_samples, met_s=met_s)
         if self._pause is not None:
             self._pause.step_done(step, recorder.elapsed_s)
