@@ -25,7 +25,7 @@ from _results import Figure, Origin, ResultFile
 from offbeat.run.records import Record
 from offbeat.strategies.base import Strategy
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.config import Request
+from offbeat_lab.config import Request, recipe_of, task_of
 from offbeat_lab.options import parse_spec
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.tasks import Task
@@ -130,7 +130,7 @@ class Run:
                 cluster=self.contestant.cluster,
             )
         )
-        return replace(planned, config=planned.config.model_copy(update={"checkpoint_every": None}))
+        return replace(planned, config=replace(planned.config, checkpoint_every=None))
 
     def metric(self) -> float:
         measured = in_threads if self.contestant.in_threads else in_processes
@@ -150,7 +150,7 @@ def in_processes(planned: RunPlan) -> list[float]:
 def in_threads(planned: RunPlan) -> list[float]:
     """The metric at the last places where `in_processes` measures it."""
     config = planned.config
-    task, strategy = config.build_task(), config.build_strategy()
+    task, strategy = task_of(config), recipe_of(config)
     assert isinstance(strategy, Strategy)
     assert config.steps is not None
     assert config.eval_every is not None

@@ -21,10 +21,10 @@ import offbeat
 from _measure import Ratio, main, ratio
 from _ranks import run_ranks
 from offbeat.run import records
-from offbeat_lab.attaching import AttachedModel
-from offbeat_lab.config import Request, resolve
+from offbeat.run.step_recorder import RankRun, StepRecorder
+from offbeat_lab.attaching import TaskModel
+from offbeat_lab.config import Request, recipe_of, resolve, task_of
 from offbeat_lab.emulation.step_time import StepTimeEmulator
-from offbeat_lab.step_recorder import RankRun, StepRecorder
 
 WORLD_SIZE = 2
 NUM_STEPS = 1_000
@@ -47,17 +47,17 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
             workers=1,
         )
     )
-    task = config.build_task()
+    task = task_of(config)
     model = task.build_model(0)
     optimizer = task.optimizer(model)
     batch = next(task.batches(seed=0, epoch=0, rank=rank, world_size=world_size))
     with (
         tempfile.TemporaryDirectory() as directory,
-        offbeat.attach(model, optimizer, cast(Any, config.build_strategy())) as session,
+        offbeat.attach(model, optimizer, cast(Any, recipe_of(config))) as session,
     ):
         path = records.create(Path(directory) / "run", config)
         records.begin_attempt(path, config, start_step=0)
-        attached = AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
+        attached = TaskModel(model=model, module=model, optimizer=optimizer, session=session)
         schedule = SimpleNamespace(position=SimpleNamespace(step=0), target=10 * NUM_STEPS)
         run = RankRun(
             record=records.Record(path),

@@ -5,13 +5,13 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from offbeat.run.step_recorder import AttachedModel
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Session
 from offbeat.transport.driver import Driver
@@ -25,17 +25,15 @@ LinkDelay: TypeAlias = Callable[[Delivery], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttachedModel:
-    """A model with a recipe at work on it.
+class TaskModel(AttachedModel):
+    """A task's model with a recipe at work on it.
 
     Attributes:
-        model: the task's own.
         module: to be called in the forward pass; it may wrap the model, as DDP does.
         optimizer: to be stepped.
         session: what the recipe does; to be closed.
     """
 
-    model: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
     session: Session | NativeSession
@@ -71,10 +69,6 @@ class AttachedModel:
             return self.session.averaged_model()
         return self.model
 
-    def resting(self) -> AbstractContextManager[None]:
-        """Inside, no peer waits for the end of a step of this rank."""
-        return self.session.resting() if isinstance(self.session, Session) else nullcontext()
-
     @property
     def averaged_without(self) -> frozenset[int]:
         """The living ranks whose models the latest `averaged_model` lacks."""
@@ -89,7 +83,7 @@ def attach_recipe(
     rank: int,
     world_size: int,
     cluster: Cluster | None = None,
-) -> AttachedModel:
+) -> TaskModel:
     """Attach `recipe`. Collective.
 
     Args:
@@ -106,12 +100,12 @@ def attach_recipe(
     if isinstance(recipe, Native):
         meter = CommunicationMeter(world_size, rank=rank, delay=delay)
         native = recipe.attach(model, optimizer, meter)
-        return AttachedModel(
+        return TaskModel(
             model=model, module=native.module, optimizer=native.optimizer, session=native
         )
     # The lab measures averaged models while the session stands, and uses none afterwards.
     session = attach_through(wrap_with(delay), model, optimizer, recipe, finish="keep")
-    return AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
+    return TaskModel(model=model, module=model, optimizer=optimizer, session=session)
 
 
 def wrap_with(delay: LinkDelay | None) -> Callable[[Driver], Driver]:

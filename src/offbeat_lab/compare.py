@@ -7,10 +7,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import psutil
+from pydantic import JsonValue
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run import records
@@ -19,6 +22,7 @@ from offbeat.session.checkpoint import Json
 from offbeat_lab.analysis import analyse
 from offbeat_lab.compare_plan import ComparePlan, CompareRequest, check_free, plan_comparison
 from offbeat_lab.comparison import Comparison, write_comparison
+from offbeat_lab.config import task_of
 from offbeat_lab.emulation import Emulation, emulate
 from offbeat_lab.interleaving import ComparisonListener, InterleavedRuns
 
@@ -128,7 +132,7 @@ def _first_free(task: str) -> Path:
 
 def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
     request, config = plan.request, plan.configs[0]
-    task = None if config.script is not None else config.build_task()
+    task = None if config.script is not None else task_of(config)
     report = emulation.report
     together = len(plan.contestants) + 1
     if plan.at_once < together:
@@ -136,13 +140,13 @@ def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
             f"{plan.at_once} of {together} runs fit into memory at a time, so not all strategies"
             " took turns with each other"
         )
-        report = report.model_copy(update={"notices": [*report.notices, notice]})
+        report = replace(report, notices=[*report.notices, notice])
     return Comparison(
         status="running",
         command=command,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         task=config.task,
-        task_options=config.task_options,
+        task_options=cast(dict[str, JsonValue], config.task_options),
         metric_name="metric" if task is None else task.metric_name,
         higher_is_better=task is not None and task.higher_is_better,
         target=request.target,
@@ -153,7 +157,7 @@ def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
         num_parameters=plan.num_parameters,
         cluster=request.cluster,
         emulation=report,
-        environment=records.environment() | _machine(),
+        environment=cast(dict[str, JsonValue], records.environment() | _machine()),
         contestants=list(plan.contestants),
     )
 

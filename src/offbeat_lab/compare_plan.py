@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
+
+from pydantic import JsonValue
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run.local_worker import TASK_WORKER, WorkerProgram
+from offbeat.run.config import RunConfig, ScriptCommand
+from offbeat.run.local_worker import WorkerProgram
 from offbeat.strategies.docstrings import first_sentence
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy
-from offbeat_lab.config import (
-    MAX_SEED,
-    Request,
-    RunConfig,
-    ScriptCommand,
-    resolve,
-    resolve_script,
-)
+from offbeat_lab.config import MAX_SEED, Request, resolve, resolve_script, steps_to_do, task_of
 from offbeat_lab.emulation import Mode as EmulationMode
+from offbeat_lab.forked_start import TASK_WORKER
 from offbeat_lab.memory import num_runs_that_fit
 from offbeat_lab.options import BATCH_SHARES, parse_spec, strategy_type
 
@@ -108,7 +106,7 @@ def plan_comparison(
                 label=label,
                 strategy=name,
                 options={
-                    **config.strategy_options,
+                    **cast(dict[str, JsonValue], config.strategy_options),
                     **({BATCH_SHARES: options[BATCH_SHARES]} if BATCH_SHARES in options else {}),
                 },
                 summary=first_sentence(strategy_type(name)),
@@ -116,18 +114,17 @@ def plan_comparison(
             )
         )
         configs.append(config)
-    task = None if request.script is not None else configs[0].build_task()
-    steps = DEFAULT_SCRIPT_STEPS if task is None else configs[0].steps_to_do(task)
+    task = None if request.script is not None else task_of(configs[0])
+    steps = DEFAULT_SCRIPT_STEPS if task is None else steps_to_do(configs[0], task)
     steps = request.steps or steps
     every = request.eval_every if request.eval_every is not None else max(1, steps // _EVALUATIONS)
     configs = [
-        config.model_copy(
-            update={
-                "steps": steps,
-                "epochs": None,
-                "checkpoint_every": None,
-                "eval_every": None if task is None else every,
-            }
+        replace(
+            config,
+            steps=steps,
+            epochs=None,
+            checkpoint_every=None,
+            eval_every=None if task is None else every,
         )
         for config in configs
     ]

@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
 from offbeat.callbacks.profile import FactorAssignment, Span
-from offbeat_lab.profiles import Profiled
+from offbeat.run.records.profiles import Profiled
 
 Intervals: TypeAlias = list[tuple[float, float]]
 """(began_s, ended_s), ascending and disjoint."""

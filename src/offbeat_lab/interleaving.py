@@ -17,18 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run import records
+from offbeat.run.config import RunConfig
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
-from offbeat.run.supervisor import WorkerGroup
 from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.compare_plan import ALONE, ComparePlan
-from offbeat_lab.config import RunConfig
+from offbeat_lab.emulated_workers import EmulatedGroup
 from offbeat_lab.emulation import Emulation
 from offbeat_lab.options import build_strategy
 
@@ -74,7 +74,7 @@ class _InterleavedRun:
     """One run that takes turns."""
 
     label: str
-    group: WorkerGroup
+    group: EmulatedGroup
     step_s: float = 0.0
     last_s: float = 0.0
     last_step: int = 0
@@ -121,7 +121,7 @@ class InterleavedRuns:
             (
                 contestant.label,
                 self._directory / contestant.runs[place],
-                config.model_copy(update={"seed": seed}),
+                replace(config, seed=seed),
             )
             for contestant, config in zip(plan.contestants, plan.configs, strict=True)
             if contestant.label not in self.failures
@@ -141,15 +141,14 @@ class InterleavedRuns:
 
     def _alone_config(self, seed: int) -> RunConfig:
         strategy = build_strategy(ALONE, {})
-        return self._plan.configs[0].model_copy(
-            update={
-                "strategy": ALONE,
-                "strategy_options": strategy_values(strategy),
-                "seed": seed,
-                "steps": min(self._plan.steps, _ALONE_STEPS),
-                "eval_every": None,
-                "batch_shares": [],
-            }
+        return replace(
+            self._plan.configs[0],
+            strategy=ALONE,
+            strategy_options=strategy_values(strategy),
+            seed=seed,
+            steps=min(self._plan.steps, _ALONE_STEPS),
+            eval_every=None,
+            batch_shares=(),
         )
 
     def run_together(
@@ -162,7 +161,7 @@ class InterleavedRuns:
                     break
                 records.create(path, config)
                 records.begin_attempt(path, config, start_step=0, emulation=self._emulation.report)
-                group = WorkerGroup(
+                group = EmulatedGroup(
                     path,
                     config,
                     self._emulation,

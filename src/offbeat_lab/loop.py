@@ -13,11 +13,11 @@ from offbeat_lab.measuring import evaluate, measure_complete
 from offbeat_lab.pauses import Pauses
 from offbeat_lab.saving import save
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule
-from offbeat_lab.step_recorder import StepRecorder, TaskRun
+from offbeat_lab.task_recorder import TaskRecorder, TaskRun
 from offbeat_lab.tasks import Batch, num_samples_of
 
 
-def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
+def train(run: TaskRun, recorder: TaskRecorder, pauses: Pauses) -> None:
     """Steps with batches of this rank's own."""
     schedule = run.schedule
     assert isinstance(schedule, BatchSchedule)
@@ -37,7 +37,7 @@ def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
 
 
 def train_on_claims(
-    run: TaskRun, recorder: StepRecorder, pauses: Pauses, loader: DispatchLoader
+    run: TaskRun, recorder: TaskRecorder, pauses: Pauses, loader: DispatchLoader
 ) -> None:
     """Train on mega-batches, of which each rank claims what it can.
 
@@ -78,7 +78,7 @@ def train_on_claims(
         _save_and_evaluate(run, recorder, steps_before)
 
 
-def _step(run: TaskRun, recorder: StepRecorder, batch: Batch, number: int) -> float:
+def _step(run: TaskRun, recorder: TaskRecorder, batch: Batch, number: int) -> float:
     """Step `number`, counted from 1; returns the loss."""
     task, attached, step_time = run.task, run.attached, run.step_time
     step_time.begin_step(number)
@@ -107,12 +107,12 @@ def _set_learning_rate(run: TaskRun, progress: float) -> None:
         group["lr"] = lr
 
 
-def _begin(run: TaskRun, recorder: StepRecorder) -> None:
+def _begin(run: TaskRun, recorder: TaskRecorder) -> None:
     if run.record.config.eval_every is not None and run.schedule.position.step == 0:
         evaluate(run, recorder)
 
 
-def _save_and_evaluate(run: TaskRun, recorder: StepRecorder, steps_before: int) -> None:
+def _save_and_evaluate(run: TaskRun, recorder: TaskRecorder, steps_before: int) -> None:
     """What is due when a multiple of some number of steps has been done since `steps_before`."""
     config, step = run.record.config, run.schedule.position.step
     if step >= run.schedule.target:

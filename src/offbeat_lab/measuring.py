@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.run.records import Evaluation
-from offbeat_lab.step_recorder import StepRecorder, TaskRun
+from offbeat_lab.task_recorder import TaskRecorder, TaskRun
 
 _KEPT_ELEMENTS = 64 * 2**20
 """So many elements of kept models at most of each rank, 256 MiB where they are float32. Where they
@@ -40,7 +40,7 @@ def keeps_models(num_parameters: int, steps: int, eval_every: int | None) -> boo
     return eval_every is not None and steps // eval_every * num_parameters <= _KEPT_ELEMENTS
 
 
-def evaluate(run: TaskRun, recorder: StepRecorder) -> None:
+def evaluate(run: TaskRun, recorder: TaskRecorder) -> None:
     """Measure the metric on the leader; no rank's training time counts it. Where the leader can
     average alone, no other rank waits for it. Where models are kept, it is measured later.
     """
@@ -52,7 +52,7 @@ def evaluate(run: TaskRun, recorder: StepRecorder) -> None:
     recorder.restart_clock()
 
 
-def measure_complete(run: TaskRun, recorder: StepRecorder) -> None:
+def measure_complete(run: TaskRun, recorder: TaskRecorder) -> None:
     """Measure, as the leader, what has been kept of those steps that all ranks have done."""
     while run.kept:
         at = run.kept[0]
@@ -64,7 +64,7 @@ def measure_complete(run: TaskRun, recorder: StepRecorder) -> None:
         run.kept.pop(0)
 
 
-def measure_rest(run: TaskRun, recorder: StepRecorder) -> None:
+def measure_rest(run: TaskRun, recorder: TaskRecorder) -> None:
     """Measure, as the leader, all that has been kept and not measured; all ranks have finished."""
     for at in run.kept:
         if _is_kept(run, at):
@@ -81,7 +81,7 @@ def mean_of(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
     }
 
 
-def _keep(run: TaskRun, recorder: StepRecorder) -> None:
+def _keep(run: TaskRun, recorder: TaskRecorder) -> None:
     """Write this rank's model where the leader finds it."""
     at = recorder.evaluation(math.nan, {})
     path = _path(run, at.step, run.coordinator.rank)
@@ -92,7 +92,7 @@ def _keep(run: TaskRun, recorder: StepRecorder) -> None:
     run.kept.append(at)
 
 
-def _measure_kept(run: TaskRun, recorder: StepRecorder, at: Evaluation) -> None:
+def _measure_kept(run: TaskRun, recorder: TaskRecorder, at: Evaluation) -> None:
     """Measure the mean of what ranks have kept of a step, and remove that."""
     missing = _missing(run, at.step)
     paths = [_path(run, at.step, rank) for rank in range(run.coordinator.world_size)]
@@ -112,7 +112,7 @@ def _measure_kept(run: TaskRun, recorder: StepRecorder, at: Evaluation) -> None:
         path.unlink()
 
 
-def _measure_at_once(run: TaskRun, recorder: StepRecorder, *, apart: bool) -> None:
+def _measure_at_once(run: TaskRun, recorder: TaskRecorder, *, apart: bool) -> None:
     coordinator, step = run.coordinator, run.schedule.position.step
     # A leader before this one may have been ahead.
     leads = coordinator.leader == coordinator.rank and step > int(
@@ -134,7 +134,7 @@ def _measure_at_once(run: TaskRun, recorder: StepRecorder, *, apart: bool) -> No
 def _metrics(run: TaskRun, model: torch.nn.Module) -> tuple[float, dict[str, float]]:
     """The metric of `model`, and whatever else the task measures."""
     model.eval()
-    with run.attached.resting():
+    with run.attached.session.resting():
         metrics = run.task.metrics(model)
     run.attached.log(metrics)
     return metrics.pop(run.task.metric_name), metrics

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 
-from offbeat_lab.step_recorder import RankRun, StepRecorder
+from offbeat.run.step_recorder import RankRun, StepRecorder
 
 _POLL_S = 0.2
 
@@ -99,7 +99,7 @@ class Pauses:
         if not (self._meets and clocks_stop) or steps_done >= self._run.schedule.target:
             return 0.0
         begin_s = time.monotonic()
-        with self._run.attached.resting():
+        with self._run.attached.session.resting():
             coordinator.meet(
                 f"pause/{steps_done}",
                 steps_done,
@@ -113,7 +113,7 @@ class Pauses:
         """Wait until this rank may do more than `steps_done` steps. Asks no other rank."""
         if self._limit.is_reached(steps_done):
             self._recorder.report_paused()
-            with self._run.attached.resting():
+            with self._run.attached.session.resting():
                 self._limit.wait_beyond(steps_done, self._stop_requested)
             self._recorder.restart_clock()
 

@@ -10,9 +10,11 @@ from typing import Any
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat.megabatch.loader import Recording
+from offbeat.run.config import RunConfig
 from offbeat.run.records import Record
-from offbeat_lab.config import RunConfig
-from offbeat_lab.schedule import Position, claimed_schedule
+from offbeat.run.step_recorder import Position
+from offbeat_lab.config import recipe_of, task_of
+from offbeat_lab.schedule import claimed_schedule
 from offbeat_lab.tasks import Task
 
 _ALIKE = ("task", "task_options", "strategy", "strategy_options", "workers", "seed")
@@ -22,7 +24,7 @@ def check_replay(config: RunConfig, path: Path) -> None:
     """Raise `ConfigError` unless the run in `path` can be repeated as `config`, and `RecordError`
     if there is none.
     """
-    mega_batch = config.build_strategy().samples_between_merges
+    mega_batch = recipe_of(config).samples_between_merges
     if mega_batch is None:
         raise ConfigError(
             f"{config.strategy} claims nothing, so there is nothing to replay; leave --replay out"
@@ -41,7 +43,7 @@ def check_replay(config: RunConfig, path: Path) -> None:
             f"{path} lacks mega-batches, so it cannot be replayed; record another run"
         )
     target = claimed_schedule(
-        config, config.build_task(), Position(), mega_batch, config.workers
+        config, task_of(config), Position(), mega_batch, config.workers
     ).target
     last = done[-1].step if done else 0
     if last < target:

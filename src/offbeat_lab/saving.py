@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypedDict, cast
 
@@ -22,6 +23,7 @@ import torch
 from offbeat.errors import CheckpointError, PeerError
 from offbeat.run.coordination import Coordinator
 from offbeat.run.records import Record
+from offbeat.run.step_recorder import Position
 from offbeat.session.checkpoint import (
     Manifest,
     Tree,
@@ -32,9 +34,9 @@ from offbeat.session.checkpoint import (
 )
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
-from offbeat_lab.attaching import AttachedModel
-from offbeat_lab.schedule import Position
-from offbeat_lab.step_recorder import TaskRun
+from offbeat_lab.attaching import TaskModel
+from offbeat_lab.schedule import position_from_json
+from offbeat_lab.task_recorder import TaskRun
 
 LATE_S: Final = 0.5
 """Where ranks do not keep step: for how long ranks wait for a late one before they write
@@ -70,12 +72,12 @@ def save(run: TaskRun, name: str, *, patience_s: float = LATE_S) -> None:
     apart = session.averages_alone
     positions = coordinator.gather_living(
         f"{name}/writers",
-        json.dumps(position.to_json()),
+        json.dumps(asdict(position)),
         step=position.step,
         patience_s=patience_s if apart else None,
     )
     writers = list(positions)
-    of_first = Position.from_json(json.loads(positions[writers[0]]))
+    of_first = position_from_json(json.loads(positions[writers[0]]))
     if coordinator.rank not in writers or (
         apart and _is_past(run.record.checkpoint_root, of_first.step)
     ):
@@ -99,7 +101,7 @@ def save(run: TaskRun, name: str, *, patience_s: float = LATE_S) -> None:
             barrier=lambda: coordinator.barrier(
                 f"{name}/{next(moments)}", writers, patience_s=_HANGS_S if apart else None
             ),
-            metadata={"position": of_first.to_json(), "task": run.record.config.task},
+            metadata={"position": asdict(of_first), "task": run.record.config.task},
         )
     except PeerError as error:
         if not (isinstance(session, Session) and session.strategy.survives_death):
@@ -117,7 +119,7 @@ def _is_past(root: Path, step: int) -> bool:
         return False
 
 
-def restore(record: Record, coordinator: Coordinator, attached: AttachedModel) -> Position:
+def restore(record: Record, coordinator: Coordinator, attached: TaskModel) -> Position:
     """Load what this rank needs of the newest checkpoint, and say where the run stands. Raises
     `CheckpointError`.
     """
@@ -130,12 +132,10 @@ def restore(record: Record, coordinator: Coordinator, attached: AttachedModel) -
     tree = _part(manifest, coordinator.rank % manifest.world_size)
     with naming_misfit(f"the checkpoint {manifest.path}"):
         _load(tree, manifest, coordinator, attached)
-    return Position.from_json(manifest.metadata.get("position"))
+    return position_from_json(manifest.metadata.get("position"))
 
 
-def _load(
-    tree: _State, manifest: Manifest, coordinator: Coordinator, attached: AttachedModel
-) -> None:
+def _load(tree: _State, manifest: Manifest, coordinator: Coordinator, attached: TaskModel) -> None:
     """Load this rank's part, and of the other parts what another number of ranks needs.
 
     Args:

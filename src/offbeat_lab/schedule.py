@@ -5,42 +5,24 @@ restart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 
 from offbeat.codec.json_objects import build
 from offbeat.errors import MALFORMED, CheckpointError
 from offbeat.megabatch.loader import num_mega_batches
-from offbeat.session.checkpoint import Json
-from offbeat_lab.config import RunConfig
+from offbeat.run.config import RunConfig
+from offbeat.run.step_recorder import Position
+from offbeat_lab.config import batch_sizes
 from offbeat_lab.tasks import Batch, Task
 
 
-@dataclass(kw_only=True, slots=True)
-class Position:
-    """How far a run is, the same on every rank.
-
-    Attributes:
-        step: optimizer steps done.
-        epoch: passes over the data completed.
-        num_samples: samples that all ranks together have taken from the pass under way.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    num_samples: int = 0
-
-    def to_json(self) -> dict[str, Json]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: object) -> Position:
-        """Inverse of `to_json`. Raises `CheckpointError`."""
-        try:
-            return build(cls, values)
-        except MALFORMED:
-            raise CheckpointError(
-                f"the checkpoint's position is {values!r}; was it written by offbeat train?"
-            ) from None
+def position_from_json(values: object) -> Position:
+    """The position in a checkpoint. Raises `CheckpointError`."""
+    try:
+        return build(Position, values)
+    except MALFORMED:
+        raise CheckpointError(
+            f"the checkpoint's position is {values!r}; was it written by offbeat train?"
+        ) from None
 
 
 class ClaimedSchedule:
@@ -159,7 +141,7 @@ class BatchSchedule:
         self._rank = rank
         self._world_size = world_size
         self._samples_per_step = world_size * task.options.batch_size
-        self._batch_sizes = config.batch_sizes(task)
+        self._batch_sizes = batch_sizes(config, task)
         # with another number of workers, the rest of a pass may be less than a step
         self._roll_over()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offbeat.errors import ConfigError, OffbeatError, RecordError
+from offbeat.run.config import RunConfig
 from offbeat.run.progress import (
     Listener,
     NoticeListener,
@@ -18,14 +19,14 @@ from offbeat.run.progress import (
 )
 from offbeat.run.records import Record, Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.run.rendezvous import Launch, join, launched, leave
-from offbeat.run.supervisor import supervise
 from offbeat.session.checkpoint import latest, remove_partial, verify
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.config import Request, RunConfig, resolve, resolve_resume
+from offbeat_lab.config import Request, cluster_of, resolve, resolve_resume, task_of
+from offbeat_lab.emulated_workers import supervise
 from offbeat_lab.emulation import emulate
 from offbeat_lab.memory import num_runs_that_fit
 from offbeat_lab.replaying import check_replay
-from offbeat_lab.schedule import Position
+from offbeat_lab.schedule import position_from_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +71,9 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
     if resume is None:
         config = resolve(request)
         if config.replay is not None:
-            check_replay(config, config.replay)
+            check_replay(config, Path(config.replay))
         if launch is None:
-            num_runs_that_fit(1, config.workers, config.build_task().num_parameters())
+            num_runs_that_fit(1, config.workers, task_of(config).num_parameters())
         return RunPlan(config=config, out=out, start_step=0, launch=launch)
     if out is not None and out.resolve() != resume.resolve():
         raise ConfigError(
@@ -81,7 +82,7 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
     record = Record(resume)
     manifest = latest(record.checkpoint_root)
     verify(manifest)
-    position = Position.from_json(manifest.metadata.get("position"))
+    position = position_from_json(manifest.metadata.get("position"))
     config = resolve_resume(
         record.config, request, steps_done=position.step, epochs_done=position.epoch
     )
@@ -117,7 +118,7 @@ def train(
     with (
         lock(directory),
         emulate(
-            config.cluster or Cluster(workers=config.workers), mode=config.emulation
+            cluster_of(config) or Cluster(workers=config.workers), mode=config.emulation
         ) as emulation,
     ):
         report = None if config.cluster is None else emulation.report

@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from offbeat.megabatch.loader import DispatchLoader
+from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
 from offbeat.run.interrupts import stop_requests
 from offbeat.run.progress import (
@@ -36,20 +38,27 @@ from offbeat.run.progress import (
 )
 from offbeat.run.records import Record, Summary
 from offbeat.run.rendezvous import join, leave
+from offbeat.run.run_summary import HANGS_S
+from offbeat.run.step_recorder import Position
 from offbeat.session.session import Session
-from offbeat_lab.attaching import AttachedModel, attach_recipe
+from offbeat_lab.attaching import TaskModel, attach_recipe
 from offbeat_lab.compare_plan import ALONE
-from offbeat_lab.config import RunConfig
+from offbeat_lab.config import cluster_of, recipe_of, task_of
 from offbeat_lab.emulation.step_time import StepTimeEmulator
 from offbeat_lab.loop import train, train_on_claims
 from offbeat_lab.measuring import keeps_models
 from offbeat_lab.native import NativeSession
 from offbeat_lab.pauses import Pauses, StepLimit
 from offbeat_lab.replaying import recording_of
-from offbeat_lab.run_summary import HANGS_S, summarize_run
 from offbeat_lab.saving import restore, save
-from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, Position, claimed_schedule
-from offbeat_lab.step_recorder import StepRecorder, TaskRun
+from offbeat_lab.schedule import (
+    BatchSchedule,
+    ClaimedSchedule,
+    claimed_schedule,
+    position_from_json,
+)
+from offbeat_lab.task_recorder import TaskRecorder, TaskRun
+from offbeat_lab.task_summary import summarize_run
 from offbeat_lab.tasks import Batch, Task
 
 
@@ -79,17 +88,17 @@ def train_rank(
     config = record.config
     torch.set_num_threads(1)
     torch.manual_seed(config.seed * 65_537 + coordinator.rank)
-    task = config.build_task()
+    task = task_of(config)
     model = task.build_model(config.seed)
     optimizer = task.optimizer(model)
     in_user_space = record.emulation is not None and record.emulation.kind == "delaying"
     attached = attach_recipe(
-        config.build_strategy(),
+        recipe_of(config),
         model,
         optimizer,
         rank=coordinator.rank,
         world_size=coordinator.world_size,
-        cluster=config.cluster if in_user_space else None,
+        cluster=cluster_of(config) if in_user_space else None,
     )
     stop_requested = threading.Event()
     with attached.session as session, stop_requests(stop_requested.set):
@@ -102,7 +111,7 @@ def train_rank(
             attached=attached,
             schedule=_schedule(config, task, position, coordinator),
             step_time=StepTimeEmulator(
-                config.cluster,
+                cluster_of(config),
                 coordinator.rank,
                 by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping",
             ),
@@ -114,7 +123,7 @@ def train_rank(
         if coordinator.incarnation:
             coordinator.rejoin_at(position.step + 1)
             report(Joined(rank=coordinator.rank, step=position.step))
-        recorder = StepRecorder(run, report)
+        recorder = TaskRecorder(run, report)
         try:
             pauses = Pauses(
                 run,
@@ -139,7 +148,7 @@ def train_rank(
 def _position(
     record: Record,
     coordinator: Coordinator,
-    attached: AttachedModel,
+    attached: TaskModel,
     task: Task,
     loader: DispatchLoader | None,
 ) -> Position:
@@ -147,7 +156,7 @@ def _position(
     has joined its peers.
     """
     if coordinator.incarnation:
-        began = Position.from_json(json.loads(coordinator.published("origin") or "{}"))
+        began = position_from_json(json.loads(coordinator.published("origin") or "{}"))
         schedule = _schedule(record.config, task, began, coordinator)
         if isinstance(schedule, ClaimedSchedule):
             assert loader is not None
@@ -158,7 +167,7 @@ def _position(
         return schedule.position
     resumes = record.attempts[-1].start_step > 0
     position = restore(record, coordinator, attached) if resumes else Position()
-    coordinator.publish("origin", json.dumps(position.to_json()))
+    coordinator.publish("origin", json.dumps(asdict(position)))
     return position
 
 
@@ -175,7 +184,7 @@ def _loader(
         numbers = np.array(samples, dtype=np.int64)
         return task.training_batch(numbers, seed=config.seed, epoch=loader.epoch)
 
-    replay = None if config.replay is None else recording_of(Record(config.replay), task)
+    replay = None if config.replay is None else recording_of(Record(Path(config.replay)), task)
     loader = session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
     assert isinstance(loader, DispatchLoader)
     return loader
@@ -184,7 +193,7 @@ def _loader(
 def _schedule(
     config: RunConfig, task: Task, position: Position, coordinator: Coordinator
 ) -> BatchSchedule | ClaimedSchedule:
-    mega_batch = config.build_strategy().samples_between_merges
+    mega_batch = recipe_of(config).samples_between_merges
     if mega_batch is None:
         return BatchSchedule(
             config, task, position, rank=coordinator.rank, world_size=coordinator.world_size

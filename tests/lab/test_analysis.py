@@ -15,9 +15,9 @@ from lab_support.made import comparison, contestant, write_run
 from offbeat.callbacks.profile import Span, StepProfile
 from offbeat.errors import RecordError
 from offbeat.run.records import Evaluation, Record
+from offbeat.run.records.profiles import ProfileWriter
 from offbeat_lab.analysis import AnalysedRun, analyse, common_level, reach
 from offbeat_lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
-from offbeat_lab.profiles import ProfileWriter
 from offbeat_lab.report.data_comparison import report_of_comparison
 from offbeat_lab.report.page_sections import lateness_bars
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from offbeat.errors import RecordError
+from offbeat.run.config import RunConfig
 from offbeat.run.records import (
     EventWriter,
     MegaBatch,
@@ -27,7 +28,6 @@ from offbeat.run.records import (
     create,
 )
 from offbeat_lab.breakdown import Steps, read_steps
-from offbeat_lab.config import RunConfig
 
 EVENT = StepEvent(
     step=1,

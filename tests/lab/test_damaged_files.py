@@ -43,10 +43,11 @@ from offbeat.run.progress import (
     encode,
 )
 from offbeat.run.records import Record, last_step
+from offbeat.run.records.profiles import read_profiles
+from offbeat.run.step_recorder import Position
 from offbeat_lab import cluster
 from offbeat_lab.comparison import FILE, read_comparison
-from offbeat_lab.profiles import read_profiles
-from offbeat_lab.schedule import Position
+from offbeat_lab.schedule import position_from_json
 from offbeat_lab.tasks.npz import read_arrays
 from report_support.synthetic import mega_batch_of
 
@@ -274,12 +275,12 @@ def test_a_worker_cannot_fill_its_supervisors_memory(tmp_path: Path) -> None:
 
 @given(altered(Position(step=1, epoch=2, num_samples=3).to_json()) | LEAVES)
 def test_a_position_is_read_or_refused(values: Any) -> None:
-    succeeds_or_refuses(lambda: Position.from_json(values))
+    succeeds_or_refuses(lambda: position_from_json(values))
 
 
 def test_a_position_of_another_type_is_refused() -> None:
     with pytest.raises(CheckpointError, match="position"):
-        Position.from_json({"step": "1", "epoch": 0, "num_samples": 0})
+        position_from_json({"step": "1", "epoch": 0, "num_samples": 0})
 
 
 def npz_with(**members: bytes) -> bytes:

@@ -15,7 +15,7 @@ from offbeat.run.coordination import Coordinator
 from offbeat.run.records import Record, begin_attempt
 from offbeat.session.checkpoint import latest, read_shard
 from offbeat_lab.attaching import attach_recipe
-from offbeat_lab.config import Request
+from offbeat_lab.config import Request, task_of
 from offbeat_lab.saving import mean_of_models, restore
 from offbeat_lab.train import plan, train
 
@@ -76,7 +76,7 @@ def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(
     begin_attempt(tmp_path / "run", resumed.config, start_step=resumed.start_step)
 
     record = Record(tmp_path / "run")
-    task = resumed.config.build_task()
+    task = task_of(resumed.config)
     model = task.build_model(seed=99)
     optimizer = task.optimizer(model)
     recipe = offbeat.LocalSGD(period=4, warmup=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError
 from offbeat.megabatch.loader import mega_batch_span, num_mega_batches
-from offbeat_lab.config import Request, RunConfig, resolve
-from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, Position
+from offbeat.run.config import RunConfig
+from offbeat.run.step_recorder import Position
+from offbeat_lab.config import Request, batch_sizes, resolve
+from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, position_from_json
 from offbeat_lab.tasks import TASKS
 
 
@@ -30,9 +33,8 @@ TASK = Numbers(Numbers.options_type(batch_size=4))
 
 
 def config(**length: int) -> RunConfig:
-    return resolve(Request(task="digits", strategy="allreduce", workers=2, **length)).model_copy(
-        update={"task_options": {}}
-    )
+    run = resolve(Request(task="digits", strategy="allreduce", workers=2, **length))
+    return replace(run, task_options={})
 
 
 def run(schedule: BatchSchedule, stop_after: int | None = None) -> list[torch.Tensor]:
@@ -64,7 +66,7 @@ def test_a_stop_changes_nothing(stop_after: int, length: dict[str, int]) -> None
     first = BatchSchedule(settings, TASK, Position(), rank=1, world_size=2)
     before = run(first, stop_after)
     second = BatchSchedule(
-        settings, TASK, Position.from_json(first.position.to_json()), rank=1, world_size=2
+        settings, TASK, position_from_json(asdict(first.position)), rank=1, world_size=2
     )
     assert len(before) + second.target - second.position.step == first.target == len(straight)
     together = before + run(second)
@@ -78,9 +80,9 @@ def test_with_batches_in_proportion_each_step_has_the_samples_that_it_has_with_e
 ) -> None:
     """Also where a run was stopped."""
     size = len(shares)
-    equal = config(steps=8).model_copy(update={"workers": size})
-    uneven = equal.model_copy(update={"batch_shares": shares})
-    sizes = uneven.batch_sizes(TASK)
+    equal = replace(config(steps=8), workers=size)
+    uneven = replace(equal, batch_shares=shares)
+    sizes = batch_sizes(uneven, TASK)
     assert sizes is not None
     assert sum(sizes) == 4 * size
     assert all(
@@ -93,7 +95,7 @@ def test_with_batches_in_proportion_each_step_has_the_samples_that_it_has_with_e
         for rank in range(size):
             first = BatchSchedule(settings, TASK, Position(), rank=rank, world_size=size)
             taken = run(first, stop_after)
-            position = Position.from_json(first.position.to_json())
+            position = position_from_json(asdict(first.position))
             rest = BatchSchedule(settings, TASK, position, rank=rank, world_size=size)
             by_rank.append(taken + run(rest))
         if is_uneven:
@@ -116,9 +118,9 @@ def test_with_other_workers_no_sample_is_seen_twice_in_an_epoch(
     ]
     for schedule in first:
         take(schedule, stop_after, seen)
-    stopped = first[0].position.to_json()
+    stopped = asdict(first[0].position)
     second = [
-        BatchSchedule(settings, TASK, Position.from_json(stopped), rank=rank, world_size=workers)
+        BatchSchedule(settings, TASK, position_from_json(stopped), rank=rank, world_size=workers)
         for rank in range(workers)
     ]
     assert len({take(schedule, None, seen) for schedule in second}) == 1
@@ -171,7 +173,7 @@ def test_steps_of_merges_follow_each_other_and_a_stop_changes_nothing(
         steps.append(schedule.position.step)
         if number == stop_after:
             schedule = claimed(
-                settings, Position.from_json(schedule.position.to_json()), mega_batch=mega_batch
+                settings, position_from_json(asdict(schedule.position)), mega_batch=mega_batch
             )
             assert schedule.target == target
     assert all(before < after for before, after in pairwise(steps))
@@ -192,7 +194,7 @@ def test_with_other_workers_claimed_steps_go_on_from_where_they_were(
     done = first.position.step
     second = claimed(
         config(epochs=5),
-        Position.from_json(first.position.to_json()),
+        position_from_json(asdict(first.position)),
         mega_batch=mega_batch,
         workers=workers,
     )
@@ -204,4 +206,4 @@ def test_with_other_workers_claimed_steps_go_on_from_where_they_were(
 
 def test_a_foreign_position_is_refused() -> None:
     with pytest.raises(CheckpointError, match="position"):
-        Position.from_json({"steps": 3})
+        position_from_json({"steps": 3})

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -139,9 +140,7 @@ def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_pat
     assert last < loss.returned_step < steps[-1]
     assert [head.start_step for head in record.heads(1)] == [None, loss.returned_step]
     assert latest(record.checkpoint_root).world_size == 2
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses"] == [
-        loss.model_dump()
-    ]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses"] == [asdict(loss)]
 
 
 def test_where_samples_are_claimed_each_counts_once_whoever_dies(npz: Path, tmp_path: Path) -> None:

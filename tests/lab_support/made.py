@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from offbeat.run.config import RunConfig
 from offbeat.run.records import (
     EmulationReport,
     Evaluation,
@@ -17,7 +18,6 @@ from offbeat.run.records import (
 )
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
-from offbeat_lab.config import RunConfig
 from offbeat_lab.statistics import Estimate, estimate
 
 _ALWAYS: Sequence[Measure] = ("time_to_target_s", "step_s", "final_metric")

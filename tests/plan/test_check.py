@@ -114,7 +114,7 @@ def test_the_machine_that_a_comparison_ran_on_is_not_held_against_predictions(
             round_trip_s=0.0,
         )
         made = read_comparison(directory)
-        emulation = made.emulation.model_copy(update={"checks": [saw]})
+        emulation = replace(made.emulation, checks=[saw])
         write_comparison(directory, made.model_copy(update={"emulation": emulation}))
     assert check_comparison(directory, MODEL).median_error == pytest.approx(0.0, abs=1e-6)
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from offbeat.errors import ConfigError
+from offbeat.run.config import ScriptCommand
 from offbeat_lab.cli.main import app
-from offbeat_lab.config import ScriptCommand
 from offbeat_lab.plan import low_rank
 from offbeat_lab.plan.kineto import profile_from_trace
 from offbeat_lab.plan.low_rank import time_low_rank

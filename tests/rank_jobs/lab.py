@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat_lab.attaching import AttachedModel, attach_recipe
+from offbeat_lab.attaching import TaskModel, attach_recipe
 from offbeat_lab.options import build_strategy
 
 
@@ -18,7 +18,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     rank: int,
     world_size: int,
-) -> AttachedModel:
+) -> TaskModel:
     recipe = build_strategy(name, options)
     return attach_recipe(recipe, model, optimizer, rank=rank, world_size=world_size)
 

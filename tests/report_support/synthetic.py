@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
+from offbeat.run.config import RunConfig
 from offbeat.run.records import (
     EmulationReport,
     Evaluation,
@@ -25,11 +26,10 @@ from offbeat.run.records import (
     create,
     write_summary,
 )
+from offbeat.run.records.profiles import ProfileWriter
 from offbeat_lab.analysis import analyse
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison
-from offbeat_lab.config import RunConfig
-from offbeat_lab.profiles import ProfileWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

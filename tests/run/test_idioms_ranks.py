@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offbeat.run.config import ScriptCommand
 from offbeat.run.coupling import ModelListener, ScriptSessions
 from offbeat.run.recipes import recipe_for
 from offbeat.run.rendezvous import StoreServer
 from offbeat.run.worker import patched_for, run_as_main
-from offbeat_lab.config import ScriptCommand
 from offbeat_lab.options import build_strategy, parse_spec
 from ranks_support.launch import RunRanks
 

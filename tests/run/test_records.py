@@ -5,11 +5,14 @@ is overwritten.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from offbeat.codec.json_objects import build
 from offbeat.errors import RecordError
+from offbeat.run.config import RunConfig
 from offbeat.run.records import (
     EventWriter,
     MegaBatch,
@@ -22,7 +25,7 @@ from offbeat.run.records import (
     lock,
     write_summary,
 )
-from offbeat_lab.config import Request, RunConfig, resolve
+from offbeat_lab.config import Request, resolve
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 
@@ -72,7 +75,7 @@ def summary(path: Path, **changes: object) -> Summary:
         "notices": ["so it is"],
         "run_directory": str(path),
     }
-    return Summary.model_validate(values | changes)
+    return build(Summary, values | changes)
 
 
 def write_events(path: Path, steps: range, config: RunConfig = CONFIG, loss: float = 0.5) -> None:
@@ -99,7 +102,7 @@ def test_a_record_is_read_back_as_written(tmp_path: Path) -> None:
 def test_steps_that_a_resume_took_back_are_left_out(tmp_path: Path) -> None:
     path = create(tmp_path / "run", CONFIG)
     write_events(path, range(1, 8))
-    write_events(path, range(4, 9), CONFIG.model_copy(update={"workers": 1}), loss=0.25)
+    write_events(path, range(4, 9), replace(CONFIG, workers=1), loss=0.25)
     record = Record(path)
     assert [attempt.start_step for attempt in record.attempts] == [0, 3]
     assert [(event.step, event.loss) for event in record.events(0)] == [

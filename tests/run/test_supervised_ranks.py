@@ -390,7 +390,7 @@ def as_child_of(directory: Path, function: Callable[[], object], strategy: str) 
     script.touch()
     config = script_config(script_command([str(script)]), strategy, workers=1)
     pickled = pickle.dumps(ChildFunction(function)).hex()
-    return {"pickled": pickled, "config": config.model_dump_json()}
+    return {"pickled": pickled, "config": config.to_json()}
 
 
 def test_the_strategy_reaches_ranks_that_the_script_starts_itself(

@@ -12,6 +12,7 @@ from offbeat.run.progress import Failure, Report
 from offbeat.run.recipes import recipe_for
 from offbeat.run.recording import ScriptRecorder
 from offbeat.run.worker import ScriptRun
+from offbeat_lab.config import recipe_of
 from offbeat_lab.pauses import StepLimit
 
 TRAINS_ALONE = """
@@ -45,7 +46,7 @@ def test_a_script_that_trains_nothing_is_told_so_and_one_that_trains_alone_what_
     recorder = ScriptRecorder(
         lambda: None, reports.append, turns=StepLimit.unlimited(), stop_after=None
     )
-    recipe = recipe_for(config.build_strategy())
+    recipe = recipe_for(recipe_of(config))
     assert ScriptRun(config, recipe, recorder, reports.append, rank=0).carry_out() == 1
     (failure,) = reports
     assert isinstance(failure, Failure)

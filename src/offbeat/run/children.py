@@ -37,16 +37,16 @@ class ChildFunction:
             return self._function(*args, **kwargs)
         # What is imported here takes a while, and children such as those of a DataLoader need none
         # of it unless they train.
+        from offbeat.run.config import RunConfig
         from offbeat.run.coupling import ModelListener, ScriptSessions, is_good_end
         from offbeat.run.recipes import recipe_for
         from offbeat.run.worker import patched_for
-        from offbeat_lab.config import RunConfig
 
         _patched_here.append(True)
         # The script says who its ranks are; the supervisor's store is for its own workers.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        config = RunConfig.model_validate_json(os.environ[CHILD_VARIABLE])
-        recipe = recipe_for(config.build_strategy())
+        config = RunConfig.from_json(os.environ[CHILD_VARIABLE])
+        recipe = recipe_for(config.strategy, config.strategy_options)
         sessions = ScriptSessions(recipe, ModelListener())
         with patched_for(recipe, sessions), patches.no_group_unless(config.workers == 1, _refusal):
             try:

@@ -34,11 +34,10 @@ from offbeat.run.carried_state import CarriedStates
 from offbeat.run.children import ChildFunction
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.run.patches import ScriptListener
-from offbeat.run.recipes import Attached, ScriptRecipe
+from offbeat.run.recipes import ScriptRecipe, ScriptSession
 from offbeat.session.session import Adopted, Session
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import is_in_flat_parameter
-from offbeat_lab.native import NativeSession
 
 LOGGER = logging.getLogger("offbeat")
 
@@ -79,7 +78,7 @@ class ModelListener:
     """
 
     def attached(
-        self, session: Attached, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, session: ScriptSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """`session` is at work on `model`, which `optimizer` steps."""
 
@@ -119,7 +118,7 @@ class _Coupled:
     ddp: weakref.ref[DistributedDataParallel]
     module: torch.nn.Module
     parameters: frozenset[int]
-    session: Attached
+    session: ScriptSession
     optimizer: torch.optim.Optimizer | None
     evaluation: EvaluationWeights | None
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -228,9 +227,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def backward_ended(self) -> None:
-        for coupled in self._coupled:
-            if isinstance(coupled.session, NativeSession):
-                coupled.session.meter.backward_done()
+        self._recipe.backward_ended()
         self._listener.backward_ended()
 
     @override

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.recording import ScriptRecorder
+from offbeat.run.run_summary import HANGS_S
 from offbeat.run.sharing import shared_record
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import strategy_values
-from offbeat_lab.config import RunConfig, ScriptCommand
-from offbeat_lab.pauses import StepLimit
-from offbeat_lab.run_summary import HANGS_S
 
 
 class Recorder:
@@ -52,7 +49,6 @@ class Recorder:
         recorder = _ClosingRecorder(
             lambda: shared_record(config, self.directory),
             lambda report: None,
-            turns=StepLimit.unlimited(),
             stop_after=None,
             patience_s=HANGS_S,
         )
@@ -83,26 +79,15 @@ class _ClosingRecorder(ScriptRecorder):
 def _config(strategy: Strategy) -> RunConfig:
     words = sys.argv or [""]
     script = ScriptCommand(path=words[0] or "session", arguments=words[1:])
-    return RunConfig(
-        task=script.name,
-        task_options={"arguments": shlex.join(words[1:])} if words[1:] else {},
-        strategy=strategy.name,
-        strategy_options={
-            name: _as_json(value) for name, value in strategy_values(strategy).items()
-        },
-        workers=1,
-        epochs=None,
-        steps=None,
-        seed=0,
-        checkpoint_every=None,
-        eval_every=None,
-        script=script,
-    )
+    values = strategy_values(strategy).items()
+    options = {name: _as_json(value) for name, value in values}
+    return script_run(script, strategy.name, options, workers=1)
 
 
-def _as_json(value: Any) -> JsonValue:
+def _as_json(value: Any) -> object:
     """An option as it stands in a record: objects of Python by what they print."""
     try:
-        return json.loads(json.dumps(value))  # type: ignore[no-any-return]
+        found: object = json.loads(json.dumps(value))
+        return found
     except (TypeError, ValueError):
         return repr(value)

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from offbeat.errors import ConfigError, nearest
-from offbeat_lab.config import RunConfig, ScriptCommand, resolve_script
-from offbeat_lab.options import build_strategy, parse_spec
+from offbeat.run.config import RunConfig, ScriptCommand, resolve_script
+from offbeat.run.recipes import SCRIPT_STRATEGIES
+from offbeat.strategies.by_name import build_strategy, parse_spec, strategy_values
 
 DEFAULT_WORKERS = 4
 
@@ -62,8 +63,9 @@ def script_config(
     Raises:
         ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
-    name, options = _one_strategy(strategy, script.path)
-    return resolve_script(script, name, options, workers=workers, steps=steps, log_to=log_to)
+    built = build_strategy(*_one_strategy(strategy, script.path), SCRIPT_STRATEGIES)
+    options = strategy_values(built)
+    return resolve_script(script, built, options, workers=workers, steps=steps, log_to=log_to)
 
 
 def with_strategys_problem(
@@ -73,7 +75,8 @@ def with_strategys_problem(
     so that both are mended at once.
     """
     try:
-        build_strategy(*_one_strategy(strategy, words[0] if words else "train.py"))
+        name, options = _one_strategy(strategy, words[0] if words else "train.py")
+        build_strategy(name, options, SCRIPT_STRATEGIES)
     except ConfigError as other:
         return ConfigError(f"{problem}. And {other}")
     return problem
@@ -85,4 +88,4 @@ def _one_strategy(text: str, path: str) -> tuple[str, dict[str, str]]:
             f"--strategy takes one strategy, got {text!r}; to try several: offbeat compare"
             f" --strategies {text} -- {path}"
         )
-    return parse_spec(text)
+    return parse_spec(text, SCRIPT_STRATEGIES)

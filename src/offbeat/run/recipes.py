@@ -1,34 +1,30 @@
-"""What is attached to a script's DistributedDataParallel: a strategy of offbeat's, torch's own
-exchange with one of its hooks, or nothing.
-"""
+"""What is attached to a script's DistributedDataParallel: a strategy of offbeat's, or nothing."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from types import TracebackType
+from typing import ClassVar, Final, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.errors import UnsupportedError
+from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Adopted, Session
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.by_name import build_strategy
+from offbeat.strategies.registry import REGISTRY
 from offbeat.transport.driver import Driver
-from offbeat_lab.attaching import LinkDelay, wrap_with
-from offbeat_lab.native import CommunicationMeter, Native, NativeSession
-from offbeat_lab.options import Recipe
 
-Attached: TypeAlias = Session | NativeSession
-
-ALONE = "alone"
+ALONE: Final = "alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +37,21 @@ class NoExchange(Strategy):
     @override
     def build(self, context: Context) -> Sequence[Callback]:
         return []
+
+
+SCRIPT_STRATEGIES: Final[Mapping[str, type[Strategy]]] = {**REGISTRY, ALONE: NoExchange}
+"""What `offbeat run` takes by name."""
+
+
+class ScriptSession(ExchangeSession, Protocol):
+    """What a recipe has put to work."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 class ScriptRecipe(ABC):
@@ -72,7 +83,7 @@ class ScriptRecipe(ABC):
         optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
         adopted: Adopted,
-    ) -> Attached | None:
+    ) -> ScriptSession | None:
         """Put it to work on a DDP model. Collective.
 
         Args:
@@ -85,6 +96,9 @@ class ScriptRecipe(ABC):
             None where there is nothing to be done without an optimizer.
         """
 
+    def backward_ended(self) -> None:  # noqa: B027 - most see it themselves
+        """A backward pass of the script's is over."""
+
     @abstractmethod
     def strategy_for_attach(self) -> Strategy:
         """What takes the place of the strategy that a script attaches itself."""
@@ -95,11 +109,13 @@ class StrategyRecipe(ScriptRecipe):
 
     Args:
         strategy: which one.
-        delay: of this rank's link, where it is imitated in user space.
+        wrap: is put around the transport.
     """
 
-    def __init__(self, strategy: Strategy, delay: LinkDelay | None = None) -> None:
-        super().__init__(wrap_with(delay))
+    def __init__(
+        self, strategy: Strategy, wrap: Callable[[Driver], Driver] = lambda driver: driver
+    ) -> None:
+        super().__init__(wrap)
         self.name = strategy.name
         self.replicas_differ = strategy.replicas_differ
         self.needs_optimizer = strategy.needs_optimizer
@@ -146,46 +162,6 @@ class StrategyRecipe(ScriptRecipe):
         return self._strategy
 
 
-class NativeRecipe(ScriptRecipe):
-    """DDP's own exchange, with one of torch's hooks.
-
-    Args:
-        native: which one.
-        delay: of this rank's link, where it is imitated in user space.
-    """
-
-    ddp_exchanges = True
-
-    def __init__(self, native: Native, delay: LinkDelay | None = None) -> None:
-        super().__init__(wrap_with(delay))
-        self.name = native.name
-        self.ddp_options = native.ddp_options
-        self._native = native
-        self._delay = delay
-
-    @override
-    def attach(
-        self,
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
-        adopted: Adopted,
-    ) -> NativeSession | None:
-        if optimizer is None:
-            return None
-        meter = CommunicationMeter(dist.get_world_size(), rank=dist.get_rank(), delay=self._delay)
-        return self._native.couple(ddp, optimizer, meter)
-
-    @override
-    def strategy_for_attach(self) -> Strategy:
-        raise ConfigError(
-            f"{self.name} works with DistributedDataParallel only, and the script calls"
-            " offbeat.attach; choose allreduce, which exchanges the same"
-        )
-
-
-def recipe_for(recipe: Recipe, delay: LinkDelay | None = None) -> ScriptRecipe:
-    """What puts `recipe` into a script."""
-    if isinstance(recipe, Strategy):
-        return StrategyRecipe(recipe, delay)
-    return StrategyRecipe(NoExchange()) if recipe.name == ALONE else NativeRecipe(recipe, delay)
+def recipe_for(strategy: str, options: Mapping[str, object]) -> ScriptRecipe:
+    """What puts the strategy of this name into a script. Raises `ConfigError`."""
+    return StrategyRecipe(build_strategy(strategy, options, SCRIPT_STRATEGIES))

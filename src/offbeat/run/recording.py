@@ -1,8 +1,8 @@
 """The record of a script's training: the same files as those of `offbeat train`.
 
-    forward pass with gradients     a step begins; the cluster description may make it late
+    forward pass with gradients     a step begins
     backward                        the loss is seen
-    optimizer.step()                the step is written down; here workers take turns and stop
+    optimizer.step()                the step is written down; here workers stop
     offbeat.log, session.log        the metric, and whatever else the script measures
 
 The metric is the value that was asked for by name, else the first one that is logged and is not the
@@ -12,8 +12,6 @@ loss. A script that logs none has its training loss as its metric, as the mean o
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,21 +22,14 @@ from typing_extensions import override
 
 from offbeat.run.coordination import Coordinator
 from offbeat.run.coupling import ModelListener
-from offbeat.run.evaluation_pause import EvaluationPause
 from offbeat.run.progress import Joined, Reporter
-from offbeat.run.recipes import Attached
+from offbeat.run.recipes import ScriptSession
 from offbeat.run.records import Evaluation, Record
+from offbeat.run.run_summary import Measured, gather_ends, write_end
+from offbeat.run.step_recorder import AttachedModel, Position, RankRun, StepRecorder, StepTime
 from offbeat.session.metrics import SessionObserver
-from offbeat.session.session import Session
 from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import is_returning
-from offbeat_lab.attaching import AttachedModel
-from offbeat_lab.compare_plan import ALONE
-from offbeat_lab.emulation.step_time import StepTimeEmulator
-from offbeat_lab.pauses import Pauses, StepLimit
-from offbeat_lab.run_summary import Measured, gather_ends, write_end
-from offbeat_lab.schedule import Position
-from offbeat_lab.step_recorder import RankRun, StepRecorder
 
 TRAINING_LOSS: Final = "training loss"
 LOSS_EVERY: Final = 10
@@ -100,7 +91,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
         open_record: is called when the first session is attached, on all ranks; None: there is to
             be no record on this one.
         report: hears how far this rank is.
-        turns: the steps that it may do.
         stop_after: steps after which the script is stopped; None: it stops by itself.
         patience_s: how long the end waits for ranks that are late; None: for ever.
     """
@@ -110,18 +100,15 @@ class ScriptRecorder(SessionObserver, ModelListener):
         open_record: Callable[[], OpenRecord | None],
         report: Reporter,
         *,
-        turns: StepLimit,
         stop_after: int | None,
         patience_s: float | None = None,
     ) -> None:
         self._open_record = open_record
         self._report = report
-        self._turns = turns
         self._patience_s = patience_s
         self._length = ScriptLength(stop_after)
         self._run: RankRun | None = None
         self._recorder: StepRecorder | None = None
-        self._pauses: Pauses | None = None
         self._metric_name: str | None = None
         self._metric: Evaluation | None = None
         self._losses_of_step: list[torch.Tensor | float] = []
@@ -131,13 +118,12 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._num_samples = 0
         self._step_has_begun = self._has_evaluated = self._is_over = self._was_asked = False
         self._backward = ExitStack()
-        self._pause: EvaluationPause | None = None
         self._evaluated_s = 0.0
 
     # What the script does
 
     def attached(
-        self, session: Attached, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, session: ScriptSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """`session` is at work. Of several models at once, the first one's steps are recorded."""
         run = self._run
@@ -148,11 +134,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if run is not None and run.attached.model is not model:
             run.notices.append("the script trains several models; the record is that of the first")
             return
-        attached = AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
-        if isinstance(session, Session):
-            session.observers.append(self)
-        else:
-            optimizer.register_step_post_hook(lambda *_: self.step_ended(0))
+        attached = AttachedModel(model=model, session=session)
+        session.observers.append(self)
         if run is not None:
             assert self._recorder is not None
             run.attached = attached
@@ -160,7 +143,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         assert opened is not None
         record, coordinator = opened.record, opened.coordinator
-        config, emulation, step = record.config, record.emulation, session.start_step
+        config, step = record.config, session.start_step
         if config.script is not None:
             self._metric_name = config.script.metric
         self._length.position.step = step
@@ -169,11 +152,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             coordinator=coordinator,
             attached=attached,
             schedule=self._length,
-            step_time=StepTimeEmulator(
-                config.cluster,
-                coordinator.rank,
-                by_sleeping=emulation is not None and emulation.speeds == "sleeping",
-            ),
+            step_time=self._step_time(record, coordinator.rank),
         )
         if coordinator.incarnation:
             coordinator.rejoin_at(step + 1)
@@ -181,12 +160,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._recorder = StepRecorder(
             run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
         )
-        # Where ranks average alone they would wait for the leader's evaluation too.
-        meets = config.strategy != ALONE and not attached.session.averages_alone
-        self._pauses = Pauses(run, self._recorder, self._turns, threading.Event(), meets=meets)
-        if self._turns.ends_turns and attached.session.averages_alone:
-            self._pause = EvaluationPause(coordinator, run.notices.append)
-        self._pauses.wait_for_turn(step)
+        self._training_begins(run, self._recorder)
         self._recorder.restart_clock()
 
     def samples_seen(self, args: Sequence[Any]) -> None:
@@ -213,12 +187,11 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def evaluates(self) -> None:
         """The script puts a model out of training mode: what follows belongs to no step."""
         self._has_evaluated = True
-        run, recorder, pause = self._run, self._recorder, self._pause
-        if run is None or recorder is None or pause is None or pause.is_evaluating:
+        run, recorder = self._run, self._recorder
+        if run is None or recorder is None or self._is_over:
             return
-        if run.coordinator.leader == run.coordinator.rank and not self._is_over:
-            with run.attached.resting():
-                self._evaluated_s = pause.begin(self._length.position.step, recorder.elapsed_s)
+        if run.coordinator.leader == run.coordinator.rank:
+            self._evaluated_s = self._evaluation_begins(run, recorder)
 
     @override
     def stepped_without_session(self) -> None:
@@ -239,17 +212,16 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     @override
     def step_ended(self, num_steps: int) -> None:
-        run, recorder, pauses = self._run, self._recorder, self._pauses
-        if run is None or recorder is None or pauses is None or self._is_over:
+        run, recorder = self._run, self._recorder
+        if run is None or recorder is None or self._is_over:
             return
         self._length.position.step += 1
         step = self._length.position.step
         loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
         self._losses_seen = self._losses_seen or loss is not None
-        met_s = pauses.meet(step)
+        met_s = self._meet(step)
         recorder.step_done(loss=loss, batch_size=self._num_samples, met_s=met_s)
-        if self._pause is not None:
-            self._pause.step_done(step, recorder.elapsed_s)
+        self._step_is_recorded(step, recorder)
         if loss is not None:
             self._losses.append(loss)
         self._losses_of_step, self._num_samples, self._step_has_begun = [], 0, False
@@ -258,7 +230,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._evaluations.append(recorder.evaluation(mean, {}))
             self._losses = []
         self._stop_at_limit()
-        pauses.wait_for_turn(step)
+        self._wait_for_turn(step)
         recorder.restart_clock()
 
     @override
@@ -288,7 +260,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self.training_ends()
         self._is_over = True
-        self._end_pause()
+        self._evaluation_ends()
         try:
             # Of ranks that came back none took part in step 0: they have begun the script anew.
             ends = gather_ends(run, recorder, [], patience_s=self._patience_s, step=0)
@@ -303,7 +275,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if self._recorder is not None and not self._is_over:
             self._recorder.close()
         self._is_over = True
-        self._end_pause()
+        self._evaluation_ends()
 
     def _stop_at_limit(self) -> None:
         if self._length.limit is not None and self._length.position.step >= self._length.limit:
@@ -315,22 +287,42 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if self._step_has_begun or run is None or recorder is None:
             return
         self._step_has_begun = True
-        self._end_pause()
-        if self._pause is not None:
-            began_s = time.monotonic()
-            with run.attached.resting():
-                self._pause.wait(self._length.position.step)
-            recorder.leave_out(time.monotonic() - began_s)
+        self._evaluation_ends()
+        self._step_begins(run, recorder)
         if self._has_evaluated:
             recorder.restart_clock()
             self._has_evaluated = False
         run.step_time.begin_step(self._length.position.step + 1)
 
-    def _end_pause(self) -> None:
-        """Let the others go on, if this rank has evaluated."""
+    # What a run that shares its machine with others does besides
+
+    def _step_time(self, record: Record, rank: int) -> StepTime:
+        """What makes the steps of `rank` longer."""
+        return StepTime()
+
+    def _training_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+        """Before the first step."""
+
+    def _step_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+        """Before the first thing that is seen of a step."""
+
+    def _meet(self, step: int) -> float:
+        """Wait for other ranks at the end of `step`; returns for how many seconds."""
+        return 0.0
+
+    def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
+        """`step` has its event."""
+
+    def _wait_for_turn(self, step: int) -> None:
+        """Return when a step after `step` may begin."""
+
+    def _evaluation_begins(self, run: RankRun, recorder: StepRecorder) -> float:
+        """This rank leads and evaluates. Returns the training time of what it measures."""
+        return 0.0
+
+    def _evaluation_ends(self) -> None:
+        """This rank trains on, or has come to its end."""
         self._evaluated_s = 0.0
-        if self._pause is not None:
-            self._pause.end()
 
     def _loss_logged(self, loss: float) -> None:
         """The script says its loss, before the optimizer's step or after it."""

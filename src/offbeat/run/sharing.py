@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from offbeat.errors import OffbeatError, RecordError
+from offbeat.run.config import RunConfig
 from offbeat.run.recording import OpenRecord
 from offbeat.run.records import Record, begin_attempt, create
 from offbeat.run.rendezvous import group_coordinator
-from offbeat_lab.config import RunConfig
 
 LOGGER = logging.getLogger("offbeat")
 
@@ -30,7 +31,7 @@ def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
     coordinator = group_coordinator()
     problem, directory = "", Path()
     if coordinator.rank == 0:
-        config = config.model_copy(update={"workers": coordinator.world_size})
+        config = replace(config, workers=coordinator.world_size)
         try:
             directory = create(out, config).resolve()
             begin_attempt(directory, config, start_step=0)

@@ -12,16 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.run.first_imports import first_imports
+from offbeat.run.config import RunConfig
 from offbeat.run.hosts import OwnHost
 from offbeat.run.interrupts import Interrupts, interrupts
-from offbeat.run.local_worker import WorkerProgram
+from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
 from offbeat.run.progress import Listener, NoticeListener, ignore_notice
+from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.run.supervisor import POLL_S, WorkerGroup
-from offbeat_lab.cluster import Cluster
-from offbeat_lab.config import RunConfig, ScriptCommand
-from offbeat_lab.emulation import emulate
 
 SCRIPT_WORKER = "offbeat.run.worker"
 
@@ -48,7 +46,6 @@ def run_script(
     *,
     out: Path | None,
     restarts: int = 0,
-    forked: bool = False,
     host: OwnHost | None = None,
     on_progress: Listener,
     on_notice: NoticeListener = ignore_notice,
@@ -60,7 +57,6 @@ def run_script(
         config: from `script_config`.
         out: directory of the record; None: the next free one below runs/.
         restarts: how often workers are started again, >= 0.
-        forked: as in `WorkerProgram`.
         host: this one's share of a run on several hosts.
         on_progress: hears of workers that die and come back.
         on_notice: is called with each notice that there is before the first step of an attempt.
@@ -71,19 +67,18 @@ def run_script(
     """
     directory = create(out, config)
     num_here = config.workers if host is None else host.share.num_workers
-    with lock(directory), emulate(Cluster(workers=num_here), mode="none") as emulation:
+    survives_death = SCRIPT_STRATEGIES[config.strategy].survives_death
+    with lock(directory):
         attempt = 0
         while True:
             begin_attempt(directory, config, start_step=0)
             group = WorkerGroup(
                 directory,
                 config,
-                emulation,
+                survives_death=survives_death,
                 program=script_program(
-                    config.script,
                     num_here,
                     attempt=attempt,
-                    forked=forked,
                     shown=(0,),
                     environment={} if host is None else host.environment,
                 ),
@@ -127,27 +122,25 @@ def _watch(group: WorkerGroup, interrupted: Interrupts) -> None:
 
 
 def script_program(
-    script: ScriptCommand | None,
     workers: int,
     *,
+    module: str = SCRIPT_WORKER,
+    start: Callable[[WorkerStart], WorkerProcess] = start_process,
     attempt: int = 0,
-    forked: bool = False,
     shown: Collection[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> WorkerProgram:
     """What the workers of a script run.
 
     Args:
-        script: what it is.
         workers: number of them on this host.
+        module, start, shown: as in `WorkerProgram`.
         attempt: how often all of them were started before.
-        forked, shown: as in `WorkerProgram`.
         environment: further variables.
     """
     return WorkerProgram(
-        module=SCRIPT_WORKER,
-        forked=forked,
-        imports=[SCRIPT_WORKER, *first_imports(script)] if forked and script else (),
+        module=module,
+        start=start,
         shown=shown,
         ends_alone=True,
         environment={

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -428,9 +428,7 @@ class WorkerGroup:
     def _record_return(self, report: Joined) -> None:
         rank, step = report.rank, report.step
         last = max(place for place, loss in enumerate(self.losses) if loss.rank == rank)
-        self.losses[last] = self.losses[last].model_copy(
-            update={"returned_step": step, "returned_s": self.seconds}
-        )
+        self.losses[last] = replace(self.losses[last], returned_step=step, returned_s=self.seconds)
         text = f"worker {rank} is back: it goes on from step {step}"
         if report.counts_anew:
             text += (

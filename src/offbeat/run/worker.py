@@ -14,19 +14,20 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from offbeat.errors import OffbeatError
 from offbeat.run import patches
 from offbeat.run.children import CHILD_VARIABLE
+from offbeat.run.config import RunConfig, ScriptCommand
 from offbeat.run.coupling import ScriptSessions, is_good_end
 from offbeat.run.interrupts import exit_at_stop_signals
-from offbeat.run.progress import TURNS_VARIABLE, Failure, Remark, Report, Reporter, pipe_reporter
+from offbeat.run.progress import Failure, Remark, Report, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe, recipe_for
 from offbeat.run.recording import OpenRecord, ScriptRecorder
 from offbeat.run.records import Record
@@ -35,9 +36,6 @@ from offbeat.run.sharing import shared_record
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning
-from offbeat_lab.attaching import link_delay
-from offbeat_lab.config import RunConfig, ScriptCommand
-from offbeat_lab.pauses import StepLimit
 
 LOGGER = logging.getLogger("offbeat")
 
@@ -182,34 +180,50 @@ def run_as_main(script: ScriptCommand) -> None:
         runpy.run_path(script.path, run_name="__main__")
 
 
+MakeRecorder: TypeAlias = Callable[[OpenRecord, Reporter, int | None, float | None], ScriptRecorder]
+"""Makes the recorder of a rank: of the record, a reporter, `stop_after` and `patience_s`."""
+
+
 def main() -> int:
     """Entry point of a supervised worker; returns its exit status."""
+
+    def recorder(
+        opened: OpenRecord, report: Reporter, stop_after: int | None, patience_s: float | None
+    ) -> ScriptRecorder:
+        return ScriptRecorder(lambda: opened, report, stop_after=stop_after, patience_s=patience_s)
+
+    def recipe(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
+        return recipe_for(config.strategy, config.strategy_options)
+
+    return run_supervised(recorder, recipe)
+
+
+def run_supervised(
+    make_recorder: MakeRecorder,
+    make_recipe: Callable[[RunConfig, OpenRecord], ScriptRecipe],
+    obey: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Run the script of the record that the command line names; returns the exit status.
+
+    Args:
+        make_recorder: makes the recorder of this rank.
+        make_recipe: makes what is put into the script.
+        obey: is called with each line that the supervisor writes.
+    """
     (config_path,) = sys.argv[1:]
     record = Record(Path(config_path).resolve().parent)
-    turns = StepLimit(0) if TURNS_VARIABLE in os.environ else StepLimit.unlimited()
-    _listen_to_supervisor(turns)
+    _listen_to_supervisor(obey)
     report = pipe_reporter()
     exit_at_stop_signals()
     coordinator = supervised_coordinator()
     assert coordinator is not None
     config = record.config
-    in_user_space = record.emulation is not None and record.emulation.kind == "delaying"
-    delay = (
-        link_delay(config.cluster, coordinator.rank)
-        if in_user_space and config.cluster is not None
-        else None
-    )
-    os.environ[CHILD_VARIABLE] = config.model_dump_json()
+    os.environ[CHILD_VARIABLE] = config.to_json()
     opened = OpenRecord(record=record, coordinator=coordinator)
-    recorder = ScriptRecorder(
-        lambda: opened,
-        report,
-        turns=turns,
-        stop_after=config.steps,
-        # Where a host has gone nobody is left to say that its workers have died.
-        patience_s=None if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else _OTHER_HOSTS_S,
-    )
-    recipe = recipe_for(config.build_strategy(), delay)
+    # Where a host has gone nobody is left to say that its workers have died.
+    patience_s = None if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else _OTHER_HOSTS_S
+    recorder = make_recorder(opened, report, config.steps, patience_s)
+    recipe = make_recipe(config, opened)
     return ScriptRun(config, recipe, recorder, report, rank=coordinator.rank).carry_out()
 
 
@@ -221,11 +235,10 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
         config: from `script_config`.
         out: directory of the record; None: the next free one below runs/.
     """
-    os.environ[CHILD_VARIABLE] = config.model_dump_json()
+    os.environ[CHILD_VARIABLE] = config.to_json()
     recorder = ScriptRecorder(
         lambda: shared_record(config, out),
         _say,
-        turns=StepLimit.unlimited(),
         stop_after=config.steps,
     )
     launch = launched()
@@ -235,7 +248,7 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
     os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
     if local := os.environ.get("SLURM_LOCALID"):
         os.environ.setdefault("LOCAL_RANK", local)
-    recipe = recipe_for(config.build_strategy())
+    recipe = recipe_for(config.strategy, config.strategy_options)
     return ScriptRun(config, recipe, recorder, _say, rank=launch.rank).carry_out()
 
 
@@ -270,7 +283,7 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     os._exit(status)
 
 
-def _listen_to_supervisor(turns: StepLimit) -> None:
+def _listen_to_supervisor(obey: Callable[[str], None]) -> None:
     """Obey lines on the standard input that the supervisor gave; die when it closes. The script
     gets an empty one in its place.
     """
@@ -280,7 +293,7 @@ def _listen_to_supervisor(turns: StepLimit) -> None:
 
     def listen() -> None:
         for line in orders:
-            turns.raise_to(int(line))
+            obey(line)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=listen, name="supervisor-watch", daemon=True).start()

@@ -20,18 +20,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
-from offbeat.run.local_worker import TASK_WORKER, WorkerProgram
+from offbeat.run.config import ScriptCommand
+from offbeat.run.local_worker import WorkerProgram
 from offbeat.run.plan import script_command
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.supervise import script_program
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Measure
-from offbeat_lab.config import ScriptCommand
+from offbeat_lab.first_imports import first_imports
+from offbeat_lab.forked_start import TASK_WORKER, forking
 from offbeat_lab.statistics import Estimate
 
 _PLAIN_EVERY_S = 5.0
 _WORKER_AND_LOG: Final = re.compile(r"worker \d+ \(pid \d+\)|\S*/logs\S*")
 """What differs between failures that have one reason."""
 _REFRESHES_PER_S = 4
+
+
+SCRIPT_WORKER: Final = "offbeat_lab.script_worker"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +60,8 @@ class Compared:
         """What its workers run."""
         if self.script is None:
             return TASK_WORKER
-        return script_program(self.script, workers, forked=True)
+        imports = [SCRIPT_WORKER, *first_imports(self.script)]
+        return script_program(workers, module=SCRIPT_WORKER, start=forking(imports))
 
 
 def what_to_compare(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.errors import ConfigError
+from offbeat.run.config import RunConfig
 from offbeat.run.hosts import Meeting, meet
 from offbeat.run.plan import (
     DEFAULT_WORKERS,
@@ -18,7 +19,6 @@ from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.rendezvous import launched
 from offbeat.run.supervise import run_script
 from offbeat.run.worker import run_launched
-from offbeat_lab.config import RunConfig
 from offbeat_lab.report.page import write_report
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -135,7 +137,7 @@ def train(
         return
     page = write_page(Path(summary.run_directory))
     if as_json:
-        print(summary.model_dump_json())
+        print(json.dumps(asdict(summary)))
     else:
         display.print_summary(summary, page)
     if summary.status == "stopped":

@@ -2,7 +2,8 @@
 processors.
 """
 
-from offbeat_lab.emulation.base import Emulation, Placement
+from offbeat.run.local_worker import Placement
+from offbeat_lab.emulation.base import Emulation
 from offbeat_lab.emulation.choice import Mode, emulate
 from offbeat_lab.emulation.leftovers import clean
 

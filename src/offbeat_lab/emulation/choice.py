@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from offbeat.errors import ConfigError
+from offbeat.run.local_worker import Placement
 from offbeat.run.records import EmulationReport
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation import leftovers
-from offbeat_lab.emulation.base import Emulation, MissingMeansError, Placement
+from offbeat_lab.emulation.base import Emulation, MissingMeansError
 from offbeat_lab.emulation.compute import ComputeShares, open_compute
 from offbeat_lab.emulation.namespaces import NamespaceEmulation
 from offbeat_lab.emulation.plan import EmulationName

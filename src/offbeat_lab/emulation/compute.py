@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat.errors import ConfigError
+from offbeat.run.records.layout import Speeds
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration
-from offbeat_lab.emulation.base import Speeds
 from offbeat_lab.emulation.quotas import Quotas, needs_quotas, open_quotas, share_out, usable_cores
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from offbeat.run.local_worker import Placement
 from offbeat.run.records import EmulationReport, LinkCheck
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration, display_rate
@@ -18,7 +19,6 @@ from offbeat_lab.emulation import leftovers
 from offbeat_lab.emulation.base import (
     Emulation,
     MissingMeansError,
-    Placement,
 )
 from offbeat_lab.emulation.check import LEAST_SHARE, check_links
 from offbeat_lab.emulation.commands import NAMESPACES, ask, call_in, path_of, run_batch

@@ -18,10 +18,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from typing_extensions import override
+
+from offbeat.run.step_recorder import StepTime
 from offbeat_lab.cluster import Cluster
 
 
-class StepTimeEmulator:
+class StepTimeEmulator(StepTime):
     """Makes one worker's steps as long as the cluster says.
 
     Args:
@@ -42,6 +45,7 @@ class StepTimeEmulator:
         self.num_late = 0
         """Steps whose own computing already took longer than it was to take altogether."""
 
+    @override
     def begin_step(self, step: int) -> None:
         """Step `step`, counted from 1, begins. Sleep first, if this worker is to be late in it."""
         self.slept_s = 0.0
@@ -49,6 +53,7 @@ class StepTimeEmulator:
             self._sleep(self._cluster.delay_s(self._rank, step))
         self._began_s = time.monotonic()
 
+    @override
     def before_backward(self, elapsed_s: float, *, size: float = 1.0) -> None:
         """The forward pass is done.
 
@@ -69,6 +74,7 @@ class StepTimeEmulator:
         elif self._by_sleeping:
             self._sleep((forward_s + backward_s) * (1 / speed - 1))
 
+    @override
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward pass, to learn how long the next one will take."""
@@ -80,6 +86,7 @@ class StepTimeEmulator:
         self._backward_s = time.monotonic() - before_s
         self._backward_cpu_s = time.thread_time() - before_cpu_s
 
+    @override
     def exclude_overhead(self, encode_s: float, wait_s: float) -> None:
         """Of the last backward pass, the strategy's own work took `encode_s`, and `wait_s` were
         spent waiting.

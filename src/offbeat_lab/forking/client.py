@@ -58,11 +58,11 @@ class ForkedProcess:
         assert self.returncode is not None
         return self.returncode
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, sig: int) -> None:
         """Send it a signal, unless it has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.pid, sig)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

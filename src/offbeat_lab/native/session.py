@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Stats
 from offbeat.transport.wrappers import Arrival
 from offbeat.transport.wrappers.delaying import Delivery
@@ -112,6 +114,7 @@ class NativeSession:
         notices: remarks for the record.
 
     Attributes:
+        observers: hear of each step.
         averages_alone, averaging_weight, start_step: as of a session whose ranks keep step and
             begin together.
     """
@@ -131,6 +134,7 @@ class NativeSession:
         self.optimizer = optimizer
         self.meter = meter
         self.notices = list(notices)
+        self.observers: list[SessionObserver] = []
         # An optimizer that wraps another one has no hooks of its own.
         inner = getattr(optimizer, "optim", optimizer)
         self._step_hook = inner.register_step_post_hook(self._count_step)
@@ -157,6 +161,10 @@ class NativeSession:
     def take_ready_at_s(self) -> float | None:
         """When this rank first waited for peers since the last call, on the monotonic clock."""
         return self.meter.take_ready_at_s()
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Inside, no peer waits for the end of a step of this rank: none ever does."""
+        return nullcontext()
 
     def take_profile(self) -> None:
         """No step is looked at closely."""
@@ -185,3 +193,5 @@ class NativeSession:
 
     def _count_step(self, *_: object) -> None:
         self.meter.steps += 1
+        for observer in self.observers:
+            observer.step_ended(self.meter.steps)

@@ -24,6 +24,7 @@ from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare_plan import ALONE
 from offbeat_lab.comparison import Comparison, read_comparison
+from offbeat_lab.config import recipe_of
 from offbeat_lab.plan.measure import measure_task
 from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.predictions import predict_recipe, setting_of
@@ -216,7 +217,7 @@ def _payload_share(comparison: Comparison) -> float:
 
 def _checked(label: str, records: Sequence[Record], setting: Setting) -> CheckedStep:
     config = records[0].config
-    recipe = config.build_strategy()
+    recipe = recipe_of(config)
     why = ""
     predicted_s, period = None, 1
     runs = [_settled(record) for record in records]

@@ -25,12 +25,12 @@ from typing_extensions import override
 
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.run import patches
+from offbeat.run.config import ScriptCommand
 from offbeat.run.patches import ScriptListener
 from offbeat.run.recipes import NoExchange
 from offbeat.run.worker import run_as_main
 from offbeat.session.attach import AttachOverride, attach_through, overriding
 from offbeat.session.session import Session
-from offbeat_lab.config import ScriptCommand
 from offbeat_lab.plan.factors import STRATEGY, FactorTimer
 from offbeat_lab.plan.profile import ModelProfile, profile_from_json, read_profile
 from offbeat_lab.plan.timing import StepTimer, profile_of
@@ -63,7 +63,7 @@ def measure_script(
         raise ConfigError(f"--steps is {steps}; allowed is 1 or more")
     profile = _run(script, _Asked(steps=steps, batch_size=batch_size))
     if also:
-        more = script.model_copy(update={"arguments": [*script.arguments, *also]})
+        more = replace(script, arguments=[*script.arguments, *also])
         other = _run(more, _Asked(steps=steps))
         if other.batch.batch_size > profile.batch.batch_size:
             script = more
@@ -112,7 +112,7 @@ class _Asked:
 def _run(script: ScriptCommand, asked: _Asked) -> ModelProfile:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "profile.json"
-        words = json.dumps({"script": script.model_dump(), **asdict(asked)})
+        words = json.dumps({"script": asdict(script), **asdict(asked)})
         # A profile may be longer than an argument of a process.
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(out)],

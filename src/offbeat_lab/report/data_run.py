@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from offbeat.run.config import RunConfig, ScriptCommand
 from offbeat.run.records import Record, Summary
 from offbeat_lab.breakdown import Steps
-from offbeat_lab.config import RunConfig, ScriptCommand
+from offbeat_lab.config import cluster_of
 from offbeat_lab.report.data import Better, PageContent, StrategyResults
 from offbeat_lab.report.data_records import (
     count_workers,
@@ -61,7 +62,7 @@ def report_of_run(directory: Path) -> PageContent:
                 notices=[*(summary.notices if summary else []), *incomplete_means(record)],
             )
         ],
-        setting=setting(record.emulation, config.cluster),
+        setting=setting(record.emulation, cluster_of(config)),
         details=[
             ("task" if config.script is None else "script", config.task),
             *rows(config.task_options),

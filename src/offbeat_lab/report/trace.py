@@ -25,10 +25,10 @@ from typing import IO, TypeAlias
 from offbeat.callbacks.profile import Span
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.records import Evaluation, Record, StepEvent
+from offbeat.run.records.profiles import read_profiles
 from offbeat.session.checkpoint import Json
 from offbeat.transport.wrappers import Arrival
 from offbeat_lab.comparison import is_comparison, read_comparison
-from offbeat_lab.profiles import read_profiles
 
 Event: TypeAlias = dict[str, Json]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
 from offbeat.codec.json_objects import Count, build
 from offbeat.errors import MALFORMED, RecordError
-from offbeat.run.records import Record, complete_lines
+from offbeat.run.records.reading import Record, complete_lines
 from offbeat.run.records.writing import naming_failed_file
 
 

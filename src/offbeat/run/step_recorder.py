@@ -8,24 +8,109 @@ import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from offbeat.megabatch.claims import MegaBatchShare
+from torch import nn
+
+from offbeat.callbacks.profile import StepProfile
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
-from offbeat.run.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
+from offbeat.run.records import Evaluation, EventWriter, Record, StepEvent
+from offbeat.run.records.profiles import ProfileWriter
 from offbeat.session.live_metrics import LiveMetrics
 from offbeat.session.loggers import named_loggers
-from offbeat.session.session import Session
-from offbeat_lab.attaching import AttachedModel
-from offbeat_lab.breakdown import combine_events
-from offbeat_lab.emulation.step_time import StepTimeEmulator
-from offbeat_lab.profiles import ProfileWriter
-from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, Position
-from offbeat_lab.tasks import Task
+from offbeat.session.metrics import SessionObserver
+from offbeat.session.session import Session, Stats
+from offbeat.transport.wrappers import Arrival
 
 _REPORT_EVERY_S = 0.1
+
+
+class ExchangeSession(Protocol):
+    """What is recorded of whatever exchanges between ranks: `offbeat.Session`, or what the lab
+    compares it with.
+    """
+
+    notices: list[str]
+    observers: list[SessionObserver]
+
+    @property
+    def averages_alone(self) -> bool: ...
+
+    @property
+    def start_step(self) -> int: ...
+
+    @property
+    def stats(self) -> Stats: ...
+
+    def resting(self) -> AbstractContextManager[None]: ...
+
+    def take_arrivals(self) -> Sequence[Arrival]: ...
+
+    def take_ready_at_s(self) -> float | None: ...
+
+    def take_profile(self) -> StepProfile | None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachedModel:
+    """A model, and what exchanges for it.
+
+    Attributes:
+        model: the script's own.
+        session: at work on it.
+    """
+
+    model: nn.Module
+    session: ExchangeSession
+
+
+class StepTime:
+    """What makes a worker's steps longer than they are: nothing, unless a subclass emulates a
+    slower device.
+
+    Attributes:
+        slept_s: seconds slept in the current step.
+        num_late: steps that took longer than they were to take.
+    """
+
+    slept_s = 0.0
+    num_late = 0
+
+    def begin_step(self, step: int) -> None:
+        """Step `step`, counted from 1, begins."""
+
+    def before_backward(self, elapsed_s: float, *, size: float = 1.0) -> None:
+        """The forward pass is done.
+
+        Args:
+            elapsed_s: training time so far.
+            size: of this batch in usual ones.
+        """
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass."""
+        return nullcontext()
+
+    def exclude_overhead(self, encode_s: float, wait_s: float) -> None:
+        """Of the last backward pass, encoding took `encode_s`, and waiting `wait_s`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Position:
+    """How far a run is, the same on every rank.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: passes over the data completed.
+        num_samples: samples that all ranks together have taken from the pass under way.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    num_samples: int = 0
 
 
 class RunLength(Protocol):
@@ -47,27 +132,8 @@ class RankRun:
     coordinator: Coordinator
     attached: AttachedModel
     schedule: RunLength
-    step_time: StepTimeEmulator
+    step_time: StepTime = field(default_factory=StepTime)
     notices: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class TaskRun(RankRun):
-    """Everything one rank trains a task with.
-
-    Attributes:
-        keeps_models: whether a rank that averages alone keeps its model in steps that are to be
-            measured.
-        measures_at_end: whether these are measured when all ranks have finished, and not before.
-        kept: of which steps it has kept its model, and what each evaluation will say but for the
-            metric.
-    """
-
-    task: Task
-    schedule: BatchSchedule | ClaimedSchedule
-    keeps_models: bool = False
-    measures_at_end: bool = False
-    kept: list[Evaluation] = field(default_factory=list)
 
 
 def phases(step_s: float, encode_s: float, wait_s: float) -> tuple[float, float, float]:
@@ -125,10 +191,7 @@ class StepRecorder:
         self.num_samples = 0
         self.last_loss: float | None = None
         self._metric: float | None = None
-        self._unmerged: list[StepEvent] = []
-        self._merged_s = 0.0
         self._met_s = 0.0
-        self._in_merge: MegaBatch | None = None
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
         if run.coordinator.rank == 0 and not run.coordinator.incarnation:
@@ -169,69 +232,18 @@ class StepRecorder:
         self.last_loss = loss
         if self._live is not None and loss is not None:
             self._live.loss_seen(loss)
-        if isinstance(self._run.schedule, ClaimedSchedule):
-            self._unmerged.append(event)
-        else:
-            self._events.add(event)
+        self._add(event)
         if (profile := self._run.attached.session.take_profile()) is not None:
             self._profiles.add(event.step, profile)
         self._report_if_due()
+
+    def _add(self, event: StepEvent) -> None:
+        self._events.add(event)
 
     def amend_loss(self, loss: float) -> None:
         """The loss of the step that was done last, where steps are amendable."""
         self.last_loss = loss
         self._events.amend_loss(loss)
-
-    def merged(
-        self, works: Sequence[MegaBatchShare] | None, *, number: int, epoch: int, first_step: int
-    ) -> None:
-        """A mega-batch is merged, or is being merged, and the schedule has moved on.
-
-        Args:
-            works: of all ranks that live; None: the merge is under way, and `merge_over` says.
-            number, epoch: of the mega-batch.
-            first_step: the first of the steps that it came to.
-        """
-        merge = self._event(loss=self.last_loss, batch_size=0, padded_s=0.0)
-        # What was waited for belongs to the last batch, as it does elsewhere.
-        events = [
-            *self._unmerged[:-1],
-            *(combine_events(batch, merge) for batch in self._unmerged[-1:]),
-        ] or [merge]
-        num_steps = self._run.schedule.position.step - first_step + 1
-        for place, event in enumerate(events, start=1):
-            self._events.add(
-                replace(event, step=first_step - 1 + -(-place * num_steps // len(events)))
-            )
-        if self._run.coordinator.leader == self._run.coordinator.rank:
-            # What the trainer does for a merge beside training, it does between its steps.
-            beside_s = sum(event.encode_s for event in self._unmerged) if works is None else 0.0
-            mega_batch = MegaBatch(
-                number=number,
-                epoch=epoch,
-                step=self._run.schedule.position.step,
-                seconds=self._earlier()[0] + self.elapsed_s,
-                at_s=self._since_s,
-                duration_s=self.seconds - self._merged_s,
-                merge_s=merge.duration_s + beside_s,
-                by_rank=(),
-            )
-            if works is None:
-                self._in_merge = mega_batch
-            else:
-                self._add_mega_batch(mega_batch, works, waits=True)
-        self._unmerged, self._merged_s = [], self.seconds
-        self._report_if_due()
-
-    def merge_over(self, works: Sequence[MegaBatchShare]) -> None:
-        """The merge that was under way is over, if any was.
-
-        Args:
-            works: of all ranks that live.
-        """
-        if self._in_merge is not None:
-            mega_batch, self._in_merge = self._in_merge, None
-            self._add_mega_batch(mega_batch, works, waits=False)
 
     def _event(
         self, *, loss: float | None, batch_size: int, padded_s: float, met_s: float = 0.0
@@ -263,37 +275,6 @@ class StepRecorder:
         self._before = stats
         self.restart_clock(now_s)
         return event
-
-    def _add_mega_batch(
-        self, mega_batch: MegaBatch, works: Sequence[MegaBatchShare], *, waits: bool
-    ) -> None:
-        """Record what all ranks did in a mega-batch.
-
-        Args:
-            mega_batch: without that; its `merge_s` says how long ago this rank came to its end.
-            works: of all ranks that live.
-            waits: whether the ranks waited for the slowest one.
-        """
-        longest_s = max(work.busy_s for work in works)
-        shares = [
-            Share(
-                rank=work.rank,
-                batch_size=work.batch_size,
-                updates=work.updates,
-                samples=work.samples,
-                weight=work.weight,
-                computing_s=work.busy_s,
-                idle_s=longest_s - work.busy_s if waits else 0.0,
-                claims=[[(begin, end) for begin, end in claim.spans] for claim in work.claims],
-            )
-            for work in works
-        ]
-        own_idle_s = next(
-            (share.idle_s for share in shares if share.rank == self._run.coordinator.rank), 0.0
-        )
-        self._events.add_mega_batch(
-            replace(mega_batch, merge_s=max(0.0, mega_batch.merge_s - own_idle_s), by_rank=shares)
-        )
 
     def _report_if_due(self) -> None:
         now_s, schedule = self._since_s, self._run.schedule
@@ -387,13 +368,13 @@ class StepRecorder:
             )
         return self._earlier_totals
 
+    @property
+    def _steps_done(self) -> int:
+        return self._run.schedule.position.step
+
     def _report_progress(self, now_s: float) -> None:
         schedule, stats = self._run.schedule, self._before
-        step = schedule.position.step
-        if (
-            isinstance(schedule, ClaimedSchedule) and self._unmerged
-        ):  # the last step is done when it is merged
-            step = max(step, min(step + len(self._unmerged), schedule.step_of_next_merge - 1))
+        step = self._steps_done
         num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)
         self._report(

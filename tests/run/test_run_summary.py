@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offbeat_lab.run_summary import digest
+from offbeat.run.run_summary import digest
 
 
 def test_replicas_are_compared_by_their_parameters() -> None:

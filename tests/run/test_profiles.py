@@ -11,8 +11,8 @@ import pytest
 from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
 from offbeat.errors import RecordError
 from offbeat.run.records import Record, begin_attempt, create
+from offbeat.run.records.profiles import ProfileWriter, read_profiles
 from offbeat_lab.config import Request, resolve
-from offbeat_lab.profiles import ProfileWriter, read_profiles
 
 CONFIG = resolve(Request(task="digits", strategy="spdkfac", steps=20, workers=2))
 DUTY = FactorAssignment(

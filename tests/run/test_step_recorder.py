@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_lab.step_recorder import phases
+from offbeat.run.step_recorder import phases
 
 SECONDS = st.floats(0, 1e4)
 

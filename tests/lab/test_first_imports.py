@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from offbeat.run.first_imports import first_imports
-from offbeat_lab.config import ScriptCommand
+
+from offbeat.run.config import ScriptCommand
 
 
 def imports_of(path: Path, text: str) -> list[str]:

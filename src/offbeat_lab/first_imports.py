@@ -8,7 +8,7 @@ import ast
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from offbeat_lab.config import ScriptCommand
+from offbeat.run.config import ScriptCommand
 
 
 def first_imports(script: ScriptCommand) -> list[str]:
