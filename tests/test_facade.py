@@ -35,7 +35,17 @@ def test_the_public_names_are_these_and_no_others() -> None:
     }
     strategies |= {"TopK", "WAGMA"}
     strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
-    others = {"Cluster", "OffbeatError", "Outer", "Schedule", "Session", "attach", "log", "reshard", "step"}
+    others = {
+        "Cluster",
+        "OffbeatError",
+        "Outer",
+        "Schedule",
+        "Session",
+        "attach",
+        "log",
+        "reshard",
+        "step",
+    }
     assert sorted(offbeat.__all__) == sorted(strategies | others)
 
 
