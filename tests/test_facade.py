@@ -35,22 +35,8 @@ def test_the_public_names_are_these_and_no_others() -> None:
     }
     strategies |= {"TopK", "WAGMA"}
     strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
-<<<<<<< HEAD
     others = {"OffbeatError", "Outer", "Recorder", "Schedule", "Session"}
     others |= {"attach", "log", "reshard", "step"}
-=======
-    others = {
-        "Cluster",
-        "OffbeatError",
-        "Outer",
-        "Schedule",
-        "Session",
-        "attach",
-        "log",
-        "reshard",
-        "step",
-    }
->>>>>>> ddp
     assert sorted(offbeat.__all__) == sorted(strategies | others)
 
 

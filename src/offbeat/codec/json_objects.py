@@ -72,7 +72,8 @@ def _reader(kind: Any) -> _Reader:
     if origin is tuple:
         return _tuple_of(kind, arguments)
     if origin is Sequence:
-        return _tuple_of(kind, (*arguments, ...))
+        items_of = _tuple_of(kind, (*arguments, ...))
+        return lambda value: list(items_of(value))
     if origin is Mapping:
         return _mapping_of(kind, arguments[1])
     if is_dataclass(kind):
