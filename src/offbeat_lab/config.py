@@ -153,8 +153,8 @@ def resolve(request: Request) -> RunConfig:
         cluster=_as_json(request.cluster),
         emulation=request.emulation,
         replay=None if request.replay is None else str(request.replay.absolute()),
-        log_to=tuple(request.log_to),
-        batch_shares=tuple(shares),
+        log_to=list(request.log_to),
+        batch_shares=shares,
     )
     _check_together(config, task)
     return config
@@ -244,7 +244,7 @@ def resolve_resume(
         cluster=None if cluster is None else _as_json(cluster.left_with(workers)),
         epochs=request.epochs or (None if request.steps else stored.epochs),
         steps=request.steps or (None if request.epochs else stored.steps),
-        log_to=tuple(request.log_to) or stored.log_to,
+        log_to=list(request.log_to) or stored.log_to,
     )
     done, target, unit = (
         (steps_done, config.steps, "steps")

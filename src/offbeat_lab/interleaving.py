@@ -148,7 +148,7 @@ class InterleavedRuns:
             seed=seed,
             steps=min(self._plan.steps, _ALONE_STEPS),
             eval_every=None,
-            batch_shares=(),
+            batch_shares=[],
         )
 
     def run_together(

@@ -19,6 +19,7 @@ from offbeat_lab import compare, interleaving, memory
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import read_comparison
+from offbeat_lab.config import cluster_of
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(
@@ -142,7 +143,7 @@ def test_all_runs_are_as_long_and_measured_as_often() -> None:
             2,
             None,
         )
-        assert (config.workers, config.cluster, config.task_options["batch_size"]) == (
+        assert (config.workers, cluster_of(config), config.task_options["batch_size"]) == (
             2,
             REQUEST.cluster,
             16,

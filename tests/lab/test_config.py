@@ -10,7 +10,7 @@ import pytest
 from offbeat.errors import ConfigError
 from offbeat.run.config import RunConfig
 from offbeat_lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange, Straggling
-from offbeat_lab.config import Request, recipe_of, resolve, resolve_resume
+from offbeat_lab.config import Request, cluster_of, recipe_of, resolve, resolve_resume
 
 
 def asked(**changes: object) -> Request:
@@ -165,15 +165,17 @@ EVENTFUL = Cluster(
 def test_resumed_with_other_workers_the_cluster_has_as_many() -> None:
     stored = resolve(asked(steps=10, cluster=Cluster(workers=4, link=LinkSpec(rate_bit_per_s=1e9))))
     more = resolve_resume(stored, Request(workers=6, steps=20), steps_done=10, epochs_done=0)
-    assert more.cluster is not None
-    assert (more.workers, more.cluster.workers, more.cluster.link) == (6, 6, stored.cluster.link)
+    before, after = cluster_of(stored), cluster_of(more)
+    assert before is not None
+    assert after is not None
+    assert (more.workers, after.workers, after.link) == (6, 6, before.link)
     fewer = resolve_resume(
         resolve(asked(steps=10, cluster=EVENTFUL)),
         Request(workers=2, steps=20),
         steps_done=10,
         epochs_done=0,
     )
-    assert fewer.cluster == Cluster(
+    assert cluster_of(fewer) == Cluster(
         workers=2,
         straggling=(Straggling(workers=(1,), delay_s=0.1), Straggling(workers=2, delay_s=0.3)),
         changes=(SpeedChange(at_s=1.0, worker=1, speed=0.5),),

@@ -273,7 +273,7 @@ def test_a_worker_cannot_fill_its_supervisors_memory(tmp_path: Path) -> None:
             list(iter(worker.read, None))
 
 
-@given(altered(Position(step=1, epoch=2, num_samples=3).to_json()) | LEAVES)
+@given(altered(asdict(Position(step=1, epoch=2, num_samples=3))) | LEAVES)
 def test_a_position_is_read_or_refused(values: Any) -> None:
     succeeds_or_refuses(lambda: position_from_json(values))
 

@@ -113,7 +113,7 @@ def config_of(made: Made, cluster: Cluster | None = None) -> RunConfig:
         steps=made.steps,
         seed=made.seed,
         checkpoint_every=100,
-        cluster=cluster,
+        cluster=None if cluster is None else cluster.model_dump(mode="json"),
     )
 
 

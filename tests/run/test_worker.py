@@ -12,8 +12,6 @@ from offbeat.run.progress import Failure, Report
 from offbeat.run.recipes import recipe_for
 from offbeat.run.recording import ScriptRecorder
 from offbeat.run.worker import ScriptRun
-from offbeat_lab.config import recipe_of
-from offbeat_lab.pauses import StepLimit
 
 TRAINS_ALONE = """
 import torch
@@ -43,10 +41,8 @@ def test_a_script_that_trains_nothing_is_told_so_and_one_that_trains_alone_what_
     script.write_text(body)
     config = script_config(script_command([str(script)]), "gtopk", workers=1)
     reports: list[Report] = []
-    recorder = ScriptRecorder(
-        lambda: None, reports.append, turns=StepLimit.unlimited(), stop_after=None
-    )
-    recipe = recipe_for(recipe_of(config))
+    recorder = ScriptRecorder(lambda: None, reports.append, stop_after=None)
+    recipe = recipe_for(config.strategy, config.strategy_options)
     assert ScriptRun(config, recipe, recorder, reports.append, rank=0).carry_out() == 1
     (failure,) = reports
     assert isinstance(failure, Failure)

@@ -4,6 +4,7 @@ and for what stands in records.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -25,6 +26,9 @@ from typing import (
 T = TypeVar("T")
 
 _Reader: TypeAlias = Callable[[Any], Any]
+
+_NESTED = re.compile(r"[\w.]+: ")
+"""A message that begins with a field, to which the fields around it are added."""
 
 _MOST = 1 << 63
 """Numbers are below it, so that arrays can hold them."""
@@ -101,14 +105,15 @@ def _object_of(kind: Any) -> _Reader:
         values = _required(isinstance(value, Mapping), value, kind)
         if not needed <= values.keys() <= readers.keys():
             missing, unknown = needed - values.keys(), values.keys() - readers.keys()
-            what = f"{min(missing)} is missing" if missing else f"{min(unknown)!r:.40} is unknown"
+            what = f"{min(missing)}: is missing" if missing else f"{min(unknown):.40}: is unknown"
             raise TypeError(what)
-        found, name = {}, ""
+        found: dict[str, Any] = {}
+        name = ""
         try:
             for name, item in values.items():
                 found[name] = readers[name](item)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{name}: {error}") from None
+            raise TypeError(f"{name}{'.' if _NESTED.match(str(error)) else ': '}{error}") from None
         return kind(**found)
 
     return read

@@ -34,7 +34,7 @@ class ScriptCommand:
     """
 
     path: str
-    arguments: Sequence[str] = ()
+    arguments: Sequence[str] = field(default_factory=list)
     as_module: bool = False
     metric: str | None = None
 
@@ -81,8 +81,8 @@ class RunConfig:
     emulation: EmulationMode = "auto"
     replay: str | None = None
     script: ScriptCommand | None = None
-    log_to: Sequence[str] = ()
-    batch_shares: Sequence[float] = field(default_factory=tuple)
+    log_to: Sequence[str] = field(default_factory=list)
+    batch_shares: Sequence[float] = field(default_factory=list)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -140,5 +140,5 @@ def script_run(
         workers=workers,
         steps=steps,
         script=script,
-        log_to=tuple(log_to),
+        log_to=list(log_to),
     )

@@ -225,7 +225,7 @@ class Summary:
     replicas_identical: bool
     resumed_from_step: Count | None
     notices: Sequence[str]
-    losses: Sequence[WorkerLoss] = ()
+    losses: Sequence[WorkerLoss] = field(default_factory=list)
     run_directory: str
 
 
@@ -279,8 +279,8 @@ class EmulationReport:
     network: str
     compute: str
     speeds: Speeds = "equal"
-    checks: Sequence[LinkCheck] = ()
-    notices: Sequence[str] = ()
+    checks: Sequence[LinkCheck] = field(default_factory=list)
+    notices: Sequence[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

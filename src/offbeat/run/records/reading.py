@@ -94,12 +94,15 @@ class Record:
             return None
         try:
             values = json.loads((self.path / SUMMARY).read_bytes())
-            check_numbers(values, str(self.path / SUMMARY))
-            return build(Summary, values)
         except OSError as error:
             raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
-        except (TypeError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError(f"{self.path / SUMMARY} is damaged: {error}") from None
+        check_numbers(values, str(self.path / SUMMARY))
+        try:
+            return build(Summary, values)
+        except MALFORMED as error:
+            raise RecordError(f"{self.path / SUMMARY} is damaged at {error}") from None
 
     def events(self, rank: int) -> Iterator[StepEvent]:
         """Rank `rank`'s steps in order, without those that a resume took back.
@@ -116,7 +119,7 @@ class Record:
             try:
                 event = build(StepEvent, values)
             except MALFORMED as error:
-                raise RecordError(f"{path} holds a line that is no event: {error}") from None
+                raise RecordError(f"{path} holds a line that is no event at {error}") from None
             if event.step <= limits[place]:
                 yield event
 
@@ -254,7 +257,7 @@ def read_versioned(
     try:
         return read(content)
     except MALFORMED as error:
-        raise RecordError(f"{path} is damaged: {error}") from None
+        raise RecordError(f"{path} is damaged at {error}") from None
 
 
 def check_numbers(values: object, where: str) -> None:
@@ -319,7 +322,7 @@ def _by_steps(path: Path, kind: type[L], name: str) -> list[L]:
         try:
             line = build(kind, values)
         except MALFORMED as error:
-            raise RecordError(f"{path}, line {number}, is no {name}: {error}") from None
+            raise RecordError(f"{path}, line {number}, is no {name} at {error}") from None
         found = [earlier for earlier in found if earlier.step < line.step] + [line]
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import socket
@@ -13,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
@@ -195,7 +196,18 @@ def begin_attempt(
 
 
 def write_summary(summary: Summary) -> None:
-    _write_text(Path(summary.run_directory) / SUMMARY, json.dumps(asdict(summary), indent=1))
+    _write_text(
+        Path(summary.run_directory) / SUMMARY, json.dumps(_finite(asdict(summary)), indent=1)
+    )
+
+
+def _finite(value: Any) -> Any:
+    """`value` for JSON, which has no number that is not finite: None stands for those."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def add_to_summary(
