@@ -25,6 +25,10 @@ WORLD_SIZE, STEPS, BATCH = 2, 480, 32
 DENSITY = 0.01
 MAX_NORM = 1.0
 DECAY = 5e-5
+RATE_OF_EF21 = 1 / 3
+"""What EF21's learning rate is of the others': its estimates lag behind, and the largest rate that
+is stable falls with the density.
+"""
 MOST_POINTS_BELOW = 5.0
 MOST_TIMES_THE_WORST_LOSS = 10.0
 
@@ -154,7 +158,9 @@ def over_sparse(**options: Any) -> dict[str, Any]:
 STRATEGIES = sparse()
 KFAC = over_sparse()
 WITH_KFAC = ("plain SGD", "SGD", "Nesterov", "dampening", "subclass")
-"""Optimizers that take a preconditioned gradient as it is; the others would scale it once more."""
+"""Optimizers that take a preconditioned gradient as it is. The others scale it once more, of which
+K-FAC over a sparse exchange warns.
+"""
 
 UNCORRECTED = sparse(momentum_correction=None)
 KFAC_UNCORRECTED = over_sparse(momentum_correction=None)
@@ -163,10 +169,7 @@ CORRECTED = ("SGD", "Nesterov", "AdamW")
 they train the same model with correction and without.
 """
 
-IN_SHORT = {
-    ("subclass", "warm restarts"),
-    ("AdamW", "clipped now and then"),
-}
+IN_SHORT = {("subclass", "warm restarts")}
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -187,6 +190,9 @@ def trained(
         torch.nn.Linear(64, 64, bias=bias), torch.nn.Tanh(), torch.nn.Linear(64, 10, bias=bias)
     )
     opt = OPTIMIZERS[optimizer](net)
+    if isinstance(strategy, offbeat.EF21):
+        for group in opt.param_groups:
+            group["lr"] *= RATE_OF_EF21
     scheduler = SCHEDULES[schedule](opt)
     generator = torch.Generator().manual_seed(1)
     worst = 0.0
@@ -278,6 +284,17 @@ def test_no_sparse_strategy_falls_behind_or_explodes(
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in CORRECTED])
 def test_of_other_optimizers_nothing_is_corrected(optimizer: str, run_ranks: RunRanks) -> None:
     assert run_ranks(changed_by_correction, WORLD_SIZE, optimizer=optimizer) == [[], []]
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in WITH_KFAC])
+def test_kfac_over_a_sparse_exchange_warns_of_optimizers_that_scale(optimizer: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(64, 10, bias=False))
+    (strategy,) = KFAC.values()
+    with (
+        pytest.warns(match=f"{optimizer} scales anew what K-FAC makes"),
+        offbeat.attach(net, OPTIMIZERS[optimizer](net), strategy),
+    ):
+        pass
 
 
 def test_every_strategy_with_a_density_is_here() -> None:

@@ -227,6 +227,13 @@ class ScriptSessions(ScriptListener):
         self._listener.backward_ended()
 
     @override
+    def exchange_prepared(self, reducer: object) -> None:
+        for coupled in self._coupled:
+            ddp = coupled.ddp()
+            if ddp is not None and ddp.reducer is reducer and isinstance(coupled.session, Session):
+                ddp.module.require_backward_grad_sync = True
+
+    @override
     def group_ends(self) -> None:
         self.close(None)
 
