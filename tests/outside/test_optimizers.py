@@ -76,7 +76,7 @@ class Case:
 
 
 def cases(*, whole: bool) -> Iterator[Case]:
-    """As they come; `whole`: with each set of options and each implementation that PyTorch tests."""
+    """As they come; `whole`: with each set of options and implementation that PyTorch tests."""
     # Takes seconds to import, and only ranks need it.
     from torch.testing._internal.common_optimizers import optim_db
 

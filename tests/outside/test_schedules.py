@@ -150,9 +150,7 @@ def sparse(**options: Any) -> dict[str, Any]:
 
 
 def over_sparse(**options: Any) -> dict[str, Any]:
-    return {
-        "spdkfac over topk": offbeat.SPDKFAC(exchange=offbeat.TopK(density=DENSITY, **options))
-    }
+    return {"spdkfac over topk": offbeat.SPDKFAC(exchange=offbeat.TopK(density=DENSITY, **options))}
 
 
 STRATEGIES = sparse()

@@ -16,9 +16,7 @@ LOOPBACK = "127.0.0.1"
 def stores(count: int) -> Iterator[list[int]]:
     """The ports of so many stores: the keys of a group can be used once."""
     with ExitStack() as stack:
-        listeners = [
-            stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)
-        ]
+        listeners = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         ports = [listener.getsockname()[1] for listener in listeners]
         kept = [  # as long as the block lasts
             dist.TCPStore(

@@ -83,7 +83,7 @@ class ScriptListener:
         """It is about to return."""
 
     def exchange_prepared(self, reducer: object) -> None:
-        """DDP, or the script itself, told a model's reducer that the next backward pass exchanges."""
+        """DDP, or the script itself, told a reducer that the next backward pass exchanges."""
 
     def group_ends(self) -> None:
         """The process group is about to be destroyed."""
