@@ -33,9 +33,13 @@ LEFT_OUT = {
         "test_join_can_override_even_batches",
         "test_join_can_override_for_mixed_type_dataloaders",
         "test_join_raises_warning_for_iterable_when_overriding_even_batches",
+        "test_stateful_dataloader",
+        "test_stateful_dataloader_save_state",
     ],
 }
-"""By script: the tests of `join`, which Accelerate has for GPUs only; on a CPU they never end."""
+"""By script: the tests of `join`, which Accelerate has for GPUs only, so that on a CPU they never
+end, and those that need torchdata.
+"""
 
 TRAINS_NOTHING = {"test_distributed_data_loop"}
 """Where `offbeat run` says at the end that no training was seen."""
