@@ -44,6 +44,14 @@ REDUCERS_OWN = {
     "test_ddp_python_error_logged": "expects the reducer to refuse arguments of wrong types",
     "test_detect_ddp_is_actually_static": "asks the reducer whether the graph is static",
     "test_skip_all_reduce_unused_parameters": "asks how many buckets the reducer has reduced",
+    "test_compute_bucket_assignment_by_size_sparse_error_with_logger": "uses the reducer's logger",
+    "test_ddp_control_flow_same_across_ranks": "asks the reducer what was used",
+    "test_ddp_control_flow_different_across_ranks": "asks the reducer what was used",
+    "test_ddp_unused_params_rebuild_buckets_exception": "expects unused parameters to be refused",
+    "test_ddp_multiple_nested_unused_params_error": "expects unused parameters to be refused",
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": (
+        "expects unused parameters to be refused"
+    ),
 }
 """Tests of what the reducer says of itself, which a strategy's session says in its record."""
 
@@ -62,14 +70,19 @@ PASS = (
     "test_DistributedDataParallelCPU",
     "test_DistributedDataParallelCPU_grad_is_view",
     "test_DistributedDataParallel_with_amp_and_grad_is_view",
+    "test_accumulate_gradients_no_sync",
     "test_accumulate_gradients_no_sync_allreduce_hook",
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "test_accumulate_gradients_no_sync_grad_is_view",
+    "test_compute_bucket_assignment_by_size_sparse_error_without_logger",
     "test_ddp_broadcast_buffer",
     "test_ddp_broadcast_buffer_via_hook",
     "test_ddp_broadcast_buffers_deprecation_warning",
     "test_ddp_bucket_cap_mb_list",
     "test_ddp_buffer_hook_allreduce",
     "test_ddp_buffer_hook_allreduce_return_future",
+    "test_ddp_build_debug_param_to_name_mapping",
+    "test_ddp_build_debug_param_to_name_mapping_requires_grad",
     "test_ddp_create_graph",
     "test_ddp_device_mesh_initialization",
     "test_ddp_forward_backward_hook",
@@ -90,6 +103,7 @@ PASS = (
     "test_ddp_sync_module_states",
     "test_ddp_zero_output_features",
     "test_get_data_parallel_params",
+    "test_grads_same_across_ranks_with_no_sync",
     "test_output_unused_in_loss_dict_module",
     "test_output_unused_in_loss_tuple_module",
     "test_post_localSGD_optimizer_parity",
@@ -100,6 +114,8 @@ PASS = (
     "test_stateless_api_with_ddp",
     "test_static_graph_multi_forward",
     "test_undefined_grad_parity_unused_parameters",
+    "test_verify_model_across_rank_with_logger",
+    "test_verify_model_across_rank_without_logger",
 )
 """All other tests that pass plainly here and make a DDP model."""
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
-from offbeat.errors import OffbeatError
-from offbeat.strategies.base import Strategy
 from outside_support.serial import Losses, Serial, relative_error
 from ranks_support.launch import RunRanks
 
@@ -27,8 +25,9 @@ pytestmark = pytest.mark.ranks
 NUM_STEPS: Final = 8  # RAdam corrects its steps from the sixth on
 TOLERANCE: Final = 1e-9
 
-STRATEGIES: dict[str, Strategy] = {
+STRATEGIES: dict[str, Any] = {
     "allreduce": offbeat.AllReduce(),
+    "gtopk, tree": offbeat.GTopK(density=1.0, collective="tree"),
     "gtopk, reduce_scatter": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
     "gtopk, all_gather": offbeat.GTopK(density=1.0, collective="all_gather"),
     "topk": offbeat.TopK(density=1.0),
@@ -41,7 +40,8 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("LBFGS", label): "runs several backward passes inside step" for label in STRATEGIES},
     **{
         ("SparseAdam", label): "takes sparse gradients only, and exchanged ones are dense"
-        for label in ("allreduce", "gtopk, reduce_scatter", "gtopk, all_gather", "topk")
+        for label in STRATEGIES
+        if label.startswith(("allreduce", "gtopk", "topk"))
     },
     ("SparseAdam", "spdkfac"): "its gradient is sparse",
 }
@@ -75,15 +75,15 @@ class Case:
         return torch.randn((5, 6), generator=generator).double()
 
 
-def cases(*, with_options: bool) -> Iterator[Case]:
-    """As they come; `with_options`: and with each set of options that PyTorch tests."""
+def cases(*, whole: bool) -> Iterator[Case]:
+    """As they come; `whole`: with each set of options and implementation that PyTorch tests."""
     # Takes seconds to import, and only ranks need it.
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db:
         given = info.optim_inputs_func(device="cpu")
-        for each in given if with_options else given[:1]:
-            for variant in ("", "foreach", "fused"):
+        for each in given if whole else given[:1]:
+            for variant in ("", "foreach", "fused") if whole else ("",):
                 if variant and variant not in info.supported_impls:
                     continue
                 if variant == "fused" and "cpu" not in info.supports_fused_on:
@@ -109,7 +109,7 @@ def losses_of(case: Case, step: int, world_size: int) -> Losses:
 def train(
     net: nn.Module,
     case: Case,
-    strategy: Strategy,
+    strategy: Any,
     inputs: Callable[[int], torch.Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -150,16 +150,16 @@ def error_of(case: Case, label: str, rank: int, world_size: int, alone: dist.Pro
     return relative_error(net, reference)
 
 
-def failures(rank: int, world_size: int, *, labels: list[str], with_options: bool) -> list[str]:
+def failures(rank: int, world_size: int, *, labels: list[str], whole: bool) -> list[str]:
     """What is not as it should be, a line for each case."""
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
     found = []
-    for case in cases(with_options=with_options):
+    for case in cases(whole=whole):
         for label in labels:
             reason = REFUSED.get((case.kind.__name__, label))
             try:
                 error = error_of(case, label, rank, world_size, alone)
-            except OffbeatError as refusal:
+            except offbeat.OffbeatError as refusal:
                 if reason is None or not re.search(reason, str(refusal)):
                     found.append(f"{label}, {case.name}: {type(refusal).__name__}: {refusal}")
                 continue
@@ -175,7 +175,7 @@ def failures(rank: int, world_size: int, *, labels: list[str], with_options: boo
 
 @pytest.mark.timeout(600)
 def test_every_optimizer_as_it_comes(run_ranks: RunRanks) -> None:
-    found = run_ranks(failures, 2, timeout_s=500, labels=list(STRATEGIES), with_options=False)
+    found = run_ranks(failures, 2, timeout_s=500, labels=list(STRATEGIES), whole=False)
     assert found == [[], []], "\n".join(found[0])
 
 
@@ -183,5 +183,5 @@ def test_every_optimizer_as_it_comes(run_ranks: RunRanks) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("label", STRATEGIES)
 def test_every_optimizer_with_every_option(run_ranks: RunRanks, label: str) -> None:
-    found = run_ranks(failures, 2, timeout_s=800, labels=[label], with_options=True)
+    found = run_ranks(failures, 2, timeout_s=800, labels=[label], whole=True)
     assert found == [[], []], "\n".join(found[0])

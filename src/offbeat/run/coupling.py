@@ -246,6 +246,13 @@ class ScriptSessions(ScriptListener):
         return None
 
     @override
+    def exchange_prepared(self, reducer: object) -> None:
+        for coupled in self._coupled:
+            ddp = coupled.ddp()
+            if ddp is not None and ddp.reducer is reducer and isinstance(coupled.session, Session):
+                ddp.module.require_backward_grad_sync = True
+
+    @override
     def group_ends(self) -> None:
         self.close(None)
 

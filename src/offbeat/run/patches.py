@@ -95,6 +95,9 @@ class ScriptListener:
         """
         return None
 
+    def exchange_prepared(self, reducer: object) -> None:
+        """DDP, or the script itself, told a reducer that the next backward pass exchanges."""
+
     def group_ends(self) -> None:
         """The process group is about to be destroyed."""
 
@@ -110,6 +113,15 @@ class IdleReducer:
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing_logged if name == TELLS_WHAT_DDP_LOGGED else _do_nothing
+
+
+def _reducer_for(listener: ScriptListener) -> type[IdleReducer]:
+    # A class, for a copy of a DDP model makes its reducer anew and is not to copy the listener.
+    class Reducer(IdleReducer):
+        def prepare_for_backward(self, *_: object) -> None:
+            listener.exchange_prepared(self)
+
+    return Reducer
 
 
 def _nothing_logged() -> SimpleNamespace:
@@ -141,7 +153,7 @@ def patched(
         prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener, exchanges)
         put(ddp, PREPARES_FORWARD_OF_DDP, prepares)
         if not exchanges:
-            put(dist, "Reducer", IdleReducer)
+            put(dist, "Reducer", _reducer_for(listener))
             put(dist, "Logger", IdleReducer)
             put(ddp, CALLS_MODULE_OF_DDP, _call_module)
             for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):

@@ -266,6 +266,13 @@ class KFACStrategy(Strategy):
                 " preconditions whole layers, the same on all ranks; let it ignore none, freeze"
                 " them, or choose another strategy"
             )
+        is_sparse = getattr(self.gradients, "density", 1.0) != 1.0
+        if is_sparse and not isinstance(optimizer, torch.optim.SGD):
+            context.warn(
+                f"{type(optimizer).__name__} scales anew what K-FAC makes of the few entries that"
+                f" {self.gradients.name} delivers, and models have learned little or nothing so;"
+                " use torch.optim.SGD, or exchange='allreduce'"
+            )
         found = survey(model, self.options())
         (context.notify if found.plain else context.inform)(found.notice())
         slots = slots_of(found.blocks)
