@@ -19,7 +19,7 @@ from offbeat_lab import compare, interleaving, memory
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import read_comparison
-from offbeat_lab.config import cluster_of
+from offbeat_lab.config import cluster_of, task_of
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(
@@ -152,7 +152,7 @@ def test_all_runs_are_as_long_and_measured_as_often() -> None:
     assert plan_comparison(replace(REQUEST, eval_every=7)).configs[0].eval_every == 7
     assert plan_comparison(replace(REQUEST, steps=5)).configs[0].eval_every == 1
     in_epochs = plan_comparison(replace(REQUEST, steps=None, epochs=2))
-    assert in_epochs.steps == 2 * in_epochs.configs[0].build_task().steps_per_epoch(2)
+    assert in_epochs.steps == 2 * task_of(in_epochs.configs[0]).steps_per_epoch(2)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ def test_mega_batches_are_read_back_without_those_that_a_resume_took_back(tmp_pa
         for step in steps:
             writer.add_mega_batch(mega_batch(step, weight=attempt))
         writer.close()
+    EventWriter(path, rank=1, attempt=1).close()
     assert Record(path).mega_batches() == [
         mega_batch(2, weight=0),
         *(mega_batch(step, weight=1) for step in (4, 6, 8)),
@@ -233,7 +234,7 @@ def test_runs_without_a_name_are_numbered(tmp_path: Path, monkeypatch: pytest.Mo
             '{"kind": "offbeat run", "schema_version": 3}',
             "has run record schema 3, this version reads 2",
         ),
-        ('{"kind": "offbeat run", "schema_version": 2}', "damaged at config"),
+        ('{"kind": "offbeat run", "schema_version": 2}', "damaged at attempts"),
     ],
 )
 def test_foreign_and_newer_records_are_refused(
