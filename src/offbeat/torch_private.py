@@ -123,7 +123,8 @@ def call_first_after_steps(optimizer: torch.optim.Optimizer, hook: Callable[...,
         A handle with `remove`.
     """
     handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
     return handle
 
 
