@@ -10,7 +10,7 @@ import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -19,7 +19,7 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.session.checkpoint import Json
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.docstrings import describe_options
+from offbeat.strategies.docstrings import OptionDescription, describe_options
 from offbeat_lab.native import NATIVE, Native
 from offbeat_lab.tasks import task_type
 
@@ -29,6 +29,8 @@ Recipe: TypeAlias = Strategy | Native
 RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
 _OBJECTS_TOO: Final = ConfigDict(arbitrary_types_allowed=True)
+
+_NAMES: Final = tuple[str, ...]
 
 FROM_TASK: Final = "batch_size"
 """An option of strategies that share samples out; in the lab it is the task's, whatever the
@@ -67,32 +69,43 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
         ConfigError: no such strategy or option, or a value that is not allowed.
     """
     kind = strategy_type(name)
-    described = {option.name: option for option in describe_options(kind)}
-    fields = list(described)
-    values: dict[str, object] = {}
+    fields = _options_of(kind)
+    values: dict[str, Any] = {}
+    of_objects: dict[str, dict[str, Any]] = {}
     for option, value in options.items():
         if option not in fields:
             raise ConfigError(
                 f"strategy {name!r} has no option {option!r}; allowed are"
                 f" {', '.join(fields)}{nearest(option, fields)}"
             )
+        holder, described = fields[option]
         given = None if value == "none" else value
+        if described.hint == _NAMES and isinstance(given, str):
+            given = given.split(",") if given else ()
+        target = values if holder is None else of_objects.setdefault(holder, {})
         try:
-            values[option] = TypeAdapter[object](
-                described[option].hint, config=_OBJECTS_TOO
+            target[option] = TypeAdapter[object](
+                described.hint, config=_OBJECTS_TOO
             ).validate_python(given)
         except ValidationError as error:
-            allowed, meaning = _type_text(described[option].hint), described[option].meaning
+            allowed, meaning = _type_text(described.hint), described.meaning
             hint = f" ({meaning.rstrip('.')})" if meaning else ""
             raise ConfigError(
                 f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}"
             ) from error
+    usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
+    for holder, chosen in of_objects.items():
+        values[holder] = dataclasses.replace(usual[holder], **chosen)
     return kind(**values)
 
 
 def strategy_values(strategy: Recipe) -> dict[str, Json]:
     """Every option of `strategy` with its value."""
-    return {name: getattr(strategy, name) for name in _field_names(type(strategy))}
+    values = {}
+    for name, (holder, _) in _options_of(type(strategy)).items():
+        value = getattr(strategy if holder is None else getattr(strategy, holder), name)
+        values[name] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 def route(
@@ -195,22 +208,34 @@ def strategy_options(name: str) -> list[Option]:
         Option(
             name=option.name,
             allowed=_type_text(option.hint),
-            default=(
-                "required" if option.default is dataclasses.MISSING else str(option.default).lower()
-            ),
+            default="required" if option.default is dataclasses.MISSING else _text(option.default),
             help=option.meaning,
         )
-        for option in describe_options(kind)
+        for _, option in _options_of(kind).values()
         if option.name in _asked_names(kind)
     ]
 
 
-def _field_names(kind: type[Recipe]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind) if field.init]
+def _options_of(kind: type[Recipe]) -> dict[str, tuple[str | None, OptionDescription]]:
+    """The options of a strategy, each with the field that it is an option of, such as K-FAC's
+    `curvature`; None: of the strategy itself.
+    """
+    found: dict[str, tuple[str | None, OptionDescription]] = {}
+    for option in describe_options(kind):
+        if dataclasses.is_dataclass(option.default):
+            inner = describe_options(type(option.default))
+            found |= {each.name: (option.name, each) for each in inner}
+        else:
+            found[option.name] = None, option
+    return found
+
+
+def _text(default: object) -> str:
+    return ",".join(default) if isinstance(default, tuple) else str(default).lower()
 
 
 def _asked_names(kind: type[Recipe]) -> list[str]:
-    return [name for name in _field_names(kind) if name != FROM_TASK]
+    return [name for name in _options_of(kind) if name != FROM_TASK]
 
 
 def _type_text(hint: object) -> str:
@@ -222,6 +247,8 @@ def _type_text(hint: object) -> str:
         bool: "true | false",
         type(None): "none",
     }
+    if hint == _NAMES:
+        return "names separated by commas"
     if typing.get_origin(hint) is typing.Annotated:
         return _type_text(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
