@@ -233,17 +233,15 @@ class FactorAverages:
 def joined_factors(
     inputs: tuple[torch.Tensor, FactorShape], outputs: tuple[torch.Tensor, FactorShape]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands for the sum of all uses' Fisher matrices.
+    """What stands for the sum of both uses' Fisher matrices.
 
     Args:
-        inputs, outputs: averages of the factors of all uses, packed, with their shapes.
+        inputs, outputs: averages of the factors of both uses, packed, with their shapes.
 
     Returns:
         The factors, packed as the shapes that are `joined` say.
     """
     num_uses = inputs[1].uses
-    if num_uses == 1:
-        return inputs[0], outputs[0]
     sides = [
         (packed.unflatten(0, (num_uses, shape.groups)), _traces(packed, shape))
         for packed, shape in (inputs, outputs)

@@ -255,7 +255,7 @@ class KFACCallback(Callback):
             self._spans.arrived()
             for slot, mean, weight, num_retired_ranks in message.read():
                 self.averages.add(slot, mean, weight)
-                num_retired.append((self.slots[slot].block_index, num_retired_ranks))
+                num_retired.append((slot // 2, num_retired_ranks))
             if inverts:
                 inverses.advance(number)
         for slot, increment in self.scheduler.pop_own_increments().items():

@@ -288,7 +288,7 @@ class Capture:
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or block.masks_outputs else None
         dim, number = block.example_dim(inputs), self._pass
-        stride = self._stride(block, inputs)
+        stride = self._stride(block, inputs, dim)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
             if self.phase is not None:
@@ -388,11 +388,10 @@ class Capture:
         began_s, sums = time.monotonic(), self._sums[place]
         watched = self._uses[place]
         block = watched.block
-        num_terms, dim = (
-            block.num_terms(inputs) if num_terms is None else num_terms,
-            block.example_dim(inputs),
-        )
-        seen = self._sampled(inputs.detach(), dim, self._stride(block, inputs))
+        if num_terms is None:
+            num_terms = block.num_terms(inputs)
+        dim = block.example_dim(inputs)
+        seen = self._sampled(inputs.detach(), dim, self._stride(block, inputs, dim))
         with _plain_arithmetic(inputs.device.type):
             moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
             sums.inputs = self._plus(place, "input", sums.inputs, moment)
@@ -438,9 +437,10 @@ class Capture:
         part = room.chunk(len(self._uses_of[index]))[number]
         return Moment(part.copy_(moment.packed), moment.num_rows)
 
-    def _stride(self, block: LayerBlock, inputs: torch.Tensor) -> int:
-        """Every how-manieth example of `inputs`, and of what comes of them, is looked at."""
-        dim = block.example_dim(inputs)
+    def _stride(self, block: LayerBlock, inputs: torch.Tensor, dim: int | None) -> int:
+        """Every how-manieth example of `inputs`, which `dim` counts, and of what comes of them, is
+        looked at.
+        """
         if dim is None:
             return 1
         return self._curvature.stride(inputs.shape[dim], block.num_positions(inputs))

@@ -310,17 +310,16 @@ def damp_and_invert_(
         one, shape (n,).
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
-    if is_tiny(len(matrices), matrices.shape[1]) and form != "triangle":
+    has_tiny = is_tiny(len(matrices), matrices.shape[1])
+    if has_tiny and form != "triangle":
         return _by_cofactors(matrices)
-    return (
-        _on_device(matrices, form) if is_asynchronous(matrices.device) else _on_host(matrices, form)
-    )
+    if has_tiny or is_asynchronous(matrices.device):
+        return _on_device(matrices, form)
+    return _on_host(matrices, form)
 
 
 def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
     """In main memory, where the host may ask for a value at no cost."""
-    if is_tiny(len(matrices), matrices.shape[1]):
-        return _on_device(matrices, form)
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
         mirror_(matrices)

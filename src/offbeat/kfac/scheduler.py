@@ -242,7 +242,7 @@ class FactorScheduler(ExchangeListener):
         self._launch_order.launch(("factors", number), begin)
 
     def _take(self, slot: int) -> Increment:
-        place = self.watched[self._slots[slot].block_index]
+        place = self.watched[slot // 2]
         return self.capture.take(place, self._slots[slot].side)
 
     def _nothing(self, slot: int) -> Increment:
@@ -334,7 +334,7 @@ class FactorScheduler(ExchangeListener):
 
     def is_retired_here(self, slot: int) -> bool:
         """Whether this rank has given up the layer of a factor."""
-        return self.capture.is_retired(self.watched[self._slots[slot].block_index])
+        return self.capture.is_retired(self.watched[slot // 2])
 
     def retire(self, block_indices: Iterable[int]) -> None:
         """Give blocks up, because some rank has given them up."""
