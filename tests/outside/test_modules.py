@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 NUM_STEPS: Final = 3
 TOLERANCE: Final = 1e-9
 
-DAMPING: Final = 1e16
+DAMPING: Final = 1e17
 
 STRATEGIES: dict[str, Strategy] = {
     "allreduce": offbeat.AllReduce(),
