@@ -22,10 +22,14 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import offbeat
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.docstrings import describe_options
 
 DOCS = Path(__file__).parent
+OBJECTS = {"curvature": offbeat.Curvature}
+"""What is an option itself, and has options of its own."""
+
 _OPTIONS = re.compile(r"<!-- options of (\w+) -->\n.*?<!-- end of options -->", re.DOTALL)
 _LIST = re.compile(r"<!-- list of strategies -->\n.*?<!-- end of list -->", re.DOTALL)
 
@@ -51,7 +55,7 @@ def written(page: Path) -> str:
 def _option_rows(name: str) -> Iterator[str]:
     yield "| option | allowed | default | meaning |"
     yield "|---|---|---|---|"
-    for option in describe_options(REGISTRY[name]):
+    for option in describe_options(OBJECTS.get(name) or REGISTRY[name]):
         required = option.default is dataclasses.MISSING
         default = "required" if required else f"`{_literal(option.default)}`"
         cells = f"`{option.name}`", _allowed(option.hint), default, option.meaning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import offbeat
 from offbeat.errors import ConfigError
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.by_name import strategy_values
@@ -102,3 +103,14 @@ def test_strategies_that_cannot_be_built_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_strategy(name, options)
+
+
+def test_options_of_kfacs_curvature_are_written_like_its_own() -> None:
+    name, options = parse_spec("spdkfac:damping=0.1:max_dim=256:plain=head,LayerNorm")
+    assert build_strategy(name, options) == offbeat.SPDKFAC(
+        damping=0.1, curvature=offbeat.Curvature(max_dim=256, plain=("head", "LayerNorm"))
+    )
+    with pytest.raises(ConfigError, match="option max_dim of strategy 'spdkfac': got 'many'"):
+        build_strategy(name, {"max_dim": "many"})
+    with pytest.raises(ConfigError, match="max_dim must be an integer of at least 1"):
+        build_strategy(name, {"max_dim": "0"})

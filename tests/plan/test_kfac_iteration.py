@@ -19,9 +19,7 @@ from _models.kfac_published import (
     resnet50,
 )
 from offbeat.arithmetic.costs import Channel, LinkCost
-from offbeat.kfac.plans.inversion import PolynomialInversion
-from offbeat.kfac.plans.overlap import fuse_by_rule
-from offbeat.kfac.plans.placement import (
+from offbeat.kfac.placement import (
     SAME_LENGTH_FACTOR,
     InverseCosts,
     by_every_rank,
@@ -32,8 +30,10 @@ from offbeat_lab.plan.kfac_iteration import (
     Iteration,
     IterationCosts,
     Layer,
+    PolynomialInversion,
     dkfac,
     factor_dims,
+    fuse_by_rule,
     mpdkfac,
     ready_times,
     spdkfac,

@@ -80,6 +80,13 @@ class Strategy(ABC):
         """
         return self
 
+    def as_first_steps(self) -> Self | None:
+        """The same strategy for the first steps of a run whose replicas part afterwards, so that
+        nothing compares them; None where it has no use there, or would owe gradients when these
+        steps are over.
+        """
+        return None
+
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if the strategy cannot work with these. Runs before any
         communication.
