@@ -231,7 +231,7 @@ def _options_by_name(kind: type[Any]) -> dict[str, tuple[str | None, OptionDescr
     found: dict[str, tuple[str | None, OptionDescription]] = {}
     for option in describe_options(kind):
         if dataclasses.is_dataclass(option.default):
-            inner = describe_options(type(option.default))  # type: ignore[arg-type]
+            inner = describe_options(type(option.default))
             found |= {each.name: (option.name, each) for each in inner}
         else:
             found[option.name] = None, option
