@@ -31,7 +31,6 @@ from offbeat_lab.options import (
     strategy_values,
 )
 from offbeat_lab.tasks import Task, build_task
-from offbeat_lab.tasks.base import AbsolutePath
 
 _DEFAULT_WORKERS = 4
 _DEFAULT_CHECKPOINT_EVERY = 100
@@ -77,7 +76,6 @@ class RunConfig(BaseModel):
         eval_every: steps between measurements of the metric; None: only at the end.
         cluster: what is emulated; None: this machine as it is.
         emulation: how, see `offbeat_lab.emulation.emulate`.
-        replay: record of a run whose claims are to be repeated.
         script: what runs in the place of a task; None for a task.
         log_to: who hears metrics while training runs: "tensorboard", "wandb", "mlflow".
         batch_shares: each worker's part of a step's samples, in proportion; empty: all the same.
@@ -97,7 +95,6 @@ class RunConfig(BaseModel):
     eval_every: int | None = Field(None, ge=1)
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
-    replay: AbsolutePath | None = None
     script: ScriptCommand | None = None
     log_to: list[str] = []
     batch_shares: list[float] = []
@@ -158,7 +155,6 @@ class Request:
     eval_every: int | None = None
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
-    replay: Path | None = None
     log_to: Sequence[str] = ()
 
 
@@ -213,7 +209,6 @@ def resolve(request: Request) -> RunConfig:
         eval_every=request.eval_every,
         cluster=request.cluster,
         emulation=request.emulation,
-        replay=request.replay,
         log_to=list(request.log_to),
         batch_shares=shares,
     )
@@ -292,7 +287,7 @@ def resolve_resume(
             f"{recipe.name} keeps state that torch does not let anybody save; start a new run with"
             " --out"
         )
-    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster", "replay"):
+    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster"):
         asked, kept = getattr(request, name), getattr(stored, name)
         if asked is not None and asked != kept:
             flag = f"--{name.replace('_', '-')}"

@@ -23,7 +23,6 @@ from offbeat_lab.progress import (
 )
 from offbeat_lab.records import Record, Summary, add_to_summary, begin_attempt, create, lock
 from offbeat_lab.rendezvous import Launch, join, launched, leave
-from offbeat_lab.replaying import check_replay
 from offbeat_lab.schedule import Position
 from offbeat_lab.supervisor import supervise
 
@@ -69,8 +68,6 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
         request = replace(request, workers=launch.world_size)
     if resume is None:
         config = resolve(request)
-        if config.replay is not None:
-            check_replay(config, config.replay)
         if launch is None:
             num_runs_that_fit(1, config.workers, config.build_task().num_parameters())
         return RunPlan(config=config, out=out, start_step=0, launch=launch)

@@ -45,7 +45,6 @@ from offbeat_lab.progress import (
 )
 from offbeat_lab.records import Record, Summary
 from offbeat_lab.rendezvous import join, leave
-from offbeat_lab.replaying import recording_of
 from offbeat_lab.run_summary import HANGS_S, summarize_run
 from offbeat_lab.saving import restore, save
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, Position, claimed_schedule
@@ -175,8 +174,7 @@ def _loader(
         numbers = np.array(samples, dtype=np.int64)
         return task.training_batch(numbers, seed=config.seed, epoch=loader.epoch)
 
-    replay = None if config.replay is None else recording_of(Record(config.replay), task)
-    loader = session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
+    loader = session.loader(range(task.num_samples), seed=config.seed, collate=batch)
     assert isinstance(loader, DispatchLoader)
     return loader
 

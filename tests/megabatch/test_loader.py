@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ import offbeat
 from offbeat.errors import CheckpointError, ConfigError, OffbeatWarning
 from offbeat.megabatch.loader import (
     DispatchLoader,
-    Recording,
     data_description,
     mega_batch_span,
     num_mega_batches,
@@ -331,66 +329,6 @@ def test_bounds_that_bind_are_shown(attached: Make) -> None:
     assert any("rank 0 at its largest (3)" in notice for notice in session.notices)
 
 
-@pytest.mark.parametrize("warmup", [0, 2])
-def test_claims_are_recorded_and_repeated(attached: Make, warmup: int) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=16, batch_size=3, warmup=warmup)
-    ends, recording = [], None
-    for sizes in (None, 2):
-        net, optimizer, session = attached(strategy)
-        loader = session.loader(numbers(40), record=recording is None, replay=recording)
-        for _ in range(2):
-            for (x,) in loader:
-                step(net, optimizer, x)
-        ends.append(net.weight.item())
-        if sizes is None:
-            recording = Recording(**json.loads(json.dumps(asdict(loader.recording))))
-    assert ends[0] == ends[1]
-    with pytest.raises(ConfigError, match="the recording ends before mega-batch 2/0"):
-        next(iter(loader))
-
-
-def test_a_recording_that_goes_on_after_a_resumption_is_whole(attached: Make) -> None:
-    """The run was saved when some rounds of its first mega-batch were merged."""
-    strategy = offbeat.AdaptiveSGD(mega_batch=20, batch_size=2, warmup=2)
-    net, optimizer, session = attached(strategy)
-    batches = iter(session.loader(numbers(20)))
-    for _ in range(5):
-        step(net, optimizer, next(batches)[0])
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
-    net, optimizer, session = attached(strategy)
-    loader = session.loader(numbers(20), record=True)
-    for target, state in zip((net, optimizer, session), saved, strict=True):
-        target.load_state_dict(state)
-    for (x,) in loader:
-        step(net, optimizer, x)
-    again, optimizer, session = attached(strategy)
-    for (x,) in session.loader(numbers(20), replay=loader.recording):
-        step(again, optimizer, x)
-    assert again.weight.item() == net.weight.item()
-
-
-def test_a_recording_that_ends_within_a_mega_batch_is_refused_there(attached: Make) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=20, batch_size=2, warmup=2)
-    net, optimizer, session = attached(strategy)
-    loader = session.loader(numbers(20), record=True)
-    for number, (x,) in enumerate(loader):
-        step(net, optimizer, x)
-        if number == 5:
-            break
-    net, optimizer, session = attached(strategy)
-    batches = iter(session.loader(numbers(20), replay=loader.recording))
-    merged = sum(len(step(net, optimizer, next(batches)[0])) for _ in range(4))
-    assert merged == 8
-    with pytest.raises(ConfigError, match="before mega-batch 0/0 .*or within it"):
-        next(batches)
-
-
-def test_a_recording_of_other_data_is_refused(attached: Make) -> None:
-    _, _, session = attached(offbeat.AdaptiveSGD())
-    with pytest.raises(ConfigError, match="made with num_samples 5, here it is 4"):
-        session.loader(numbers(4), replay=Recording(num_samples=5, seed=0, world_size=1))
-
-
 def test_in_step_a_run_resumes(attached: Make) -> None:
     _, _, session = attached(offbeat.AllReduce())
     loader = session.loader(numbers(20), batch_size=6)
@@ -441,7 +379,7 @@ def test_kinds_of_loaders(attached: Make) -> None:
         ({"batch_size": 2}, True, "a batch_size of its own"),
         ({}, False, "pass batch_size="),
         ({"batch_size": 2, "max_batch_size": 4}, False, "strategies that claim samples"),
-        ({"batch_size": 2, "recorded": True}, False, "strategies that claim samples"),
+        ({"batch_size": 2, "claims_ahead": 1}, False, "strategies that claim samples"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
@@ -452,7 +390,7 @@ def test_arguments_that_cannot_work_are_refused(
         "seed": 0,
         "batch_size": None,
         "max_batch_size": None,
-        "recorded": False,
+        "claims_ahead": None,
     }
     arguments = usual | given
     with pytest.raises(ConfigError, match=said):

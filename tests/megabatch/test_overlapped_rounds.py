@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from offbeat.errors import CheckpointError
 from offbeat.megabatch import claims
+from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
@@ -30,7 +31,7 @@ from offbeat.megabatch.claims import (
     SampleRange,
 )
 from offbeat.megabatch.fetching import Fetcher
-from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, mega_batch_span, order_of
+from offbeat.megabatch.loader import DispatchLoader, mega_batch_span, order_of
 
 NUM_SAMPLES, SEED = 47, 3
 
@@ -138,7 +139,7 @@ class Run:
         self.conclude()
 
 
-class Policy(DispatchPolicy):
+class Policy(MegaBatchCallback):
     """Merges nothing, and may take its time to notice that a merge is over."""
 
     def __init__(self, run: Run, rank: int, *, warmup: bool, dies: float) -> None:

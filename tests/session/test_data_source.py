@@ -186,7 +186,7 @@ def test_what_cannot_be_honoured_is_refused(
     [
         ("in step, gradients", {"batch_size": 4}, "says its batch_size itself"),
         ("in step, gradients", {"collate": list}, "says its collate itself"),
-        ("in step, gradients", {"claims_ahead": 1}, "claims_ahead, record and replay are for"),
+        ("in step, gradients", {"claims_ahead": 1}, "max_batch_size and claims_ahead are for"),
         ("claimed", {"claims_ahead": 1}, "from 1 to the DataLoader's num_workers, which is 0"),
         ("claimed", {"claims_ahead": True}, "claims_ahead must be an integer"),
     ],

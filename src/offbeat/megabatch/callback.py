@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
@@ -26,7 +27,6 @@ from offbeat.megabatch.batch_sizes import (
     square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
-from offbeat.megabatch.loader import DispatchPolicy
 from offbeat.megabatch.merge import (
     MergedSnapshot,
     MergeOutcome,
@@ -131,7 +131,7 @@ class ScaledLearningRate:
         self._rates.restore()
 
 
-class MegaBatchCallback(DispatchPolicy):
+class MegaBatchCallback(Callback):
     """Merges models when the loader says that a mega-batch was computed, with all that are members
     of the run then.
 
@@ -236,19 +236,17 @@ class MegaBatchCallback(DispatchPolicy):
     # What the loader calls
 
     @property
-    @override
     def batch_size(self) -> int:
         """How many samples this rank claims at a time."""
         sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
         return self._bounds(self._memory_limit).clip(sizes.get(self._rank, self._plan.base))
 
     @property
-    @override
     def largest_batch(self) -> int:
+        """How many samples a batch of this rank may have."""
         return self._bounds(self._memory_limit).limit
 
     @property
-    @override
     def is_left_out(self) -> bool:
         """Whether its peers went on without this rank, so that what it has computed since the last
         merge is lost.
@@ -256,11 +254,10 @@ class MegaBatchCallback(DispatchPolicy):
         return self._group.is_new
 
     @property
-    @override
     def has_newcomers(self) -> bool:
+        """Whether a worker is on its way in, and waits for a merge."""
         return self._group.has_newcomers
 
-    @override
     def gather(self, value: Any) -> dict[int, Any] | None:
         """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
         merges.
@@ -284,7 +281,6 @@ class MegaBatchCallback(DispatchPolicy):
         self.batch_sizes = tuple(sizes.get(rank, self._plan.base) for rank in self.ranks)
         return {rank: values[rank] for rank in self.ranks}
 
-    @override
     def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
         """A loader feeds this rank from now on.
 
@@ -334,28 +330,36 @@ class MegaBatchCallback(DispatchPolicy):
         if self._has_loader:
             self._num_claimed += num_samples
 
-    @override
     def samples_of_round(self, samples_before: int) -> int | None:
+        """How many samples the ranks compute together until models are merged next, about; None: a
+        whole mega-batch. The same on all ranks.
+
+        Args:
+            samples_before: that were merged in the run before, over all passes.
+        """
         return self._plan.samples_of_round(samples_before, len(self.ranks))
 
-    @override
     def overlaps_merge(self, *, is_whole: bool) -> bool:
+        """Whether ranks may go on while a round is merged; the same on all ranks.
+
+        Args:
+            is_whole: whether the round is a whole mega-batch.
+        """
         return self._plan.overlap == "all" or (self._plan.overlap == "whole" and is_whole)
 
-    @override
     def synchronize(self) -> None:
+        """Return when what this rank has begun to compute is done."""
         # A CUDA device computes in the background: without waiting for it, this rank would claim
         # more than it gets done, and look as fast as it can launch kernels.
         device = next(iter(self._weights.parameters.values())).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    @override
     def mega_batches_merged(self, count: int) -> None:
+        """So many further mega-batches are in this rank's model, all of each of them."""
         if count:
             self._tell_user(count)
 
-    @override
     def begin_merge(
         self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
     ) -> None:
@@ -369,22 +373,18 @@ class MegaBatchCallback(DispatchPolicy):
         self._under_way = _MergeUnderWay(self._protocol, snapshot)
 
     @property
-    @override
     def merge_is_over(self) -> bool:
         return self.merge_is_taken or (self._under_way is not None and self._under_way.is_over())
 
     @property
-    @override
     def merge_is_taken(self) -> bool:
         return self._taken is not None
 
-    @override
     def end_merge(self) -> MergedRound | None:
         self._end_merge()
         taken, self._taken = self._taken, None
         return taken
 
-    @override
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
         if claim_round.retry == 0 and not self._missed_rounds:
             self._pace = self._pace.plus(share)

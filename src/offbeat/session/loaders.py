@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from offbeat.callbacks.callback import Callback
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
+from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import ClaimLog
 from offbeat.megabatch.fetching import MapStyle
-from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, Recording, data_description
+from offbeat.megabatch.loader import DispatchLoader, data_description
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.session.data_source import DataSource, data_source
 from offbeat.session.lockstep_loader import LockstepLoader
@@ -60,8 +61,6 @@ class LoaderFactory:
         max_batch_size: int | None,
         claims_ahead: int | None,
         collate: Callable[[list[Any]], Any] | None,
-        record: bool,
-        replay: Recording | None,
     ) -> DispatchLoader | LockstepLoader:
         """A loader for this rank, as `Session.loader` says. Collective.
 
@@ -72,14 +71,12 @@ class LoaderFactory:
             max_batch_size: what fits into this rank's memory, in samples; None: any number.
             claims_ahead: how many claims worker processes read ahead; None: one.
             collate: makes a batch of a list of samples; torch's `default_collate` if None.
-            record: keep who claimed what.
-            replay: a recording to be repeated.
 
         Raises:
             ConfigError: this cannot work, with the reason. Every rank raises.
             MismatchError: the ranks disagree on the data.
         """
-        policy = next((part for part in self.parts if isinstance(part, DispatchPolicy)), None)
+        policy = next((part for part in self.parts if isinstance(part, MegaBatchCallback)), None)
         source: DataSource | None = None
         description: OffbeatError | dict[str, Any]
         try:
@@ -93,7 +90,7 @@ class LoaderFactory:
                 batch_size=batch_size if policy is not None else source.batch_size,
                 max_batch_size=max_batch_size,
                 claims=policy is not None,
-                recorded=record or replay is not None or claims_ahead is not None,
+                claims_ahead=claims_ahead,
             )
         except ConfigError as error:
             description = error
@@ -123,8 +120,6 @@ class LoaderFactory:
             rank=rank,
             notify=self.notify,
             shuffles=source.shuffles,
-            record=record,
-            replay=replay,
         )
 
     def _note_drop_last(self, source: DataSource) -> None:
@@ -136,7 +131,7 @@ class LoaderFactory:
 
     def _memory_limits(
         self,
-        policy: DispatchPolicy,
+        policy: MegaBatchCallback,
         store: Store,
         mine: OffbeatError | dict[str, Any],
         max_batch_size: int | None,
@@ -163,7 +158,9 @@ class LoaderFactory:
         return {rank: answer["fits"] for rank, answer in answers.items()}
 
 
-def _require_claims(source: DataSource, policy: DispatchPolicy, claims_ahead: int | None) -> None:
+def _require_claims(
+    source: DataSource, policy: MegaBatchCallback, claims_ahead: int | None
+) -> None:
     """Raise `ConfigError` unless samples can be claimed for this source."""
     num_workers = 0 if source.loader is None else source.loader.num_workers
     if source.loader is not None and source.batch_size != policy.base_batch_size:

@@ -33,7 +33,7 @@ from offbeat.errors import (
     UnsupportedError,
 )
 from offbeat.megabatch.fetching import MapStyle
-from offbeat.megabatch.loader import DispatchLoader, Recording
+from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.session import at_exit
@@ -364,8 +364,6 @@ class Session:
         max_batch_size: int | None = None,
         claims_ahead: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        record: bool = False,
-        replay: Recording | None = None,
     ) -> DispatchLoader | LockstepLoader:
         """Batches of `dataset`, each sample once an epoch over all ranks. Collective.
 
@@ -395,8 +393,6 @@ class Session:
                 reading, and let a slow rank hold up its peers for longer at a merge.
             collate: makes a batch of a list of samples; torch's `default_collate` if None. A
                 DataLoader has its own.
-            record: keep in `loader.recording` who claimed what; where samples are claimed.
-            replay: such a recording, to be repeated bit for bit.
 
         Raises:
             ConfigError: this cannot work, with the reason. Every rank raises. Of DataLoaders those
@@ -419,8 +415,6 @@ class Session:
             max_batch_size=max_batch_size,
             claims_ahead=claims_ahead,
             collate=collate,
-            record=record,
-            replay=replay,
         )
         self._parts.append(made)  # from now on it gets events, and its position is state
         return made
