@@ -169,7 +169,12 @@ class Rank:
     def carry_out(self, call: Callable[[], Any], generation: Generation) -> Collective[Any]:
         """What `call`, of the protocol, returns."""
         done: list[MergeOutcome] = []
+        model = self.rows.detach(), self.dense.detach(), self.count
+        before = [tensor.clone() for tensor in model]
         while True:
+            # The call begins anew, and takes over once more what was done.
+            for tensor, value in zip(model, before, strict=True):
+                tensor.copy_(value)
             self.group.outcomes = list(done)
             try:
                 return call()

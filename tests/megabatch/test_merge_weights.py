@@ -152,9 +152,12 @@ def momentum_of(num_merges: int, dtypes: list[torch.dtype]) -> MergeMomentum:
     }
     momentum = MergeMomentum(parameters, gamma=0.5)
     for _ in range(num_merges):
-        for parameter in parameters.values():
-            parameter.add_(1)
-        momentum.add_()
+        momentum.begin()
+        means = [
+            parameter.to(torch.promote_types(parameter.dtype, torch.float32)) + 1
+            for parameter in parameters.values()
+        ]
+        momentum.move_to(momentum.added_to(means))
     return momentum
 
 

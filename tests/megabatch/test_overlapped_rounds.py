@@ -215,25 +215,22 @@ class Policy(MegaBatchCallback):
     def synchronize(self) -> None: ...
 
     @override
+    def on_batch_claimed(self, num_samples: int) -> None: ...
+
+    @override
     def mega_batches_merged(self, count: int) -> None:
         assert count >= 0
         self.told += count
 
     @override
-    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
-        if self.was_stopped:
-            return self.join()
-        self._check(share, claim_round)
-        return self._adopt(self._met(("merge", share, claim_round, None)))
-
-    @override
     def begin_merge(
-        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound | None
     ) -> None:
         assert not self._under_way
-        self._check(share, claim_round)
-        self._propose(("merge", share, claim_round, following))
-        self._under_way = True
+        self._under_way = not self.was_stopped
+        if self._under_way:
+            self._check(share, claim_round)
+            self._propose(("merge", share, claim_round, following))
 
     @property
     @override
@@ -247,8 +244,8 @@ class Policy(MegaBatchCallback):
 
     @override
     def end_merge(self) -> MergedRound | None:
-        self._under_way = False
-        outcome = self.run.merges[self._number - 1].outcome
+        was_proposed, self._under_way = self._under_way, False
+        outcome = self.run.merges[self._number - 1].outcome if was_proposed else None
         if self.was_stopped and (
             outcome is None or self.rank not in [each.rank for each in outcome.shares]
         ):

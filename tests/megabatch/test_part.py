@@ -80,12 +80,11 @@ class Run:
             rank=rank, claims=(), updates=updates, batch_size=part.batch_size, busy_s=0.0
         )
         later = () if ends else (SampleRange(1, 2),)
-        part.merge(
-            share,
-            ClaimRound(
-                epoch=0, mega_batch=0, round=0, retry=0, spans=(SampleRange(0, 1),), later=later
-            ),
+        claim_round = ClaimRound(
+            epoch=0, mega_batch=0, round=0, retry=0, spans=(SampleRange(0, 1),), later=later
         )
+        part.begin_merge(share, claim_round, None)
+        part.end_merge()
 
     def _part(self, rank: int, world_size: int) -> MegaBatchCallback:
         weight = torch.nn.Parameter(torch.ones(2))

@@ -228,7 +228,7 @@ class MegaBatchCallback(Callback):
             self._generations = enter()
             if group.is_new:
                 # Other parts and the user's loop need the model of the run from the beginning.
-                self._merge(None, None)
+                self._merge_now()
         except BaseException:
             self._close()
             raise
@@ -269,7 +269,7 @@ class MegaBatchCallback(Callback):
             return None
         outcome = self._protocol.agree(self._report(None, None), json.dumps(value))
         if outcome.kind == "merge":
-            self._adopt(outcome)
+            self._adopt(outcome, self._num_steps)
             return None
         values = {
             proposal.rank: json.loads(proposal.payload)
@@ -361,38 +361,45 @@ class MegaBatchCallback(Callback):
             self._tell_user(count)
 
     def begin_merge(
-        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound | None
     ) -> None:
-        assert self._under_way is None, "one merge at a time"
+        """A round has come to its end: let a snapshot of this rank's model be merged with those of
+        all ranks that live. Collective, and no other method that is collective is called until
+        `end_merge`.
+
+        Args:
+            share: what this rank has computed since it began the last merge.
+            claim_round: the round.
+            following: the round with which this rank goes on, the same on all ranks, while a thread
+                merges; None: it waits, by `end_merge` at once.
+        """
         self._pace_before = self._pace
         if claim_round.retry == 0 and not self._missed_rounds:
             self._pace = self._pace.plus(share)
-        report = replace(self._report(share, claim_round), following=following)
-        with torch.no_grad():
-            snapshot = self._protocol.freeze(report)
-        self._under_way = _MergeUnderWay(self._protocol, snapshot)
+        self._begin_merge(replace(self._report(share, claim_round), following=following))
 
     @property
     def merge_is_over(self) -> bool:
+        """Whether a merge was begun and `end_merge` would not wait for it."""
         return self.merge_is_taken or (self._under_way is not None and self._under_way.is_over())
 
     @property
     def merge_is_taken(self) -> bool:
+        """Whether a merge was begun that is in this rank's model already, because something else
+        needed it.
+        """
         return self._taken is not None
 
     def end_merge(self) -> MergedRound | None:
+        """Wait for the merge that was begun last, if it is not over, and take its outcome over.
+
+        Returns:
+            The round that was merged. None: the peers have gone on without this rank, and
+            `joined_by` is what they merged then.
+        """
         self._end_merge()
         taken, self._taken = self._taken, None
         return taken
-
-    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
-        if claim_round.retry == 0 and not self._missed_rounds:
-            self._pace = self._pace.plus(share)
-        with torch.no_grad():
-            merged = self._merge(share, claim_round)
-        self.joined_by = None
-        assert merged is not None, "a rank with a loader merges with ranks that have one"
-        return merged
 
     # Events
 
@@ -425,7 +432,7 @@ class MegaBatchCallback(Callback):
         period = max(1, round(self.mega_batch / (len(self.ranks) * self._plan.base)))
         if self.is_left_out or self._num_steps - self._merged_at_step >= period:
             num_merges = self._protocol.num_merges
-            self._merge(None, None)
+            self._merge_now()
             if self._plan.rule is not None:
                 self._warn(
                     "no loader of this session feeds the run: each rank computes the batches of its"
@@ -470,22 +477,37 @@ class MegaBatchCallback(Callback):
         outcome = self._protocol.mean_into(weights, self._report(None, None))
         self._protocol.encode_s = encode_s  # Only training counts.
         if outcome.kind == "merge":
-            self._adopt(outcome)
+            self._adopt(outcome, self._num_steps)
         return frozenset()
 
     @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
 
-    # A merge that is under way
+    # One merge
+
+    def _merge_now(self) -> None:
+        self._begin_merge(self._report(None, None))
+        self._end_merge()
+
+    def _begin_merge(self, report: TrainerReport) -> None:
+        assert self._under_way is None, "one merge at a time"
+        if self._momentum is not None and not self.is_left_out:
+            # Without a batch this rank has not yet noted where the first mega-batch began.
+            self._momentum.begin()
+        with torch.no_grad():
+            snapshot = self._protocol.freeze(report)
+        self._under_way = _MergeUnderWay(self._protocol, snapshot)
 
     def _end_merge(self) -> None:
         """Wait for the merge that is under way, if any, and take it over."""
         if self._under_way is None:
             return
         begin_s = time.monotonic()
-        self._under_way.wait()
-        self._record_wait(begin_s, time.monotonic())
+        encode_s = self._under_way.wait()
+        # Laying vectors out is work of this rank, and no wait.
+        self._protocol.encode_s += encode_s
+        self._record_wait(begin_s, time.monotonic() - encode_s)
         with torch.no_grad():
             self._take()
 
@@ -500,11 +522,9 @@ class MegaBatchCallback(Callback):
             return
         then = merged.snapshot.report.num_steps
         self._protocol.take(merged, num_steps=self._num_steps - then)
-        taken = self._adopt(merged.outcome, at_step=then)
+        taken = self._adopt(merged.outcome, then)
         # One that is new finds the round in `joined_by`.
         self._taken = None if merged.outcome.mine.is_new else taken
-
-    # One merge
 
     def _report(
         self, share: MegaBatchShare | None, claim_round: ClaimRound | None
@@ -525,22 +545,13 @@ class MegaBatchCallback(Callback):
             ),
         )
 
-    def _merge(
-        self, share: MegaBatchShare | None, claim_round: ClaimRound | None
-    ) -> MergedRound | None:
-        begin_s, encode_s = time.monotonic(), self._protocol.encode_s
-        outcome = self._protocol.merge(self._report(share, claim_round))
-        # Laying vectors out is work of this rank, and no wait.
-        self._record_wait(begin_s, time.monotonic() - (self._protocol.encode_s - encode_s))
-        return self._adopt(outcome)
-
-    def _adopt(self, outcome: MergeOutcome, *, at_step: int | None = None) -> MergedRound | None:
+    def _adopt(self, outcome: MergeOutcome, at_step: int) -> MergedRound | None:
         """Take over from a merge what all members go on with: who they are, their batch sizes, and
         the round that is over.
 
         Args:
             outcome: of the merge.
-            at_step: the steps that this rank had taken when its model was merged; None: all.
+            at_step: the steps that this rank had taken at its snapshot.
         """
         assert outcome.mean is not None
         claim_round = outcome.reference.report.claim_round
@@ -570,8 +581,7 @@ class MegaBatchCallback(Callback):
             self._missed_rounds = is_late or has_rest
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = outcome.reference.report.num_steps
-        is_old = at_step is not None and not outcome.mine.is_new
-        self._merged_at_step = at_step if at_step is not None and is_old else self._num_steps
+        self._merged_at_step = self._num_steps if outcome.mine.is_new else at_step
         self._went_on = outcome.reference.report.following is not None
         self._num_claimed = 0
         self.joined_by = merged if outcome.mine.is_new else self.joined_by
@@ -755,7 +765,8 @@ class MegaBatchCallback(Callback):
 
 
 class _MergeUnderWay:
-    """A merge of a snapshot, carried out by a thread of its own.
+    """A merge of a snapshot: by a thread of its own where ranks go on meanwhile, else by whoever
+    waits for it.
 
     Args:
         protocol: of this rank.
@@ -769,19 +780,29 @@ class _MergeUnderWay:
         self.is_dropped = False
         self._protocol, self._snapshot = protocol, snapshot
         self._merged: Future[MergedSnapshot] = Future()
-        self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if snapshot.report.following is not None:
+            self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
+            self._thread.start()
 
     def is_over(self) -> bool:
         """Whether `merged` would return, or raise, at once."""
         return self._merged.done()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self) -> float:
+        """Returns the seconds that the caller has spent on laying vectors out."""
+        if self._thread is not None:
+            self._thread.join()
+            return 0.0
+        if not self._merged.done():
+            self._run()
+        if self._merged.exception() is not None:
+            return 0.0
+        mean = self._merged.result().outcome.mean
+        return 0.0 if mean is None else mean.encode_s
 
     def merged(self) -> MergedSnapshot:
-        """What came of it. Raises as `MergeProtocol.merge_snapshot`."""
-        self._thread.join()
+        """What came of it, after `wait`. Raises as `MergeProtocol.merge_snapshot`."""
         return self._merged.result()
 
     def _run(self) -> None:

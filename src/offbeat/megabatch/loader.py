@@ -492,7 +492,7 @@ class DispatchLoader(Callback):
             batch_size=self._policy.batch_size,
             busy_s=self._busy_s,
         )
-        over = self._open_round
+        over, following = self._open_round, None
         # What is given out again, or is to be with this merge, is all of one kind.
         is_first = over.retry == 0 and not self._lost
         share = replace(share, is_cut_short=self._is_cut_short and is_first)
@@ -505,10 +505,21 @@ class DispatchLoader(Callback):
             and self._goes_on
             and not self._log.ends_cut_short(is_cut_short=share.is_cut_short)
         ):
-            self._begin_merge(replace(share, is_cut_short=False))
-            return
+            share, following = replace(share, is_cut_short=False), self._following(over)
         ranks = self._policy.ranks
-        merged = self._policy.merge(share, over)
+        self._policy.begin_merge(share, over, following)
+        if following is not None:
+            self._in_merge = _RoundInMerge(
+                claim_round=over, share=share, ranks=ranks, following=following
+            )
+            self._reset_share()
+            self._move_to(following)
+            self._open(following)
+            return
+        merged = self._policy.end_merge()
+        if merged is None:
+            self._begin()
+            return
         self._note_other_workers(ranks, merged)
         self._go_on_after(merged)
 
@@ -523,25 +534,14 @@ class DispatchLoader(Callback):
         may = self._policy.overlaps_merge(is_whole=is_whole) and not self._policy.is_left_out
         return over.retry == 0 and may
 
-    def _begin_merge(self, share: MegaBatchShare) -> None:
-        """Go on with the round that follows where no claim is lost in the merge."""
-        over = self._open_round
-        assert over is not None
+    def _following(self, over: ClaimRound) -> ClaimRound:
+        """The round after `over`, where no claim of it is lost in its merge."""
         following = over.after([Claim(over.spans)], self._whole, self.num_mega_batches)
         position = self.epoch, self.mega_batch, self._merged
         self._move_to(following)
         following = self._cut(following)
         self.epoch, self.mega_batch, self._merged = position
-        self._policy.begin_merge(share, over, following)
-        self._in_merge = _RoundInMerge(
-            claim_round=over,
-            share=share,
-            ranks=self._policy.ranks,
-            following=following,
-        )
-        self._reset_share()
-        self._move_to(following)
-        self._open(following)
+        return following
 
     def _settle(self) -> None:
         """Wait for the merge that is under way, if any, and take note of what came of it."""

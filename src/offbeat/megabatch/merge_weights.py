@@ -177,18 +177,23 @@ class MergeMomentum:
                 name: _widened(parameter).clone() for name, parameter in self._parameters.items()
             }
 
-    def add_(self) -> None:
-        """Add the momentum to the parameters, which hold the mean. A parameter that was frozen
-        meanwhile stays at the mean.
+    def added_to(self, merged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What becomes of the merged parameters, in the model's order, in the type in which means
+        are computed. One that was frozen meanwhile stays at the mean.
         """
-        self.begin()
-        for name, parameter in self._parameters.items():
-            latest, before = self._latest[name], self._before.get(name)
-            merged = _widened(parameter)
-            if parameter.requires_grad:
-                merged = with_momentum(merged, latest, before, gamma=self._gamma)
-                parameter.detach().copy_(merged)
-            self._before[name], self._latest[name] = latest, merged.clone()
+        return [
+            with_momentum(mean, self._latest[name], self._before.get(name), gamma=self._gamma)
+            if parameter.requires_grad
+            else mean
+            for (name, parameter), mean in zip(self._parameters.items(), merged, strict=False)
+        ]
+
+    def move_to(self, merged: Sequence[torch.Tensor]) -> None:
+        """A merge is final, and `merged` is what it has made of the parameters."""
+        self._before = self._latest
+        self._latest = {
+            name: model.clone() for name, model in zip(self._parameters, merged, strict=False)
+        }
 
     def state(self) -> dict[str, torch.Tensor]:
         """The models, with keys "latest/<name>" and "before/<name>". Tensors are live ones."""
