@@ -21,7 +21,6 @@ from offbeat_lab.emulation import Mode as EmulationMode
 from offbeat_lab.native import Native
 from offbeat_lab.options import (
     BATCH_SHARES,
-    FROM_TASK,
     Recipe,
     build_strategy,
     route,
@@ -185,13 +184,11 @@ def resolve(request: Request) -> RunConfig:
         "clip_norm" in known and task.max_grad_norm is not None
     ):  # such a strategy clips before it selects
         for_strategy.setdefault("clip_norm", str(task.max_grad_norm))
-    if strategy_type(request.strategy).shares_samples:
-        if task.deals_unequally:
-            raise ConfigError(
-                f"strategy {request.strategy!r} lets workers claim samples, so skew= would change"
-                " nothing; leave skew out, or this strategy"
-            )
-        for_strategy[FROM_TASK] = str(task.options.batch_size)
+    if strategy_type(request.strategy).shares_samples and task.deals_unequally:
+        raise ConfigError(
+            f"strategy {request.strategy!r} lets workers claim samples, so skew= would change"
+            " nothing; leave skew out, or this strategy"
+        )
     config = RunConfig(
         task=request.task,
         task_options=task.options.model_dump(mode="json"),
@@ -334,16 +331,13 @@ def _check_together(config: RunConfig, task: Task) -> None:
         recipe.check_world(config.workers)
     if config.batch_shares:
         _check_shares(config, task, recipe)
-    mega_batch = recipe.samples_between_merges
-    if mega_batch is not None:
-        batch_size = task.options.batch_size
-        least = _LEAST_STEPS_A_MERGE * config.workers * batch_size
-        if mega_batch < least:
-            raise ConfigError(
-                f"mega_batch is {mega_batch}, but {config.workers} workers with"
-                f" batches of {batch_size} need {least} samples or more between merges for"
-                f" {_LEAST_STEPS_A_MERGE} batches each; raise mega_batch, or lower batch_size"
-            )
+    mega_batch = recipe.samples_between_merges(1)
+    least = _LEAST_STEPS_A_MERGE * config.workers
+    if mega_batch is not None and mega_batch < least:
+        raise ConfigError(
+            f"mega_batch is {mega_batch}, but {config.workers} workers need {least} batches or more"
+            f" between merges for {_LEAST_STEPS_A_MERGE} each; raise mega_batch"
+        )
 
 
 def _check_shares(config: RunConfig, task: Task, recipe: Recipe) -> None:

@@ -30,11 +30,6 @@ RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
 _OBJECTS_TOO: Final = ConfigDict(arbitrary_types_allowed=True)
 
-FROM_TASK: Final = "batch_size"
-"""An option of strategies that share samples out; in the lab it is the task's, whatever the
-strategy is.
-"""
-
 BATCH_SHARES: Final = "batch_shares"
 """A setting of runs, and not of a task or a strategy: each worker's part of a step's samples."""
 
@@ -105,7 +100,7 @@ def route(
             twice.
     """
     of_task = list(task_type(task).options_type.model_fields)
-    of_strategy = _asked_names(strategy_type(strategy))
+    of_strategy = _field_names(strategy_type(strategy))
     chosen: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -159,7 +154,7 @@ def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     """
     name, *settings = text.strip().split(":")
     kind = strategy_type(name)
-    fields = [*_asked_names(kind), *([BATCH_SHARES] if kind.weighs_samples else [])]
+    fields = [*_field_names(kind), *([BATCH_SHARES] if kind.weighs_samples else [])]
     options: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -201,16 +196,12 @@ def strategy_options(name: str) -> list[Option]:
             help=option.meaning,
         )
         for option in describe_options(kind)
-        if option.name in _asked_names(kind)
+        if option.name in _field_names(kind)
     ]
 
 
 def _field_names(kind: type[Recipe]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.init]
-
-
-def _asked_names(kind: type[Recipe]) -> list[str]:
-    return [name for name in _field_names(kind) if name != FROM_TASK]
 
 
 def _type_text(hint: object) -> str:

@@ -174,7 +174,12 @@ def _loader(
         numbers = np.array(samples, dtype=np.int64)
         return task.training_batch(numbers, seed=config.seed, epoch=loader.epoch)
 
-    loader = session.loader(range(task.num_samples), seed=config.seed, collate=batch)
+    loader = session.loader(
+        range(task.num_samples),
+        seed=config.seed,
+        batch_size=task.options.batch_size,
+        collate=batch,
+    )
     assert isinstance(loader, DispatchLoader)
     return loader
 
@@ -182,7 +187,7 @@ def _loader(
 def _schedule(
     config: RunConfig, task: Task, position: Position, coordinator: Coordinator
 ) -> BatchSchedule | ClaimedSchedule:
-    mega_batch = config.build_strategy().samples_between_merges
+    mega_batch = config.build_strategy().samples_between_merges(task.options.batch_size)
     if mega_batch is None:
         return BatchSchedule(
             config, task, position, rank=coordinator.rank, world_size=coordinator.world_size

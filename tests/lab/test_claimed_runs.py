@@ -26,7 +26,7 @@ mega-batches of 32.
 
 
 def run(npz: Path, out: Path, strategy: str = "adaptive", **changes: object) -> Summary:
-    settings = [f"path={npz}", "batch_size=4", "mega_batch=32"]
+    settings = [f"path={npz}", "batch_size=4", "mega_batch=8"]
     request = Request(
         **({"task": "mnist", "strategy": strategy, "workers": 2, "settings": settings} | changes)
     )
@@ -64,7 +64,7 @@ def test_uneven_workers_share_each_epoch_and_go_on_in_the_middle_of_one(
     """With merges beside training, of which those before an evaluation are waited for."""
     cluster = Cluster(workers=2, speeds=(1.0, 0.25), step_s=0.02)
     out = tmp_path / "run"
-    settings = [f"path={npz}", "batch_size=4", "mega_batch=32", "overlap=true"]
+    settings = [f"path={npz}", "batch_size=4", "mega_batch=8", "overlap=true"]
     first = run(npz, out, settings=settings, cluster=cluster, steps=12, eval_every=8)
     record = Record(out)
     assert (first.steps, [mega_batch.number for mega_batch in record.mega_batches()]) == (
@@ -103,7 +103,7 @@ def test_another_number_of_workers_takes_what_is_left_of_the_epoch(
 
 
 def test_a_request_to_stop_is_kept_at_the_next_merge(npz: Path, tmp_path: Path) -> None:
-    settings = [f"path={npz}", "batch_size=4", "mega_batch=32"]
+    settings = [f"path={npz}", "batch_size=4", "mega_batch=8"]
     request = Request(
         task="mnist", strategy="adaptive", workers=2, settings=settings, steps=100_000
     )

@@ -144,7 +144,6 @@ class Policy(MegaBatchCallback):
 
     def __init__(self, run: Run, rank: int, *, warmup: bool, dies: float) -> None:
         self.run, self.rank, self.warmup, self.dies = run, rank, warmup, dies
-        self.mega_batch, self.base_batch_size, self.smallest_claim = 16, 2, 1
         self.shares_equally = False
         self.batch_sizes = (2,) * len(run.living)
         self.ranks = tuple(sorted(run.living))
@@ -180,6 +179,16 @@ class Policy(MegaBatchCallback):
 
     @property
     @override
+    def samples_of_mega_batch(self) -> int:
+        return 16
+
+    @property
+    @override
+    def smallest_claim(self) -> int:
+        return 1
+
+    @property
+    @override
     def batch_size(self) -> int:
         return 1 + self.rank % 3
 
@@ -203,9 +212,6 @@ class Policy(MegaBatchCallback):
         outcome = self._met(("agree", value))
         self.ranks = tuple(sorted(outcome))
         return {rank: proposal[1] for rank, proposal in outcome.items()}
-
-    @override
-    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None: ...
 
     @override
     def samples_of_round(self, samples_before: int) -> int | None:

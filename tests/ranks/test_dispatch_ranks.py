@@ -30,15 +30,13 @@ def samples_of(work: dict[str, Any]) -> int:
 
 
 def strategies() -> dict[str, Any]:
-    adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, warmup=0)
+    adaptive = offbeat.AdaptiveSGD(mega_batch=10, warmup=0)
     return {
         "proportional": adaptive,
-        "paper": replace(adaptive, rule="paper", min_batch_size=2),
-        "hogbatch": replace(adaptive, rule="hogbatch"),
-        "momentum": replace(adaptive, merge_momentum=0.5, perturbation=0.1, merge="updates"),
+        "published": replace(adaptive, rule="published", min_batch_size=2),
         "warmup": replace(adaptive, warmup=2, optimizer_state="averaged"),
         "overlap": replace(adaptive, warmup=2, optimizer_state="averaged", overlap=True),
-        "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
+        "elastic": offbeat.ElasticSGD(mega_batch=10),
     }
 
 
@@ -50,7 +48,7 @@ def epochs(rank: int, world_size: int) -> dict[str, Any]:
         net = make_net(seed=rank)
         optimizer = sgd(net)
         with offbeat.attach(net, optimizer, strategy) as session:
-            loader = session.loader(Numbers(), seed=3)
+            loader = session.loader(Numbers(), batch_size=4, seed=3)
             seen, prints, works = [], [], []
             for _ in range(2):
                 mine: list[int] = []
@@ -101,7 +99,7 @@ def test_every_sample_is_seen_once_an_epoch_and_models_meet(
 
 def test_a_slow_worker_gets_less(run_ranks: RunRanks) -> None:
     ranks = run_ranks(epochs, 3)
-    for label in ("proportional", "hogbatch", "momentum"):
+    for label in ("proportional", "warmup"):
         works = ranks[0][label]["works"]
         taken = [sum(samples_of(mega_batch[rank]) for mega_batch in works) for rank in range(3)]
         # Below an even share, not below each peer: a busy machine may starve one of these as well.
@@ -118,10 +116,8 @@ def test_a_slow_worker_gets_less(run_ranks: RunRanks) -> None:
 def _begin(seed: int) -> tuple[torch.nn.Module, Any, Session, DispatchLoader]:
     net = make_net(seed=seed)
     optimizer = sgd(net)
-    session = offbeat.attach(
-        net, optimizer, offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, warmup=0)
-    )
-    loader = session.loader(Numbers(), seed=3)
+    session = offbeat.attach(net, optimizer, offbeat.AdaptiveSGD(mega_batch=10, warmup=0))
+    loader = session.loader(Numbers(), batch_size=4, seed=3)
     assert isinstance(loader, DispatchLoader)
     return net, optimizer, session, loader
 
@@ -135,7 +131,7 @@ def read_by_workers(rank: int, world_size: int) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
     given = DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1)
     # Under AdaptiveSGD a rank that is late might get no batch of a mega-batch.
-    strategy = offbeat.ElasticSGD(mega_batch=40, batch_size=4)
+    strategy = offbeat.ElasticSGD(mega_batch=10)
     seen: list[int] = []
     with (
         warnings.catch_warnings(record=True) as warned,
@@ -228,13 +224,9 @@ def test_states_from_both_sides_of_a_merge_are_refused(run_ranks: RunRanks) -> N
 def refused(rank: int, world_size: int, *, fault: str) -> list[str]:
     """Rank 1 alone is wrong. What does everyone hear?"""
     net = make_net()
-    strategy = (
-        offbeat.AllReduce()
-        if fault == "too few"
-        else offbeat.AdaptiveSGD(mega_batch=40, batch_size=8)
-    )
+    strategy = offbeat.AllReduce() if fault == "too few" else offbeat.AdaptiveSGD(mega_batch=5)
     dataset: Any = Numbers()
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"batch_size": 8}
     if rank == 1:
         match fault:
             case "length":
@@ -243,6 +235,8 @@ def refused(rank: int, world_size: int, *, fault: str) -> list[str]:
                 dataset = iter([1, 2])
             case "seed":
                 arguments["seed"] = 5
+            case "batches":
+                arguments["batch_size"] = 4
             case "memory":
                 arguments["max_batch_size"] = 0
     if fault == "bounds":
@@ -264,6 +258,7 @@ def refused(rank: int, world_size: int, *, fault: str) -> list[str]:
         ("length", "'samples': 99 there, 103 on rank 0"),
         ("stream", "must be of map style"),
         ("seed", "'seed': 5 there, 0 on rank 0"),
+        ("batches", "'batch_size': 4 there, 8 on rank 0"),
         ("memory", "max_batch_size must be an integer of at least 1, got 0"),
         ("bounds", "rank 1 can hold batches of 2 samples, but min_batch_size is 4"),
         ("too few", "1 samples cannot be shared by 2 ranks"),

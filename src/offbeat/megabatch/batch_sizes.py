@@ -4,21 +4,16 @@ In a mega-batch a worker that is free takes its next batch of b_i samples. A wor
 speed makes twice as many updates u_i, until its batches are twice as large. Between mega-batches a
 rule looks at u and chooses b:
 
-    paper          b_i + beta (u_i - mean u), if that lies within bounds, else b_i
-    reference      b_i + 32 sign(u_i - mean u)
-    hogbatch       2 b_i where u_i is above the mean of the peers, b_i / 2 where it is below
-    proportional   b_i (u_i / mean u)^kappa, scaled so that they sum to n b_base
+    proportional   b_i u_i / mean u, scaled so that they sum to n b_base
+    published      b_i + beta (u_i - mean u), if that lies within bounds, else b_i
 
-Adaptive SGD: arXiv 2110.07029; `reference` is its released code, `hogbatch` arXiv 2004.08771. The
-learning rate follows the size, eta_i = eta_0 b_i / b_base.
+Adaptive SGD: arXiv 2110.07029. The learning rate follows the size, eta_i = eta_0 b_i / b_base.
 
-**Differences from the papers.** `paper` and `reference` are theirs, but for rounding to whole
-samples and bounds of each worker. `paper` corrects b_i by beta u_i / b_i times what is needed,
-which oscillates above 2: with its beta of b_min / 2 and b_min of b_max / 8 that is a worker with
-u_i > 32 at b_max, or fewer at a smaller batch. Where the first step leads out of bounds it never
-makes one. `reference` needs a mega-batch for every 32 samples. `hogbatch` was asked at every batch,
-by workers that never wait for each other. Learning rates are derived from eta_0 each time, not
-multiplied on, so that they cannot drift.
+**Differences from the paper.** `PublishedRule` is its rule, but for rounding to whole samples and
+bounds of each worker. It corrects b_i by beta u_i / b_i times what is needed, which oscillates
+above 2: with its beta of b_min / 2 and b_min of b_max / 8 that is a worker with u_i > 32 at b_max,
+or fewer at a smaller batch. Where the first step leads out of bounds it never makes one. Learning
+rates are derived from eta_0 each time, not multiplied on, so that they cannot drift.
 """
 
 from __future__ import annotations
@@ -94,28 +89,17 @@ class BatchRule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Paper:
+class PublishedRule:
     """b_i + beta (u_i - mean u), rounded; a worker for which that is out of bounds stays as it is.
+    Beta is half the worker's smallest size.
 
-    Attributes:
-        beta: samples for each update of difference, > 0; None: half the worker's smallest size.
-
-    >>> Paper(beta=64).resize([1024, 1024], [40, 60], [Bounds(smallest=128, largest=2048)] * 2)
+    >>> PublishedRule().resize([1024, 1024], [40, 60], [Bounds(smallest=128, largest=2048)] * 2)
     (384, 1664)
-    >>> Paper(beta=64).resize([1024, 1024], [33, 67], [Bounds(smallest=128, largest=1024)] * 2)
+    >>> PublishedRule().resize([1024, 1024], [33, 67], [Bounds(smallest=128, largest=1024)] * 2)
     (1024, 1024)
     """
 
     only_ratios_count: ClassVar[bool] = False
-
-    beta: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.beta is not None and not 0 < self.beta < math.inf:
-            raise ConfigError(
-                f"beta is {self.beta}, allowed is any positive number, or None for half the"
-                " smallest batch"
-            )
 
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
@@ -123,105 +107,41 @@ class Paper:
         ahead = _ahead(batch_sizes, updates, bounds)
 
         def resized(size: int, ahead: float, bound: Bounds) -> int:
-            beta = bound.smallest / 2 if self.beta is None else self.beta
-            proposed = round(size + beta * ahead)
+            proposed = round(size + bound.smallest / 2 * ahead)
             return proposed if bound.hold(proposed) else size
 
         return tuple(map(resized, batch_sizes, ahead, bounds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
-    """A fixed step towards the mean.
-
-    Attributes:
-        step: in samples, >= 1.
-
-    >>> Reference().resize([1024, 1024], [33, 67], [Bounds(smallest=32, largest=1024)] * 2)
-    (992, 1024)
-    """
-
-    only_ratios_count: ClassVar[bool] = False
-
-    step: int = 32
-
-    def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ConfigError(f"step is {self.step}, allowed is 1 or more samples")
-
-    def resize(
-        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
-    ) -> tuple[int, ...]:
-        ahead = _ahead(batch_sizes, updates, bounds)
-        steps = zip(batch_sizes, ahead, bounds, strict=True)
-        return tuple(bound.clip(size + self.step * _sign(by)) for size, by, bound in steps)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hogbatch:
-    """Halved or doubled, within bounds.
-
-    >>> Hogbatch().resize([64, 64, 64], [10, 20, 15], [Bounds(largest=100)] * 3)
-    (32, 100, 64)
-    """
-
-    only_ratios_count: ClassVar[bool] = False
-
-    def resize(
-        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
-    ) -> tuple[int, ...]:
-        # A worker above the mean of all is above the mean of its peers too.
-        ahead = _ahead(batch_sizes, updates, bounds)
-
-        def resized(size: int, ahead: float, bound: Bounds) -> int:
-            return bound.clip(2 * size if ahead > 0 else size // 2 if ahead < 0 else size)
-
-        return tuple(map(resized, batch_sizes, ahead, bounds))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Proportional:
-    """b_i (u_i / mean u)^kappa, scaled and clipped. One step ends at equal updates if kappa is 1
-    and speeds stay what they are.
+    """b_i u_i / mean u, scaled and clipped. One step ends at equal updates if speeds stay what they
+    are.
 
-    The sizes sum to n b_base, as long as bounds permit: always when none binds; with `keeps="sum"`
-    whenever any sizes within
-    bounds do. With `keeps="ratio"` an upper bound that binds makes the other batches smaller too,
-    so that updates stay equal; the sum is less then. A lower bound that binds takes from the other
-    batches in both. Sizes are whole: fractions are dropped, and what is missing goes to the largest
-    fractions, among equals to the lowest rank.
+    The sizes sum to n b_base where no bound binds. An upper bound that binds makes the other
+    batches smaller too, so that updates stay equal; the sum is less then. A lower bound that binds
+    takes from the other batches. Sizes are whole: fractions are dropped, and what is missing goes
+    to the largest fractions, among equals to the lowest rank.
 
     Only ratios of updates count, so updates per second of computing do as well, and are less
     coarse.
 
     Attributes:
         base: b_base, the mean size, in samples, >= 1.
-        kappa: in (0, 1]: the part of a difference, in the logarithm, that one step removes. Above 1
-            it would overshoot.
-        keeps: what stays when an upper bound binds.
 
     >>> Proportional(base=96).resize([96, 96, 96], [40, 40, 20], [Bounds()] * 3)
     (115, 115, 58)
     >>> Proportional(base=96).resize([96, 96, 96], [40, 40, 20], [Bounds(largest=96)] * 3)
     (96, 96, 48)
-    >>> bounds = [Bounds(largest=100), Bounds(), Bounds()]
-    >>> Proportional(base=96, keeps="sum").resize([96, 96, 96], [40, 40, 20], bounds)
-    (100, 125, 63)
     """
 
     only_ratios_count: ClassVar[bool] = True
 
     base: int
-    kappa: float = 1.0
-    keeps: Literal["ratio", "sum"] = "ratio"
 
     def __post_init__(self) -> None:
         if self.base < 1:
             raise ConfigError(f"base is {self.base}, allowed is 1 or more samples")
-        if not 0 < self.kappa <= 1:
-            raise ConfigError(f"kappa is {self.kappa}, allowed is above 0 and up to 1")
-        if self.keeps not in ("ratio", "sum"):
-            raise ConfigError(f"keeps is {self.keeps!r}, allowed are 'ratio' and 'sum'")
 
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
@@ -229,14 +149,12 @@ class Proportional:
         mean = _mean(updates)
         total = self.base * len(batch_sizes)
         ratios = 1 + np.array(_ahead(batch_sizes, updates, bounds)) / mean
-        wanted = np.array(batch_sizes) * ratios**self.kappa
+        wanted = np.array(batch_sizes) * ratios
         smallest = np.array([bound.smallest for bound in bounds], dtype=np.float64)
         largest = np.array(
             [max(bound.smallest, min(bound.limit, total)) for bound in bounds], dtype=np.float64
         )
-        scale = _scale(wanted, smallest, largest, total)
-        if self.keeps == "ratio":
-            scale = min(scale, float(np.min(largest / wanted)))
+        scale = min(_scale(wanted, smallest, largest, total), float(np.min(largest / wanted)))
         return _whole(np.clip(scale * wanted, smallest, largest))
 
 
@@ -313,10 +231,6 @@ def _ahead(
         raise ConfigError(f"updates are {list(updates)}, allowed are finite numbers from 0")
     mean = _mean(updates)
     return [made - mean if made else 0.0 for made in updates]
-
-
-def _sign(number: float) -> int:
-    return (number > 0) - (number < 0)
 
 
 def _scale(

@@ -91,7 +91,8 @@ def data_description(
         shuffles: whether the order is drawn anew for each epoch.
         batch_size: given to the loader.
         max_batch_size: given to the loader.
-        claims: whether the strategy has batch sizes of its own, and samples are claimed.
+        claims: whether samples are claimed, in batches whose size the strategy changes; all ranks
+            begin with the same.
         claims_ahead: given to the loader.
 
     Raises:
@@ -103,22 +104,21 @@ def data_description(
     for name, size in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}")
-    if claims and batch_size is not None:
+    if batch_size is None:
         raise ConfigError(
-            f"the strategy has a batch_size of its own, so the loader takes none, got {batch_size};"
-            " leave it out"
-        )
-    if not claims and batch_size is None:
-        raise ConfigError(
-            "the strategy has no batch size: pass batch_size=..., which may differ between ranks"
+            "nothing says how large a batch is: pass batch_size=..., or a DataLoader that has one"
         )
     if not claims and (max_batch_size is not None or claims_ahead is not None):
         raise ConfigError(
             "max_batch_size and claims_ahead are for strategies that claim samples, such as"
             " offbeat.AdaptiveSGD()"
         )
-    description = {"samples": num_samples, "seed": seed}
-    return {"data": description if shuffles else description | {"shuffles": False}}
+    description: dict[str, Any] = {"samples": num_samples, "seed": seed}
+    if not shuffles:
+        description["shuffles"] = False
+    if claims:
+        description["batch_size"] = batch_size
+    return {"data": description}
 
 
 class DispatchLoader(Callback):
@@ -218,7 +218,7 @@ class DispatchLoader(Callback):
     @property
     def num_mega_batches(self) -> int:
         """How many mega-batches an epoch has. There may be more merges than these."""
-        return num_mega_batches(self._num_samples, self._policy.mega_batch)
+        return num_mega_batches(self._num_samples, self._policy.samples_of_mega_batch)
 
     @property
     def num_merged(self) -> int:
@@ -621,7 +621,8 @@ class DispatchLoader(Callback):
             over = self._in_merge.claim_round
             merged = over.epoch * self.num_mega_batches + over.mega_batch
         count, self._num_told = merged - self._num_told, merged
-        self._policy.mega_batches_merged(count)
+        if count:
+            self._policy.mega_batches_merged(count)
 
     def _note_waiting(self) -> None:
         """A round is over: say so if much of it was spent on waiting for data."""
@@ -652,7 +653,7 @@ class DispatchLoader(Callback):
             )
 
     def _whole(self, epoch: int, number: int) -> SampleRanges:
-        return (mega_batch_span(self._num_samples, self._policy.mega_batch, number),)
+        return (mega_batch_span(self._num_samples, self._policy.samples_of_mega_batch, number),)
 
     def _equal_share(self, spans: SampleRanges) -> Iterator[Claim]:
         """This rank's equal share of `spans`, in batches."""

@@ -2,9 +2,9 @@
 their mean.
 
     alpha_i = u_i / sum u, or b_i / sum b where all made the same number of updates
-    if every replica is regular: the largest alpha times 1 + delta, the smallest times 1 - delta,
+    as published, if every replica is regular: the largest alpha times 1.1, the smallest times 0.9,
     divided by their sum
-    w' = sum_i alpha_i w_i + gamma (w - w_before)
+    w' = sum_i alpha_i w_i + gamma (w - w_before), as published with a gamma of 0.9
 
 Adaptive SGD, arXiv 2110.07029. A replica is regular if ||w_i|| / (number of parameters) is below a
 threshold.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import safetensors
@@ -35,8 +35,6 @@ from numpy.typing import NDArray
 from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.errors import CheckpointError, ConfigError, WireError
 from offbeat.transport.operations import Payload
-
-Weighting: TypeAlias = Literal["paper", "updates", "batch_sizes", "samples", "equal"]
 
 ModelT = TypeVar("ModelT", float, NDArray[np.float64], torch.Tensor)
 
@@ -58,87 +56,59 @@ def normalised(shares: Sequence[float]) -> tuple[float, ...]:
     return tuple(share / total for share in shares)
 
 
-def merge_weights(
-    by: Weighting, *, updates: Sequence[float], batch_sizes: Sequence[int], samples: Sequence[int]
-) -> tuple[float, ...]:
-    """Each worker's weight in the merge; they sum to 1.
-
-    A worker that did nothing in this mega-batch has no weight, except with "equal".
+def merge_weights(updates: Sequence[float], batch_sizes: Sequence[int]) -> tuple[float, ...]:
+    """Each worker's weight in the merge, by updates unless these are equal, and then by batch
+    sizes; they sum to 1. A worker that did nothing in this mega-batch has none.
 
     Args:
-        by: "paper", by updates unless these are equal, and then by batch sizes; "updates", as the
-            released code; "batch_sizes"; "samples", so that every sample counts the same; "equal",
-            as in elastic averaging.
         updates: of each worker, counted by their samples: whole numbers where all its updates have
             as many as its batch size.
         batch_sizes: of each worker.
-        samples: of each worker.
 
-    >>> merge_weights("paper", updates=[30, 10], batch_sizes=[64, 64], samples=[1920, 640])
+    >>> merge_weights([30, 10], [64, 64])
     (0.75, 0.25)
-    >>> merge_weights("paper", updates=[20, 20], batch_sizes=[96, 32], samples=[1920, 640])
+    >>> merge_weights([20, 20], [96, 32])
     (0.75, 0.25)
-    >>> merge_weights("paper", updates=[20, 19.5], batch_sizes=[64, 128], samples=[1280, 2496])
+    >>> merge_weights([20, 19.5], [64, 128])
     (0.3389830508474576, 0.6610169491525424)
     """
-    if by == "paper":
-        if len({round(made) for made in updates}) == 1:
-            return normalised(
-                [made * size for made, size in zip(updates, batch_sizes, strict=True)]
-            )
-        by = "updates"
-    if by == "updates":
-        return normalised(updates)
-    if by == "batch_sizes":
-        return normalised(
-            [size if made else 0 for size, made in zip(batch_sizes, updates, strict=True)]
-        )
-    if by == "samples":
-        return normalised(samples)
-    if by == "equal":
-        return normalised([1.0] * len(updates))
-    raise ConfigError(
-        f"merge weights are taken by {by!r}, allowed are 'paper', 'updates', 'batch_sizes',"
-        " 'samples' and 'equal'"
-    )
+    if len({round(made) for made in updates}) == 1:
+        return normalised([made * size for made, size in zip(updates, batch_sizes, strict=True)])
+    return normalised(updates)
 
 
-def perturbed(
-    weights: Sequence[float],
-    norms_per_parameter: Sequence[float],
-    *,
-    delta: float = 0.1,
-    threshold: float = 0.1,
-    renormalise: bool = True,
-) -> tuple[float, ...]:
+DELTA: Final = 0.1
+"""By which part the largest merge weight is raised, and the smallest lowered."""
+
+REGULAR_BELOW: Final = 0.1
+"""A replica is regular if its norm per parameter is less."""
+
+GAMMA: Final = 0.9
+"""Of the momentum of merges."""
+
+
+def perturbed(weights: Sequence[float], norms_per_parameter: Sequence[float]) -> tuple[float, ...]:
     """More for the worker that did most and less for the one that did least, if no replica is
     large.
 
     Args:
         weights: of each worker, summing to 1.
         norms_per_parameter: ||w_i|| / (number of parameters), of each worker's model.
-        delta: in [0, 1).
-        threshold: nothing changes if a norm reaches it.
-        renormalise: False: as published.
 
     >>> [round(weight, 3) for weight in perturbed([0.5, 0.3, 0.2], [0.01] * 3)]
     [0.534, 0.291, 0.175]
-    >>> [round(weight, 3) for weight in perturbed([0.5, 0.3, 0.2], [0.01] * 3, renormalise=False)]
-    [0.55, 0.3, 0.18]
     """
-    if not 0 <= delta < 1:
-        raise ConfigError(f"delta is {delta}, allowed is 0 up to, not including, 1")
     most, least = max(weights), min(weights)
-    if most == least or max(norms_per_parameter) >= threshold:
+    if most == least or max(norms_per_parameter) >= REGULAR_BELOW:
         return tuple(weights)
     changed = list(weights)
-    changed[changed.index(most)] *= 1 + delta
-    changed[changed.index(least)] *= 1 - delta
-    return normalised(changed) if renormalise else tuple(changed)
+    changed[changed.index(most)] *= 1 + DELTA
+    changed[changed.index(least)] *= 1 - DELTA
+    return normalised(changed)
 
 
 def with_momentum(
-    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = 0.9
+    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = GAMMA
 ) -> ModelT:
     """sum_i alpha_i w_i + gamma (w - w_before).
 
@@ -162,7 +132,7 @@ class MergeMomentum:
         gamma: in [0, 1).
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float = GAMMA) -> None:
         self._parameters = parameters
         self._gamma = gamma
         self._latest: dict[str, torch.Tensor] = {}

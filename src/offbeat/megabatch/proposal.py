@@ -56,6 +56,7 @@ class TrainerReport:
         since_merge: how many of these after its last merge.
         learning_rates: of the groups of its optimizer, as the user or a scheduler has set them.
         pace: what it has done since batch sizes were chosen.
+        base: the batch size that learning rates are for; None: no loader has said so here.
         following: the round with which it goes on while this merge is under way; None: it waits.
     """
 
@@ -66,6 +67,7 @@ class TrainerReport:
     since_merge: int
     learning_rates: tuple[float, ...] = ()
     pace: Pace = Pace()
+    base: int | None = None
     following: ClaimRound | None = None
 
     @property

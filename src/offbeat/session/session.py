@@ -384,8 +384,9 @@ class Session:
             dataset: of map style, the same on all ranks, and in an order drawn from `seed`; or a
                 DataLoader of such a dataset.
             seed: of the order, >= 0.
-            batch_size: of this rank, >= 1; needed where neither the strategy nor the DataLoader has
-                one, and refused where one of them has.
+            batch_size: of this rank, >= 1; needed unless a DataLoader says it. Where the strategy
+                chooses sizes it is the one to begin with, which the learning rate is for, and the
+                same on all ranks.
             max_batch_size: what fits into this rank's memory, in samples; where the strategy
                 chooses sizes.
             claims_ahead: how many claims a rank holds beside the one that it computes with, each

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offbeat.errors import ConfigError
 from offbeat_lab.comparison import ComparedStrategy, read_comparison
-from offbeat_lab.options import FROM_TASK, build_strategy, parse_spec, strategy_values
+from offbeat_lab.options import build_strategy, parse_spec, strategy_values
 from offbeat_lab.plan.profile import ModelProfile
 
 
@@ -100,9 +100,7 @@ def _keyed(
 
 def _key(name: str, options: Mapping[str, object]) -> tuple[str, str]:
     """The same for strategies that do the same, however they were asked for."""
-    values = strategy_values(build_strategy(name, options))
-    values.pop(FROM_TASK, None)  # in a comparison it is the task's, whatever the strategy is
-    return name, repr(sorted(values.items()))
+    return name, repr(sorted(strategy_values(build_strategy(name, options)).items()))
 
 
 def _steps(compared: ComparedStrategy) -> float | None:

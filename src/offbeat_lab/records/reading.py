@@ -177,7 +177,9 @@ class Record:
         Raises:
             RecordError: a line that is no mega-batch.
         """
-        path, workers = self.path / MEGA_BATCHES, self.config.workers
+        path = self.path / MEGA_BATCHES
+        # A resume may have fewer workers than the run began with.
+        workers = max([self.config.workers, *(attempt.workers for attempt in self.attempts)])
         found = _by_steps(path, _MEGA_BATCH, "mega-batch")
         for share in (share for mega_batch in found for share in mega_batch.by_rank):
             if share.rank >= workers:
