@@ -1,4 +1,5 @@
-"""Batch sizes with which workers of any speed make the same number of updates in a mega-batch.
+"""What follows from the updates that workers have made in a mega-batch: batch sizes with which all
+make equally many, learning rates, and the weights with which their models are merged.
 
 In a mega-batch a worker that is free takes its next batch of b_i samples. A worker of twice the
 speed makes twice as many updates u_i, until its batches are twice as large. Between mega-batches a
@@ -7,13 +8,25 @@ rule looks at u and chooses b:
     proportional   b_i u_i / mean u, scaled so that they sum to n b_base
     published      b_i + beta (u_i - mean u), if that lies within bounds, else b_i
 
-Adaptive SGD: arXiv 2110.07029. The learning rate follows the size, eta_i = eta_0 b_i / b_base.
+Adaptive SGD: arXiv 2110.07029. The learning rate follows the size, eta_i = eta_0 b_i / b_base, and
+merge weights follow updates:
+
+    alpha_i = u_i / sum u, or b_i / sum b where all made the same number of updates
+    as published, if every replica is regular, ||w_i|| / (number of parameters) < 0.1: the largest
+    alpha times 1.1, the smallest times 0.9, divided by their sum
 
 **Differences from the paper.** `PublishedRule` is its rule, but for rounding to whole samples and
 bounds of each worker. It corrects b_i by beta u_i / b_i times what is needed, which oscillates
 above 2: with its beta of b_min / 2 and b_min of b_max / 8 that is a worker with u_i > 32 at b_max,
 or fewer at a smaller batch. Where the first step leads out of bounds it never makes one. Learning
-rates are derived from eta_0 each time, not multiplied on, so that they cannot drift.
+rates are derived from eta_0 each time, not multiplied on, so that they cannot drift. Perturbed
+weights are divided by their sum: as published they sum to 1 + 0.1 (alpha_max - alpha_min), so the
+model grows in every merge. Equal weights are left alone: there is no largest and no smallest.
+
+In the paper all updates of a worker have b_i samples. Here the last one before a merge may have
+fewer or more: it counts as so many b_i-ths of an update. The u_i are equal if they are so when
+rounded, and then alpha_i = u_i b_i / sum u b. Where all updates have b_i samples this is the
+published rule.
 """
 
 from __future__ import annotations
@@ -21,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,6 +208,71 @@ def square_root_rate(eta_0: float, batch_size: int, base: int, num_ranks: int) -
     (0.2, 0.1)
     """
     return eta_0 * math.sqrt(num_ranks * batch_size / base)
+
+
+def normalised(shares: Sequence[float]) -> tuple[float, ...]:
+    """Shares divided by their sum.
+
+    Args:
+        shares: >= 0, not all zero.
+
+    >>> normalised([3, 1])
+    (0.75, 0.25)
+    """
+    total = sum(shares)
+    if not (all(share >= 0 for share in shares) and 0 < total < math.inf):
+        raise ConfigError(
+            f"merge weights are {list(shares)}, allowed are numbers from 0, not all zero"
+        )
+    return tuple(share / total for share in shares)
+
+
+def merge_weights(updates: Sequence[float], batch_sizes: Sequence[int]) -> tuple[float, ...]:
+    """Each worker's weight in the merge, by updates unless these are equal, and then by batch
+    sizes; they sum to 1. A worker that did nothing in this mega-batch has none.
+
+    Args:
+        updates: of each worker, counted by their samples: whole numbers where all its updates have
+            as many as its batch size.
+        batch_sizes: of each worker.
+
+    >>> merge_weights([30, 10], [64, 64])
+    (0.75, 0.25)
+    >>> merge_weights([20, 20], [96, 32])
+    (0.75, 0.25)
+    >>> merge_weights([20, 19.5], [64, 128])
+    (0.3389830508474576, 0.6610169491525424)
+    """
+    if len({round(made) for made in updates}) == 1:
+        return normalised([made * size for made, size in zip(updates, batch_sizes, strict=True)])
+    return normalised(updates)
+
+
+DELTA: Final = 0.1
+"""By which part the largest merge weight is raised, and the smallest lowered."""
+
+REGULAR_BELOW: Final = 0.1
+"""A replica is regular if its norm per parameter is less."""
+
+
+def perturbed(weights: Sequence[float], norms_per_parameter: Sequence[float]) -> tuple[float, ...]:
+    """More for the worker that did most and less for the one that did least, if no replica is
+    large.
+
+    Args:
+        weights: of each worker, summing to 1.
+        norms_per_parameter: ||w_i|| / (number of parameters), of each worker's model.
+
+    >>> [round(weight, 3) for weight in perturbed([0.5, 0.3, 0.2], [0.01] * 3)]
+    [0.534, 0.291, 0.175]
+    """
+    most, least = max(weights), min(weights)
+    if most == least or max(norms_per_parameter) >= REGULAR_BELOW:
+        return tuple(weights)
+    changed = list(weights)
+    changed[changed.index(most)] *= 1 + DELTA
+    changed[changed.index(least)] *= 1 - DELTA
+    return normalised(changed)
 
 
 def spread(updates: Sequence[float]) -> float:

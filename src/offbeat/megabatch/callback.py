@@ -26,16 +26,18 @@ from offbeat.megabatch.batch_sizes import (
     PublishedRule,
     binding,
     learning_rate,
+    merge_weights,
+    perturbed,
     square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.merge import (
     MergedSnapshot,
+    MergeMomentum,
     MergeOutcome,
     MergeProtocol,
     ModelSnapshot,
 )
-from offbeat.megabatch.merge_weights import MergeMomentum, merge_weights, perturbed
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.learning_rates import StepRates

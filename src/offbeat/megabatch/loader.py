@@ -62,7 +62,7 @@ def mega_batch_span(num_samples: int, mega_batch: int, number: int) -> SampleRan
     """Where mega-batch `number` of an epoch lies in its order.
 
     >>> [mega_batch_span(10, 4, number) for number in (0, 1)]
-    [SampleRange(begin=0, end=5), SampleRange(begin=5, end=10)]
+    [SampleRange(begin=0, end=3), SampleRange(begin=3, end=6)]
     """
     count = num_mega_batches(num_samples, mega_batch)
     return SampleRange(num_samples * number // count, num_samples * (number + 1) // count)

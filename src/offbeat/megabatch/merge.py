@@ -23,28 +23,39 @@ What is merged is a snapshot of the model (`freeze`, `merge_snapshot`). The trai
 goes on meanwhile; either way it adds to the outcome what it has done since (`take`), which is exact
 whatever the weights of later merges are: model = merged + (model - snapshot). A merge that is void
 is made again from the same snapshot.
+
+As published a merge has a momentum. There is none in the first one: the released code reads a
+buffer there that nothing has been written to.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
+import safetensors
+import safetensors.torch
 import torch
+from numpy.typing import NDArray
 
 from offbeat.codec.model_wire import Counters, Values, no_counters
 from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
+from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.errors import ConfigError, MismatchError, PeerError, WireError
+from offbeat.errors import CheckpointError, ConfigError, PeerError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup
-from offbeat.megabatch.merge_weights import MergeMomentum
-from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
+from offbeat.megabatch.proposal import (
+    MergeProposal,
+    ProposalKind,
+    TrainerReport,
+    agreed_kind,
+    hold_the_same,
+)
 from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper, touched_rows
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
@@ -60,6 +71,8 @@ from offbeat.weights.staging import Staging
 from offbeat.weights.statistics import merge_running_average_, merge_statistics, merge_sums_
 
 _NEARLY_ALL: Final = 0.95
+
+ModelT = TypeVar("ModelT", float, NDArray[np.float64], torch.Tensor)
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
 """The merge weights of the members that propose to merge, in the order of their proposals."""
@@ -660,68 +673,11 @@ class _OwnProposal:
     touched: Mapping[int, RowSet]
 
 
-# Step 2: what members conclude from their proposals, each of them alone.
-
-_ACTIONS: Final[dict[ProposalKind, str]] = {
-    "merge": "merge",
-    "mean": "call averaged_model()",
-    "agree": "begin with a loader",
-}
-
-
-def agreed_kind(proposals: Sequence[MergeProposal]) -> ProposalKind | None:
-    """What members with these proposals do. None: nothing, since all of them are new, so that
-    nobody has a model.
-
-    Members that have finished, or are new, go along with their peers.
-
-    Raises:
-        MismatchError: the proposals do not go together.
-        ConfigError: a member's clock cannot be used.
-    """
-    for proposal in proposals:
-        busy_s = proposal.report.share.busy_s + proposal.report.pace.busy_s
-        if not math.isfinite(busy_s):
-            raise ConfigError(f"a rank was busy for {busy_s} seconds; its clock cannot be used")
-    knowing = [proposal for proposal in proposals if not proposal.is_new]
-    kinds = {proposal.kind for proposal in knowing}
-    if len(kinds & _ACTIONS.keys()) > 1:
-        ranks = {kind: sorted(each.rank for each in knowing if each.kind == kind) for kind in kinds}
-        different = " while ".join(
-            f"ranks {ranks[kind]} {action}" for kind, action in _ACTIONS.items() if kind in kinds
-        )
-        raise MismatchError(f"{different}; do the same on all ranks, after the same merge")
-    merging = [each.report for each in knowing if each.kind == "merge"]
-    claim_rounds = {report.claim_round for report in merging}
-    if len(claim_rounds) > 1:
-        raise MismatchError(
-            f"ranks merge different rounds, {claim_rounds}; do all of them iterate over the loader?"
-        )
-    if len({report.following for report in merging}) > 1:
-        raise MismatchError(
-            "some ranks wait for this merge, and others go on beside it; iterate over the loader in"
-            " the same way on all ranks"
-        )
-    order: tuple[ProposalKind, ...] = (*_ACTIONS, "finish")
-    return next((kind for kind in order if kind in kinds), None)
-
-
 def needs_mean(outcome: MergeOutcome) -> bool:
     """Whether models must be averaged for what was agreed."""
     if outcome.kind == "mean":
         return not hold_the_same(outcome.proposals)
     return outcome.kind == "merge"
-
-
-def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
-    """Whether no model has changed since the last merge, which left them all the same."""
-    knowing = [proposal for proposal in proposals if not proposal.is_new]
-    merged = {proposal.num_merges for proposal in knowing}
-    return (
-        len(merged) == 1
-        and 0 not in merged
-        and not any(proposal.report.since_merge for proposal in knowing)
-    )
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
@@ -771,3 +727,131 @@ def _largest_counters(
         [np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0
     )
     return largest
+
+
+# The momentum of merges, as published: w' = sum_i alpha_i w_i + gamma (w - w_before)
+
+GAMMA: Final = 0.9
+"""Of the momentum of merges."""
+
+
+def with_momentum(
+    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = GAMMA
+) -> ModelT:
+    """sum_i alpha_i w_i + gamma (w - w_before).
+
+    Args:
+        merged: the weighted mean of the replicas.
+        latest: the model that they began this mega-batch with.
+        before: the model that they began the last one with; None in the first.
+        gamma: in [0, 1).
+
+    >>> with_momentum(3.0, 2.0, 1.0, gamma=0.5), with_momentum(3.0, 2.0, None)
+    (3.5, 3.0)
+    """
+    return merged if before is None else merged + gamma * (latest - before)
+
+
+class MergeMomentum:
+    """The models of the last two merges, in float32 or float64, the same on every rank.
+
+    Args:
+        parameters: by name.
+        gamma: in [0, 1).
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float = GAMMA) -> None:
+        self._parameters = parameters
+        self._gamma = gamma
+        self._latest: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """The first mega-batch begins with the parameters as they are now, unless a merge has
+        already said with which it began.
+        """
+        if not self._latest:
+            self._latest = {
+                name: _widened(parameter).clone() for name, parameter in self._parameters.items()
+            }
+
+    def added_to(self, merged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What becomes of the merged parameters, in the model's order, in the type in which means
+        are computed. One that was frozen meanwhile stays at the mean.
+        """
+        return [
+            with_momentum(mean, self._latest[name], self._before.get(name), gamma=self._gamma)
+            if parameter.requires_grad
+            else mean
+            for (name, parameter), mean in zip(self._parameters.items(), merged, strict=False)
+        ]
+
+    def move_to(self, merged: Sequence[torch.Tensor]) -> None:
+        """A merge is final, and `merged` is what it has made of the parameters."""
+        self._before = self._latest
+        self._latest = {
+            name: model.clone() for name, model in zip(self._parameters, merged, strict=False)
+        }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The models, with keys "latest/<name>" and "before/<name>". Tensors are live ones."""
+        models = {"latest": self._latest, "before": self._before}
+        return {
+            f"{model}/{name}": tensor
+            for model, tensors in models.items()
+            for name, tensor in tensors.items()
+        }
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
+        models: dict[str, dict[str, torch.Tensor]] = {"latest": {}, "before": {}}
+        for key, tensor in state.items():
+            model, _, name = key.partition("/")
+            if (
+                model not in models
+                or name not in self._parameters
+                or tensor.shape != self._parameters[name].shape
+            ):
+                raise CheckpointError(
+                    f"the merges' momentum was saved with another model or strategy: see {key!r}"
+                )
+            models[model][name] = tensor.to(_widened(self._parameters[name])).clone()
+        for model, tensors in models.items():
+            if tensors and (missing := self._parameters.keys() - tensors.keys()):
+                raise CheckpointError(
+                    "the merges' momentum was saved with another model or strategy: it lacks"
+                    f" '{model}/{min(missing)}'"
+                )
+        self._latest, self._before = (
+            {name: tensors[name] for name in self._parameters if tensors}
+            for tensors in (models["latest"], models["before"])
+        )
+
+    def to_bytes(self) -> bytes:
+        """The state in the format of safetensors, for a worker that joins the run."""
+        # The format has no complex128, so complex numbers travel as pairs.
+        real = {
+            key: torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            for key, tensor in self.state().items()
+        }
+        return to_bytes(real)
+
+    def from_bytes(self, payload: Payload) -> None:
+        """Inverse of `to_bytes`. Raises `WireError` for what does not fit the parameters."""
+        try:
+            state = safetensors.torch.load(bytes(payload))
+            for key, tensor in state.items():
+                parameter = self._parameters.get(key.partition("/")[2])
+                if parameter is not None and parameter.is_complex() and tensor.shape[-1:] == (2,):
+                    state[key] = torch.view_as_complex(tensor)
+            self.load(state)
+        except (safetensors.SafetensorError, CheckpointError) as error:
+            raise WireError(
+                f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
+                f" the model; do all ranks train the same model? ({error})"
+            ) from error
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type in which means are computed: at least float32."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))

@@ -8,8 +8,8 @@
         b_i follows u_i
 
 Samples are claimed in a log that all ranks share through the run's store; `Session.loader` does
-it. The rules by which batch sizes follow updates are those of `megabatch.batch_sizes`, merge
-weights those of `megabatch.merge_weights`.
+it. The rules by which batch sizes and merge weights follow updates are those of
+`megabatch.batch_sizes`.
 
 Ranks are the members of a generation (`membership.generations`). A merge is one pipeline
 (`megabatch.merge`): propose, agree, average, commit. It is final for all members or for none: when
