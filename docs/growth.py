@@ -146,9 +146,7 @@ def walk_step(name: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     asked: Mapping[str, Callable[[], Any]] = {
         "GTopK": lambda: offbeat.GTopK(density=0.01, collective="reduce_scatter"),
-        "AdaptiveSGD": lambda: offbeat.AdaptiveSGD(
-            batch_size=16, mega_batch=64, warmup=0, overlap=False
-        ),
+        "AdaptiveSGD": lambda: offbeat.AdaptiveSGD(mega_batch=4, warmup=0, overlap=False),
         "LocalSGD": lambda: offbeat.LocalSGD(period=1),
         "SPDKFAC": lambda: offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
     }

@@ -53,7 +53,7 @@ from offbeat.strategies import REGISTRY
 torch.set_num_threads(1)
 trained = []
 for name, kind in REGISTRY.items():
-    shared = {"mega_batch": 4, "batch_size": 2} if hasattr(kind, "mega_batch") else {}
+    shared = {"mega_batch": 2} if hasattr(kind, "mega_batch") else {}
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

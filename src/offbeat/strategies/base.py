@@ -67,10 +67,9 @@ class Strategy(ABC):
         super().__init_subclass__(**options)
         complete_docstring(cls)
 
-    @property
-    def samples_between_merges(self) -> int | None:
-        """How many samples ranks share out before they merge their models; None unless
-        `shares_samples`.
+    def samples_between_merges(self, batch_size: int) -> int | None:
+        """How many samples ranks share out before they merge their models, where batches begin with
+        `batch_size` of them; None unless `shares_samples`.
         """
         return None
 

@@ -22,9 +22,6 @@ from offbeat.strategies.registry import REGISTRY
 
 S = TypeVar("S")
 
-FROM_LOADER: Final = "batch_size"
-"""An option of strategies that share samples out, which whoever makes the batches knows."""
-
 _NAMES: Final = tuple[str, ...]
 _TRUTH: Final = {"true": True, "false": False}
 

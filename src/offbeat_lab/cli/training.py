@@ -91,12 +91,6 @@ def train(
         Path | None,
         typer.Option(help="Go on with the run recorded in this directory.", rich_help_panel=OUTPUT),
     ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            hidden=True, help="Repeat the claims of this record; see docs/methods/adaptive.md."
-        ),
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a task on local workers, or as one rank where torchrun or srun started this command."""
@@ -119,7 +113,6 @@ def train(
         eval_every=eval_every,
         cluster=cluster_of(cluster, workers, link, speeds, delay, step_time),
         emulation=emulation_mode(emulation),
-        replay=replay,
         log_to=names_in(log_to),
     )
     planned = plan(request, out=out, resume=resume)
