@@ -107,7 +107,7 @@ def step_size(name: str) -> tuple[int, int]:
         )
         for rank in range(2)
     ]
-    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"a step of {name} failed")
     files, calls = json.loads(printed[0].splitlines()[-1])
