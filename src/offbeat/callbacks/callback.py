@@ -194,6 +194,11 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 """The names of all events."""
 
 
+def listens(callback: Callback, event: str) -> bool:
+    """Whether `callback` does anything at the event of this name."""
+    return getattr(type(callback), event) is not getattr(Callback, event)
+
+
 class WrappedCallback(Callback):
     """A part that stands around another one and hands everything on to it.
 

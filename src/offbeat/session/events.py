@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import EVENTS, Callback, listens
 from offbeat.errors import UnsupportedError
 from offbeat.session.gradient_sync import GradientSync
 from offbeat.session.hooks import BackwardHooks
@@ -41,7 +41,8 @@ class EventDispatcher:
     Args:
         model: the root module.
         optimizer: the user's; None: nobody hears of steps.
-        parts: who gets the events; may grow.
+        parts: who gets the events that they act on; may grow, by parts that do not wait for each
+            gradient.
         parameters: the model's trainable parameters by name, in the model's order.
         frozen: its other parameters by name, which must stay frozen.
         has_scaler: whether the session knows of a GradScaler.
@@ -69,7 +70,9 @@ class EventDispatcher:
         notify: Callable[[str], None],
         watch: StepWatch | None,
     ) -> None:
-        self.parts = parts
+        self._parts = parts
+        self._listening: dict[str, tuple[Callback, ...]] = {}
+        self._num_listening = -1
         self.num_steps = 0
         self._known = {id(parameter) for parameter in model.parameters()}
         self._frozen = frozen
@@ -77,7 +80,13 @@ class EventDispatcher:
         self._step_ended = step_ended
         self._issue_warnings = issue_warnings
         self._watch = watch
-        self._hooks = BackwardHooks(model, list(parameters.values()), self)
+        self._synchronised = True
+        self._hooks = BackwardHooks(
+            model,
+            list(parameters.values()),
+            self,
+            each_gradient=any(listens(part, "on_gradient_ready") for part in parts),
+        )
         # A loop may compile what steps the optimizer, and what parts do is nothing to be compiled.
         self._step_handles = (
             []
@@ -90,6 +99,15 @@ class EventDispatcher:
             ]
         )
         self.sync = GradientSync(model, notify)
+
+    def _those_with(self, event: str) -> tuple[Callback, ...]:
+        """The parts that do something at `event`, in order."""
+        if self._num_listening != len(self._parts):
+            self._num_listening = len(self._parts)
+            self._listening = {
+                name: tuple(part for part in self._parts if listens(part, name)) for name in EVENTS
+            }
+        return self._listening[event]
 
     def report_failed_pass(self) -> None:
         """If an exception ended a backward pass that was begun, say so now."""
@@ -113,7 +131,7 @@ class EventDispatcher:
     @_without_grad
     def forward_begins(self, *, trains: bool) -> None:
         self._issue_warnings()
-        for part in self.parts:
+        for part in self._those_with("on_forward_begins"):
             part.on_forward_begins(trains=trains)
 
     @_without_grad
@@ -124,25 +142,25 @@ class EventDispatcher:
                     f"parameter {name!r} was frozen when the session was attached and requires a"
                     " gradient now; close the session and attach again after unfreezing"
                 )
-        for part in self.parts:
-            part.on_backward_begins(synchronised=self.sync.wanted)
+        self._synchronised = self.sync.wanted
+        for part in self._those_with("on_backward_begins"):
+            part.on_backward_begins(synchronised=self._synchronised)
 
     @_without_grad
     def gradient_ready(self, index: int) -> None:
-        synchronised = self.sync.wanted
-        for part in self.parts:
-            part.on_gradient_ready(index, synchronised=synchronised)
+        for part in self._those_with("on_gradient_ready"):
+            part.on_gradient_ready(index, synchronised=self._synchronised)
 
     @_without_grad
     def backward_done(self) -> None:
-        for part in self.parts:
-            part.on_backward_done(synchronised=self.sync.wanted)
+        for part in self._those_with("on_backward_done"):
+            part.on_backward_done(synchronised=self._synchronised)
         if self._watch is not None:
             self._watch.backward_done()
 
     @_without_grad
     def backward_failed(self) -> None:
-        for part in self.parts:
+        for part in self._those_with("on_backward_failed"):
             part.on_backward_failed()
 
     @_without_grad
@@ -157,10 +175,10 @@ class EventDispatcher:
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
-            for part in self.parts:
+            for part in self._those_with("on_closure"):
                 part.on_closure()
             return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for part in self.parts:
+        for part in self._those_with("on_before_step"):
             part.on_before_step()
         self._before_update()
         return None
@@ -187,13 +205,13 @@ class EventDispatcher:
 
     @_without_grad
     def _before_update(self) -> None:
-        for part in self.parts:
+        for part in self._those_with("on_before_update"):
             part.on_before_update()
 
     @_without_grad
     def _after_step(self, *_: Any) -> None:
         self.num_steps += 1
-        for part in self.parts:
+        for part in self._those_with("on_after_step"):
             part.on_after_step()
         self._step_ended(self.num_steps)
         self._issue_warnings()

@@ -64,6 +64,7 @@ class BackwardHooks:
             for training or not), backward_begins, gradient_ready for each parameter
             that got one, and backward_done or, when the pass ended in an exception,
             backward_failed.
+        each_gradient: whether the listener hears of gradient_ready.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class BackwardHooks:
         model: torch.nn.Module,
         parameters: Sequence[torch.nn.Parameter],
         listener: BackwardListener,
+        *,
+        each_gradient: bool = True,
     ) -> None:
         self._listener = listener
         self._open = False
@@ -81,10 +84,11 @@ class BackwardHooks:
         self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in parameters]
         self._handles: list[Any] = self._hook_forward(model)
         self._handles += [node.register_prehook(self._on_progress) for node in self._nodes]
-        self._handles += [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, index))
-            for index, parameter in enumerate(parameters)
-        ]
+        if each_gradient:
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, index))
+                for index, parameter in enumerate(parameters)
+            ]
 
     def remove(self) -> None:
         """Take every hook out. Idempotent."""

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Generic, Protocol, TypeVar
 
 from offbeat.errors import OffbeatError
-from offbeat.transport.operations import Collective, Operation
+from offbeat.transport.operations import Collective, Now, Operation
 
 T = TypeVar("T")
 
@@ -64,6 +64,10 @@ class Driver(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back threads, sockets and groups. Idempotent."""
+
+    def now_s(self, channel: int) -> float:
+        """This driver's clock, in seconds; what a `Now` on `channel` gives."""
+        return float(self.start(Now(), channel).wait())
 
     def mark_step(self, step: int) -> None:  # noqa: B027 - most drivers do not care which step it is
         """Tell wrappers that script or count by step which training step begins."""

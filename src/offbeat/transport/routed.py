@@ -8,6 +8,7 @@ first gets its cause from the second, and a wait of the first ends when the seco
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,9 @@ class Routed(Driver):
                     raise _with_cause(error, self._messages) from error
             case _:
                 return self._messages.start(operation, channel)
+
+    def now_s(self, channel: int) -> float:
+        return time.monotonic()
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self._messages.abort(reason, blame=blame)
