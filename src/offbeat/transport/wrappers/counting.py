@@ -54,11 +54,13 @@ class Counting(Wrapper):
 
     Attributes:
         traffic: totals. Dense operations count as their `traffic` says.
+        clock: of the wrapped driver, in seconds, on a channel.
     """
 
     def __init__(self, inner: Driver, *, in_background: bool = False) -> None:
         super().__init__(inner)
         self.traffic = Traffic()
+        self.clock = inner.now_s
         self._in_background = in_background
         # bounded, for whoever never takes them: the oldest go first
         self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
@@ -141,17 +143,17 @@ class _Timed(_Counted):
     def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
         self._channel = channel
         self._step = counting.step
-        self._arrived_at_s = counting.now_s(channel)
+        self._arrived_at_s = counting.clock(channel)
         super().__init__(counting, operation, channel)
 
     @override
     def wait(self) -> Any:
         counting, channel = self._counting, self._channel
-        entered_s = counting.now_s(channel)
+        entered_s = counting.clock(channel)
         try:
             result = super().wait()
         finally:
-            left_s = counting.now_s(channel)
+            left_s = counting.clock(channel)
             counting.record_wait(entered_s, left_s)
         waited_s = left_s - self._arrived_at_s
         kind = kind_of(self._operation)
