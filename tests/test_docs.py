@@ -24,6 +24,7 @@ PAGES = sorted(
         ROOT / "ARCHITECTURE.md",
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("examples/*.md"),
+        ROOT / "benchmarks" / "studies" / "README.md",
     ]
 )
 OWN_PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
