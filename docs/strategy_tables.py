@@ -87,14 +87,13 @@ def _option_row(option: OptionDescription) -> str:
 
 
 def _strategy_rows() -> Iterator[str]:
-    yield "| class | command line | what it does | paper | options of its own, and inherited ones |"
-    yield "|---|---|---|---|---|"
+    yield "| class | command line | what it does | paper |"
+    yield "|---|---|---|---|"
     for name, entry in REGISTRY.entries.items():
         number = entry.paper.removeprefix("arXiv ")
         paper = f"arXiv [{number}](https://arxiv.org/abs/{number})"
-        options = ", ".join(f"`{option.name}`" for option in describe_options(REGISTRY[name]))
         page = f"[`{entry.class_name}`](methods/{name}.md#options)"
-        yield f"| {page} | `{name}` | {entry.summary} | {paper} | {options} |"
+        yield f"| {page} | `{name}` | {entry.summary} | {paper} |"
 
 
 def _allowed(hint: object) -> str:
