@@ -64,6 +64,7 @@ def written(page: Path) -> str:
     Raises:
         PageError: a mark names a table that does not exist.
     """
+    told: list[str] = []
 
     def table(mark: re.Match[str]) -> str:
         name, title = mark[1] or page.stem, mark[2]
@@ -71,7 +72,11 @@ def written(page: Path) -> str:
         if results is None:
             raise PageError(f"{page.name} asks for {name}/{title}, which no result file has")
         opening = mark[0].partition("\n")[0]
-        return "\n".join([opening, *_table(results), "", *_origins(results), _END])
+        origins = [*_origins(results)]
+        # What the table above says of itself need not be said again.
+        lines = [] if origins == told else origins
+        told[:] = origins
+        return "\n".join([opening, *_table(results), "", *lines, _END])
 
     def column(mark: re.Match[str]) -> str:
         results = tables_of(_results(mark[1])).get(mark[2], [])

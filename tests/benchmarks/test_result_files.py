@@ -264,6 +264,28 @@ def test_the_last_column_of_a_table_comes_from_a_result_file(
     assert lines[3:5] == ["| [`Fast`](a.md) | a | two thirds |", "| [`Slow`](b.md) | b |  |"]
 
 
+def test_an_origin_is_not_said_again_below_the_next_table(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "DIRECTORY", path.parent)
+    kept = ResultFile(path)
+    for title in ("first", "second"):
+        kept.replace(title, [Figure(case="a", table=title, value=1.0)], ORIGIN)
+    kept.replace("third", [Figure(case="a", table="third", value=1.0)], Origin(recorded="0.2"))
+    page = path.parent / "any.md"
+    page.write_text(
+        "".join(
+            f"<!-- table: {title} -->\n<!-- end of table -->\n"
+            for title in ("first", "second", "third")
+        )
+    )
+
+    text = pages.written(page)
+
+    assert text.count("python benchmarks/any.py") == 1
+    assert "offbeat 0.2" in text
+
+
 def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path) -> None:
     page = tmp_path / "links.md"
     page.write_text("<!-- table: nothing -->\n<!-- end of table -->\n")

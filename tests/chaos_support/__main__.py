@@ -80,7 +80,7 @@ def in_short(results: Iterable[Result]) -> Iterator[Figure]:
     for (title, kind, promise), told in outcomes.items():
         kept = sum("**" not in outcome for outcome in told)
         slowest_s = max(float(found) for text in told for found in re.findall(r"([\d.]+) s", text))
-        value = f"{promise}: {kept} of {len(told)}, at most {slowest_s:.1f} s"
+        value = f"{promise}: {kept}/{len(told)}, {slowest_s:.1f} s"
         shown = value if kept == len(told) else f"**{value}**"
         yield Figure(case=title, table="in short", column=kind, value=shown)
 
