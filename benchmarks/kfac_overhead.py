@@ -44,10 +44,9 @@ from _measure import Ratio, Row, add_output_options, interleave, present, ratio,
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.kfac.callback import KFACCallback
-from offbeat.kfac.eigen import decompose, multiplies_bfloat16_fast
-from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
-from offbeat.kfac.options import AUTO_STRIDE, FactorOptions
-from offbeat.kfac.pieces import packed_pieces
+from offbeat.kfac.curvature import AUTO_STRIDE, Curvature
+from offbeat.kfac.factors import packed_pieces, unpack
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter, multiplies_bfloat16_fast
 from offbeat.kfac.survey import survey
 from offbeat.session.session import Session
 
@@ -105,7 +104,7 @@ def floating_operations() -> dict[str, float]:
         module.register_forward_hook(count)
     model(batch)
     counted = {"precondition": 0.0, "factors": 0.0, "inverses": 0.0}
-    for block in survey(model, FactorOptions()).blocks:
+    for block in survey(model, Curvature()).blocks:
         _, outputs, inputs = block.matrix_shape
         counted["precondition"] += 2 * outputs * inputs * (outputs + inputs)
         module = block.module
@@ -127,7 +126,10 @@ def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """Of rounds of steps of each, by turns: seconds a step, and what K-FAC counts."""
     every = offbeat.SPDKFAC(
-        factor_interval=1, inverse_interval=1, sample_stride=stride, inverse_dtype=inverse_dtype
+        factor_interval=1,
+        inverse_interval=1,
+        inverse_dtype=inverse_dtype,
+        curvature=offbeat.Curvature(sample_stride=stride),
     )
     seldom = replace(every, factor_interval=FACTOR_INTERVAL, inverse_interval=INVERSE_INTERVAL)
     strategies = {"ssgd": offbeat.AllReduce(), "every step": every, "at intervals": seldom}
@@ -177,7 +179,7 @@ def tasks() -> list[InversionTask]:
     """The model's factors, some of them."""
     made = []
     generator = torch.Generator().manual_seed(0)
-    for block in survey(make_cnn(), FactorOptions()).blocks:
+    for block in survey(make_cnn(), Curvature()).blocks:
         for shape in (block.inputs, block.outputs):
             rows = torch.randn(shape.groups, 2 * shape.dim, shape.dim, generator=generator)
             packed = packed_pieces(rows.mT @ rows / rows.shape[1], shape)
@@ -245,13 +247,23 @@ def overhead(rounds: int, stride: Stride, inverse_dtype: InverseDtype) -> Iterat
 
 
 def eigendecompositions() -> Iterator[Ratio]:
-    """Those of the model's factors against what K-FAC makes of them by Cholesky decomposition."""
+    """Those of the model's factors against what K-FAC makes of them by Cholesky decomposition. This
+    is why K-FAC has none.
+    """
     some = tasks()
+    by_dim: dict[int, list[torch.Tensor]] = {}
+    for task in some:
+        by_dim.setdefault(task.shape.dim, []).append(unpack(task.packed, task.shape.dim))
+
+    def decompose() -> None:
+        for matrices in by_dim.values():
+            torch.linalg.eigh(torch.cat(matrices))
+
     for form, cubes in CUBES.items():
         inverter = Inverter(print, form)
         taken = interleave(
             {
-                "eigen": lambda: timed(lambda: decompose(some, print)),
+                "eigen": lambda: timed(decompose),
                 form: lambda i=inverter: timed(lambda: i.invert(some)),
             },  # type: ignore[misc]
             num_rounds=5,

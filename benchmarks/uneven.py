@@ -75,7 +75,7 @@ SETTLED = 3
 """The number of the mega-batch from which on batch sizes should have found themselves, counted from
 1.
 """
-RULES = ("proportional", "paper", "reference", "hogbatch")
+RULES = ("proportional", "published")
 SPEEDS: Final[Mapping[str, tuple[float, ...]]] = {
     "equal": (1.0, 1.0, 1.0, 1.0),
     "gap": (1.0, 0.92, 0.84, 0.76),
@@ -88,25 +88,20 @@ BUNDLED = "bundled"
 computes it.
 """
 RACERS: Final[Mapping[str, str]] = {
-    "AdaptiveSGD": "adaptive:mega_batch=1600",
-    "AdaptiveSGD, always 5 updates": "adaptive:mega_batch=640:warmup=0",
-    "AdaptiveSGD, overlap": "adaptive:mega_batch=1600:overlap=true",
-    "AdaptiveSGD, always 5 updates, overlap": "adaptive:mega_batch=640:warmup=0:overlap=true",
-    "ElasticSGD": "elasticsgd:mega_batch=1600",
+    "AdaptiveSGD": "adaptive:mega_batch=50",
+    "AdaptiveSGD, always 5 updates": "adaptive:mega_batch=20:warmup=0",
+    "AdaptiveSGD, overlap": "adaptive:mega_batch=50:overlap=true",
+    "AdaptiveSGD, always 5 updates, overlap": "adaptive:mega_batch=20:warmup=0:overlap=true",
+    "ElasticSGD": "elasticsgd:mega_batch=50",
     "Crossbow": "crossbow",
     "AllReduce": "allreduce",
     "AllReduce, batches by speed": "allreduce:batch_shares={speeds}",
 }
 """By label."""
-_MERGED = "adaptive:mega_batch=1600"
+_MERGED = "adaptive:mega_batch=50"
 ABLATED: Final[Mapping[str, str]] = {
     "as it comes": _MERGED,
-    "merge weights: equal": f"{_MERGED}:merge=equal",
-    "merge weights: samples": f"{_MERGED}:merge=samples",
-    "perturbation 0.1": f"{_MERGED}:perturbation=0.1",
-    "merge momentum 0.9": f"{_MERGED}:merge_momentum=0.9",
-    "batches of 32": f"{_MERGED}:min_batch_size={BATCH}:max_batch_size={BATCH}",
-    "batches by the paper's rule": f"{_MERGED}:rule=paper",
+    "as published": f"{_MERGED}:rule=published",
     "rates linear in batches": f"{_MERGED}:rate_scaling=linear",
     "state of the optimizer local": f"{_MERGED}:optimizer_state=local",
     "no warm-up": f"{_MERGED}:warmup=0",
@@ -128,7 +123,7 @@ class Work:
     Attributes:
         task: by name.
         settings: of it, beside the batch size.
-        mega_batch: samples between merges, about; None: a pass over the data.
+        mega_batch: batches between merges; None: a pass over the data.
     """
 
     task: str
@@ -137,7 +132,7 @@ class Work:
 
 
 SHORT_STEPS = Work(task="xmc")
-LONG_STEPS = Work(task="charlm", settings=("window=128",), mega_batch=4913)
+LONG_STEPS = Work(task="charlm", settings=("window=128",), mega_batch=154)
 """A third of a pass: 38 batches a worker."""
 _SETTLED = "warmup=0:optimizer_state=local"
 """What runs of a few mega-batches measure is how long ones go on."""
@@ -195,8 +190,9 @@ def foretell(
     """Fraction of the summed speed, and spread of updates, of each mega-batch, if nothing but
     computing takes time.
     """
-    plan = AdaptiveSGD(rule=rule, batch_size=BATCH, mega_batch=num_samples).plan()  # type: ignore[arg-type]
-    assert plan.rule is not None
+    plan = AdaptiveSGD(rule=rule).plan()  # type: ignore[arg-type]
+    by_rule = plan.batch_rule(BATCH)
+    assert by_rule is not None
     sizes, clock_s, step_s = (BATCH,) * WORKERS, 0.0, where.step_s or STEP_S
     fractions, spreads = [], []
     for _ in range(mega_batches):
@@ -212,8 +208,10 @@ def foretell(
             samples / size / s
             for samples, size, s in zip(done.samples, sizes, done.finished_s, strict=True)
         ]
-        sizes = plan.rule.resize(
-            sizes, finely if rule == "proportional" else done.updates, [plan.bounds] * WORKERS
+        sizes = by_rule.resize(
+            sizes,
+            finely if by_rule.only_ratios_count else done.updates,
+            [plan.bounds(BATCH)] * WORKERS,
         )
         clock_s += done.duration_s
     return fractions, spreads
@@ -358,10 +356,11 @@ def cases(
         yield from bundled(seeds, mega_batches, keep)
         return
     settings = [f"batch_size={BATCH}", *work.settings]
-    num_samples = work.mega_batch or build_task(work.task, {}).num_samples
+    num_batches = work.mega_batch or round(build_task(work.task, {}).num_samples / BATCH)
+    num_samples = num_batches * BATCH
     num_merges = mega_batches + (AFTER_A_FLIP if situation == "flip" else 0)
     period = num_samples // (WORKERS * BATCH)
-    specs = {rule: f"adaptive:rule={rule}:mega_batch={num_samples}:{_SETTLED}" for rule in rules}
+    specs = {rule: f"adaptive:rule={rule}:mega_batch={num_batches}:{_SETTLED}" for rule in rules}
     specs |= (
         {"localsgd": f"localsgd:period={period}:warmup=0:optimizer_state=local"}
         if situation == "equal"

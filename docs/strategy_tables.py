@@ -25,10 +25,14 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import offbeat
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.docstrings import OptionDescription, describe_options
 
 DOCS = Path(__file__).parent
+OBJECTS = {"curvature": offbeat.Curvature}
+"""What is an option itself, and has options of its own."""
+
 _OPTIONS = re.compile(
     r"<!-- options of (\w+)(?: beside (\w+))? -->\n.*?<!-- end of options -->", re.DOTALL
 )
@@ -76,7 +80,7 @@ def _options(name: str, other: str | None) -> Iterator[str]:
 
 
 def _option_rows(name: str) -> dict[str, str]:
-    return {option.name: _option_row(option) for option in describe_options(REGISTRY[name])}
+    return {option.name: _option_row(option) for option in describe_options(OBJECTS.get(name) or REGISTRY[name])}
 
 
 def _option_row(option: OptionDescription) -> str:

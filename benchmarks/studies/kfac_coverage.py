@@ -37,12 +37,11 @@ from _ranks import run_ranks
 from _results import Figure
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.blocks import slots_of
-from offbeat.kfac.exchange.costs import equivalent_dim
-from offbeat.kfac.plans.factor_plan import FactorCosts, PlanInputs
-from offbeat.kfac.plans.inverse_order import inversion_order
-from offbeat.kfac.plans.inversion import PolynomialInversion
-from offbeat.kfac.plans.placement import InverseCosts
+from offbeat.kfac.costs import equivalent_dim
+from offbeat.kfac.placement import InverseCosts
+from offbeat.kfac.plans import FactorCosts, PlanInputs, inversion_order
 from offbeat.kfac.survey import percent, survey
+from offbeat_lab.plan.kfac_iteration import PolynomialInversion
 
 WORLD_SIZE = 4
 LINK = LinkCost(alpha_s=2e-4, beta_s_per_byte=8e-9)
@@ -58,7 +57,7 @@ def counted(name: str, architecture: Architecture) -> Iterator[Row]:
     with torch.device("meta"):
         model = architecture.published()
     began_s = time.perf_counter()
-    found = survey(model, strategy.options())
+    found = survey(model, strategy.curvature)
     slots = slots_of(found.blocks)
     inputs = PlanInputs(
         world_size=WORLD_SIZE,
@@ -79,8 +78,8 @@ def counted(name: str, architecture: Architecture) -> Iterator[Row]:
             for slot in slots
         ],
     )
-    plan = strategy.plan(inputs)
-    inversion_order(plan, inputs=inputs, pairs=strategy.pi)
+    plan = strategy.planner.plan(inputs)
+    inversion_order(plan, inputs, pairs=strategy.curvature.pi)
     planned_s = time.perf_counter() - began_s
 
     num = sum(parameter.numel() for parameter in model.parameters())
@@ -123,7 +122,11 @@ def trained(name: str, architecture: Architecture) -> Iterator[Row]:
         ("SGD", offbeat.AllReduce()),
         (
             "SPDKFAC",
-            offbeat.SPDKFAC(loss_terms="position" if architecture.sees == "words" else "example"),
+            offbeat.SPDKFAC(
+                curvature=offbeat.Curvature(
+                    loss_terms="position" if architecture.sees == "words" else "example"
+                )
+            ),
         ),
     ):
         before, after = losses_of(architecture, strategy)
@@ -171,7 +174,10 @@ def memory() -> Iterator[Row]:
         ("S-SGD", offbeat.AllReduce()),
         ("gTop-k", offbeat.GTopK()),
         ("SPDKFAC", offbeat.SPDKFAC()),
-        ("SPDKFAC, factors whole (max_dim=8192)", offbeat.SPDKFAC(max_dim=8192)),
+        (
+            "SPDKFAC, factors whole (max_dim=8192)",
+            offbeat.SPDKFAC(curvature=offbeat.Curvature(max_dim=8192)),
+        ),
     ):
         peak = run_ranks(peak_bytes, 1, strategy) / 1e9
         yield Figure(

@@ -30,7 +30,7 @@ import offbeat
 from _measure import Row, add_output_options, present, ratio
 from _results import Figure
 from offbeat.errors import NonFiniteError
-from offbeat.kfac.options import Grafting
+from offbeat.kfac.curvature import Grafting
 from offbeat.strategies.base import Strategy
 from offbeat_lab.tasks import build_task
 
@@ -118,7 +118,9 @@ def cell(
 ) -> Iterator[Row]:
     errors: dict[str, list[float]] = {PLAIN: [run(None, seed, steps) for seed in SEEDS]}
     for grafting in GRAFTING:
-        strategy = offbeat.SPDKFAC(grafting=grafting, loss_terms=loss_terms)
+        strategy = offbeat.SPDKFAC(
+            grafting=grafting, curvature=offbeat.Curvature(loss_terms=loss_terms)
+        )
         errors[grafting] = [run(strategy, seed, steps) for seed in SEEDS]
     for column, found in errors.items():
         mean = sum(found) / len(found)

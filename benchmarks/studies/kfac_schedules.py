@@ -19,10 +19,10 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,10 @@ import offbeat
 from _measure import Cells, Ratio, Row, add_output_options, present, ratio
 from _ranks import run_ranks
 from _results import Figure
+from offbeat.kfac import costs as factor_costs
 from offbeat.kfac.callback import KFACCallback
-from offbeat.kfac.exchange import costs as factor_costs
 from offbeat.kfac.inverses import InversionTask, Inverter
+from offbeat.kfac.plans import KFACPlanner, every_rank, two_messages
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
@@ -49,6 +50,32 @@ WARM_UP = 6
 NO_SLOWER = 0.98
 """Schedules that are as good as each other differ by less than this."""
 
+PLANNER = offbeat.SPDKFAC.planner
+
+
+class NoPipelining(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(PLANNER, groups=two_messages, streamed=False)
+
+
+class NoLoadBalancing(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(PLANNER, owners=every_rank)
+
+
+class Neither(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(NoPipelining.planner, owners=every_rank)
+
+
+class FullyFused(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(PLANNER, groups=two_messages)
+
+
+class Unfused(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(
+        PLANNER,
+        groups=lambda inputs: tuple((s,) for group in two_messages(inputs) for s in group),
+    )
+
+
 SCHEDULES: dict[str, KFACStrategy] = {
     "dkfac": offbeat.DKFAC(factor_interval=1, inverse_interval=1),
     "mpdkfac": offbeat.MPDKFAC(factor_interval=1, inverse_interval=1),
@@ -56,18 +83,14 @@ SCHEDULES: dict[str, KFACStrategy] = {
 }
 ABLATIONS: dict[str, KFACStrategy] = {
     "both": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
-    "no pipelining": offbeat.SPDKFAC(pipelining=False, factor_interval=1, inverse_interval=1),
-    "no load balancing": offbeat.SPDKFAC(
-        placement="everyone", factor_interval=1, inverse_interval=1
-    ),
-    "neither": offbeat.SPDKFAC(
-        pipelining=False, placement="everyone", factor_interval=1, inverse_interval=1
-    ),
+    "no pipelining": NoPipelining(factor_interval=1, inverse_interval=1),
+    "no load balancing": NoLoadBalancing(factor_interval=1, inverse_interval=1),
+    "neither": Neither(factor_interval=1, inverse_interval=1),
 }
 FUSIONS: dict[str, KFACStrategy] = {
     "spdkfac": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
-    "unfused": offbeat.SPDKFAC(fusion="none", factor_interval=1, inverse_interval=1),
-    "fully fused": offbeat.SPDKFAC(fusion="all", factor_interval=1, inverse_interval=1),
+    "unfused": Unfused(factor_interval=1, inverse_interval=1),
+    "fully fused": FullyFused(factor_interval=1, inverse_interval=1),
 }
 
 

@@ -27,10 +27,9 @@ from _measure import Row, main
 from _models.kfac_published import fitted_to_baselines
 from _results import Figure
 from offbeat.arithmetic.costs import MESSAGE_S
-from offbeat.kfac.plans.overlap import fuse_by_rule
-from offbeat.kfac.plans.placement import place_by_rule
+from offbeat.kfac.placement import place_by_rule
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat_lab.plan.kfac_iteration import IterationCosts, dkfac, mpdkfac, spdkfac
+from offbeat_lab.plan.kfac_iteration import IterationCosts, dkfac, fuse_by_rule, mpdkfac, spdkfac
 from offbeat_lab.plan.methods.gradients import DenseGradients
 from offbeat_lab.plan.methods.sparse_gradients import SparseGradients
 from offbeat_lab.plan.predictions import predict_step

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +69,7 @@ class Asked:
         paths: of the data; empty for those that are bundled.
         optimizer: of the task; learning rates follow batch sizes as they should with sgd.
         epochs: passes over the data.
-        mega_batch: samples between merges.
+        mega_batch: batches between merges.
         step_s: what a batch takes a worker of speed 1.
         rate_bit_per_s: of each worker's link; infinite: nothing is imitated.
     """
@@ -96,11 +95,7 @@ def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, 
         Cluster(workers=world_size, speeds=speeds, step_s=step_s), rank, by_sleeping=False
     )
     adaptive = contestant == "adaptive"
-    strategy = (
-        offbeat.AdaptiveSGD(mega_batch=asked.mega_batch, batch_size=BATCH)
-        if adaptive
-        else offbeat.AllReduce()
-    )
+    strategy = offbeat.AdaptiveSGD(mega_batch=asked.mega_batch) if adaptive else offbeat.AllReduce()
     sizes = (
         _tuned(speeds)
         if contestant == "tuned"
@@ -119,8 +114,12 @@ def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, 
         )
 
     with attach_through(slow, model, optimizer, strategy) as session:
-        feeding: Mapping[str, Any] = {} if adaptive else {"batch_size": sizes[rank]}
-        loader = session.loader(range(task.num_samples), seed=seed, collate=collate, **feeding)
+        loader = session.loader(
+            range(task.num_samples),
+            seed=seed,
+            batch_size=BATCH if adaptive else sizes[rank],
+            collate=collate,
+        )
         seconds, curve = 0.0, [(0.0, task.evaluate(model))]
         while loader.epoch < asked.epochs:
             begun_s = time.monotonic()
@@ -245,7 +244,7 @@ if __name__ == "__main__":
         "--optimizer", default="adagrad", help="adagrad, sgd or adam; default: %(default)s"
     )
     parser.add_argument("--lrs", default="0.05,0.1", help="to choose from; default: %(default)s")
-    parser.add_argument("--mega-batch", type=int, default=100 * BATCH, help="default: %(default)s")
+    parser.add_argument("--mega-batch", type=int, default=100, help="default: %(default)s")
     parser.add_argument(
         "--mbit-per-s", type=float, default=1000, help="of each worker's link; default: %(default)s"
     )

@@ -31,25 +31,27 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.adpsgd import ADPSGD as ADPSGD
     from offbeat.strategies.allreduce import AllReduce as AllReduce
     from offbeat.strategies.crossbow import Crossbow as Crossbow
-    from offbeat.strategies.dkfac import DKFAC as DKFAC
-    from offbeat.strategies.dpkfac import DPKFAC as DPKFAC
     from offbeat.strategies.dpsgd import DPSGD as DPSGD
     from offbeat.strategies.eagersgd import EagerSGD as EagerSGD
     from offbeat.strategies.ef21 import EF21 as EF21
     from offbeat.strategies.elasticsgd import ElasticSGD as ElasticSGD
     from offbeat.strategies.gtopk import GTopK as GTopK
+    from offbeat.strategies.kfac import DKFAC as DKFAC
+    from offbeat.strategies.kfac import DPKFAC as DPKFAC
+    from offbeat.strategies.kfac import MPDKFAC as MPDKFAC
+    from offbeat.strategies.kfac import SPDKFAC as SPDKFAC
+    from offbeat.strategies.kfac import Curvature as Curvature
     from offbeat.strategies.localsgd import LocalSGD as LocalSGD
     from offbeat.strategies.localsgd import Outer as Outer
-    from offbeat.strategies.mpdkfac import MPDKFAC as MPDKFAC
     from offbeat.strategies.schedules import Schedule as Schedule
     from offbeat.strategies.sgp import SGP as SGP
-    from offbeat.strategies.spdkfac import SPDKFAC as SPDKFAC
     from offbeat.strategies.topk import TopK as TopK
     from offbeat.strategies.wagma import WAGMA as WAGMA
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Curvature": "offbeat.strategies.kfac",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "Recorder": "offbeat.run.own_record",

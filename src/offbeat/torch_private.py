@@ -7,7 +7,6 @@ function has a test of its own, which fails when a new version of PyTorch change
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import FunctionType
@@ -133,8 +132,7 @@ def call_first_after_steps(optimizer: torch.optim.Optimizer, hook: Callable[...,
         A handle with `remove`.
     """
     handle = optimizer.register_step_post_hook(hook)
-    hooks = optimizer._optimizer_step_post_hooks
-    assert isinstance(hooks, OrderedDict)  # more than its annotation says
+    hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)
     return handle
 

@@ -11,7 +11,7 @@ from offbeat.megabatch.batch_sizes import Bounds, Proportional
 from offbeat.run.config import EmulationMode, RunConfig, ScriptCommand, script_run
 from offbeat.session.loggers import named_loggers
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.by_name import FROM_LOADER, strategy_values
+from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.native import Native
 from offbeat_lab.options import (
@@ -97,7 +97,6 @@ class Request:
     eval_every: int | None = None
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
-    replay: Path | None = None
     log_to: Sequence[str] = ()
 
 
@@ -128,13 +127,11 @@ def resolve(request: Request) -> RunConfig:
         "clip_norm" in known and task.max_grad_norm is not None
     ):  # such a strategy clips before it selects
         for_strategy.setdefault("clip_norm", str(task.max_grad_norm))
-    if strategy_type(request.strategy).shares_samples:
-        if task.deals_unequally:
-            raise ConfigError(
-                f"strategy {request.strategy!r} lets workers claim samples, so skew= would change"
-                " nothing; leave skew out, or this strategy"
-            )
-        for_strategy[FROM_LOADER] = str(task.options.batch_size)
+    if strategy_type(request.strategy).shares_samples and task.deals_unequally:
+        raise ConfigError(
+            f"strategy {request.strategy!r} lets workers claim samples, so skew= would change"
+            " nothing; leave skew out, or this strategy"
+        )
     config = RunConfig(
         task=request.task,
         task_options=task.options.model_dump(mode="json"),
@@ -152,7 +149,6 @@ def resolve(request: Request) -> RunConfig:
         eval_every=request.eval_every,
         cluster=_as_json(request.cluster),
         emulation=request.emulation,
-        replay=None if request.replay is None else str(request.replay.absolute()),
         log_to=list(request.log_to),
         batch_shares=shares,
     )
@@ -223,12 +219,10 @@ def resolve_resume(
             f"{recipe.name} keeps state that torch does not let anybody save; start a new run with"
             " --out"
         )
-    replay = None if request.replay is None else str(request.replay.absolute())
     cluster = cluster_of(stored)
     for name, asked, kept in (
         *((name, getattr(request, name), getattr(stored, name)) for name in _KEPT),
         ("cluster", request.cluster, cluster),
-        ("replay", replay, stored.replay),
     ):
         if asked is not None and asked != kept:
             flag = f"--{name.replace('_', '-')}"
@@ -274,16 +268,13 @@ def _check_together(config: RunConfig, task: Task) -> None:
         recipe.check_world(config.workers)
     if config.batch_shares:
         _check_shares(config, task, recipe)
-    mega_batch = recipe.samples_between_merges
-    if mega_batch is not None:
-        batch_size = task.options.batch_size
-        least = _LEAST_STEPS_A_MERGE * config.workers * batch_size
-        if mega_batch < least:
-            raise ConfigError(
-                f"mega_batch is {mega_batch}, but {config.workers} workers with"
-                f" batches of {batch_size} need {least} samples or more between merges for"
-                f" {_LEAST_STEPS_A_MERGE} batches each; raise mega_batch, or lower batch_size"
-            )
+    mega_batch = recipe.samples_between_merges(1)
+    least = _LEAST_STEPS_A_MERGE * config.workers
+    if mega_batch is not None and mega_batch < least:
+        raise ConfigError(
+            f"mega_batch is {mega_batch}, but {config.workers} workers need {least} batches or more"
+            f" between merges for {_LEAST_STEPS_A_MERGE} each; raise mega_batch"
+        )
 
 
 def _check_shares(config: RunConfig, task: Task, recipe: Recipe) -> None:

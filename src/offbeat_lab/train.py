@@ -25,7 +25,6 @@ from offbeat_lab.config import Request, cluster_of, resolve, resolve_resume, tas
 from offbeat_lab.emulated_workers import supervise
 from offbeat_lab.emulation import emulate
 from offbeat_lab.memory import num_runs_that_fit
-from offbeat_lab.replaying import check_replay
 from offbeat_lab.schedule import position_from_json
 
 
@@ -70,8 +69,6 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
         request = replace(request, workers=launch.world_size)
     if resume is None:
         config = resolve(request)
-        if config.replay is not None:
-            check_replay(config, Path(config.replay))
         if launch is None:
             num_runs_that_fit(1, config.workers, task_of(config).num_parameters())
         return RunPlan(config=config, out=out, start_step=0, launch=launch)

@@ -49,7 +49,6 @@ from offbeat_lab.loop import train, train_on_claims
 from offbeat_lab.measuring import keeps_models
 from offbeat_lab.native import NativeSession
 from offbeat_lab.pauses import Pauses, StepLimit
-from offbeat_lab.replaying import recording_of
 from offbeat_lab.saving import restore, save
 from offbeat_lab.schedule import (
     BatchSchedule,
@@ -184,8 +183,12 @@ def _loader(
         numbers = np.array(samples, dtype=np.int64)
         return task.training_batch(numbers, seed=config.seed, epoch=loader.epoch)
 
-    replay = None if config.replay is None else recording_of(Record(Path(config.replay)), task)
-    loader = session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
+    loader = session.loader(
+        range(task.num_samples),
+        seed=config.seed,
+        batch_size=task.options.batch_size,
+        collate=batch,
+    )
     assert isinstance(loader, DispatchLoader)
     return loader
 
@@ -193,7 +196,7 @@ def _loader(
 def _schedule(
     config: RunConfig, task: Task, position: Position, coordinator: Coordinator
 ) -> BatchSchedule | ClaimedSchedule:
-    mega_batch = recipe_of(config).samples_between_merges
+    mega_batch = recipe_of(config).samples_between_merges(task.options.batch_size)
     if mega_batch is None:
         return BatchSchedule(
             config, task, position, rank=coordinator.rank, world_size=coordinator.world_size

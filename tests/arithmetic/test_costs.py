@@ -6,16 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _models.kfac_published import ExponentialInversion
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
 from offbeat.errors import ConfigError
-from offbeat.kfac.plans.inversion import (
-    ExponentialInversion,
-    InversionCost,
-    PolynomialInversion,
-    TabledInversion,
-    fit_inversion,
-    slowest,
-)
+from offbeat.kfac.placement import InversionCost, TabledInversion, slowest
+from offbeat_lab.plan.kfac_iteration import PolynomialInversion, fit_inversion
 
 sizes = st.lists(st.integers(1, 10**8), min_size=2, max_size=20, unique=True)
 coefficients = st.floats(1e-9, 1.0)

@@ -179,7 +179,6 @@ class Contestant:
 
 
 _KFAC: dict[str, Any] = {"factor_interval": 2, "inverse_interval": 4}
-_SAMPLES: dict[str, Any] = {"mega_batch": 40, "batch_size": 4}
 _DAMPING = {"damping": 0.02}
 
 STRATEGIES: Final = {
@@ -204,8 +203,10 @@ STRATEGIES: Final = {
     "WAGMA": Contestant(strategy=offbeat.WAGMA(), other={"period": 7}),
     "ADPSGD": Contestant(strategy=offbeat.ADPSGD(), other={"seed": 1}),
     "EagerSGD": Contestant(strategy=offbeat.EagerSGD(), other={"mode": "solo"}),
-    "AdaptiveSGD": Contestant(strategy=offbeat.AdaptiveSGD(**_SAMPLES), other={"mega_batch": 44}),
-    "ElasticSGD": Contestant(strategy=offbeat.ElasticSGD(**_SAMPLES), other={"mega_batch": 44}),
+    "AdaptiveSGD": Contestant(
+        strategy=offbeat.AdaptiveSGD(mega_batch=10), other={"mega_batch": 11}
+    ),
+    "ElasticSGD": Contestant(strategy=offbeat.ElasticSGD(mega_batch=10), other={"mega_batch": 11}),
 }
 
 

@@ -243,7 +243,7 @@ def _batches(
         for step in range(steps):
             yield step, lambda step=step: regression.loss_of(model, rank, step)
         return
-    loader = session.loader(megabatch.Numbers(), seed=3)
+    loader = session.loader(megabatch.Numbers(), batch_size=4, seed=3)
     epochs, step = 1 + math.ceil(steps * STEP_S / EPOCH_S), 0
     while loader.epoch < epochs:
         for x, y, _ in loader:

@@ -87,7 +87,6 @@ def test_commands_stand_in_groups(call) -> None:
     ("words", "expected"),
     [
         ("offbeat comp", ["compare"]),
-        ("offbeat run --strategy gt", ["gtopk"]),
         ("offbeat compare --strategies ddp,spd", ["ddp,spdkfac"]),
         ("offbeat strategies local", ["localsgd"]),
     ],

@@ -18,6 +18,7 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
+from kfac_support.plans import FactorsOfEveryone, Unfused
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
 from offbeat.session.session import Session
 from offbeat.strategies.gradient import GradientStrategy
@@ -79,21 +80,17 @@ def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
 _CHECKED = offbeat.AllReduce(replica_check_interval=1)
 _KFAC: dict[str, KFACStrategy] = {
     "dkfac": offbeat.DKFAC(exchange=_CHECKED, inverse_interval=1),
-    "mpdkfac": offbeat.MPDKFAC(exchange=_CHECKED, inverse_interval=2, pi=True),
+    "mpdkfac": offbeat.MPDKFAC(exchange=_CHECKED, inverse_interval=2),
     "spdkfac": offbeat.SPDKFAC(exchange=_CHECKED, factor_interval=2, inverse_interval=4),
-    "spdkfac without fusion, in small buckets": offbeat.SPDKFAC(
-        exchange=replace(_CHECKED, bucket_mib=1e-4, first_bucket_mib=1e-4),
-        fusion="none",
-        inverse_interval=1,
+    "spdkfac without fusion, in small buckets": Unfused(
+        exchange=replace(_CHECKED, bucket_mib=1e-4, first_bucket_mib=1e-4), inverse_interval=1
     ),
     "spdkfac with gtopk": offbeat.SPDKFAC(
         exchange=offbeat.GTopK(density=0.2, collective="reduce_scatter", replica_check_interval=1),
         kl_clip=None,
     ),
     "dpkfac": offbeat.DPKFAC(exchange=_CHECKED),
-    "dpkfac with everyone's factors": offbeat.DPKFAC(
-        exchange=_CHECKED, factors="everyone", inverse_interval=2
-    ),
+    "dpkfac with everyone's factors": FactorsOfEveryone(exchange=_CHECKED, inverse_interval=2),
 }
 GRADIENTS_ONLY = {
     name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()

@@ -39,8 +39,8 @@ AVERAGE_WEIGHTS: dict[str, Strategy] = {
     "sgp": offbeat.SGP(),
     "wagma": offbeat.WAGMA(),
     "adpsgd": offbeat.ADPSGD(),
-    "elasticsgd": offbeat.ElasticSGD(mega_batch=4, batch_size=2),
-    "adaptive": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2),
+    "elasticsgd": offbeat.ElasticSGD(mega_batch=2),
+    "adaptive": offbeat.AdaptiveSGD(mega_batch=2),
 }
 MOVE_WEIGHTS_ALONE: dict[str, Strategy] = {"crossbow": offbeat.Crossbow()}
 """Those that average weights too, and do not leave a world of one as it is."""

@@ -49,11 +49,8 @@ PLAIN: dict[str, AveragingStrategy] = {
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),
     "eagersgd that averages models often": offbeat.EagerSGD(mode="solo", period=2),
-    "adaptive": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2),
-    "adaptive with a perturbation": offbeat.AdaptiveSGD(
-        mega_batch=2, batch_size=2, perturbation=0.1
-    ),
-    "elasticsgd": offbeat.ElasticSGD(mega_batch=4, batch_size=2),
+    "adaptive": offbeat.AdaptiveSGD(mega_batch=2),
+    "elasticsgd": offbeat.ElasticSGD(mega_batch=2),
 }
 """Those that leave a world of one as it is."""
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
@@ -62,7 +59,7 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "local sgd with an outer adam": offbeat.LocalSGD(
         period=2, outer=functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True)
     ),
-    "adaptive with momentum": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2, merge_momentum=0.5),
+    "adaptive as published": offbeat.AdaptiveSGD(mega_batch=2, rule="published"),
     "crossbow": offbeat.Crossbow(),
     "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, centre_momentum=0.9),
     "local sgd after k-fac": offbeat.LocalSGD(period=2, start_step=3, start="spdkfac"),

@@ -14,7 +14,7 @@ from kfac_maths_support.reference import capture_all, square
 from offbeat.kfac import attention
 from offbeat.kfac.blocks import Block
 from offbeat.kfac.capture import Capture
-from offbeat.kfac.options import FactorOptions, Sharing
+from offbeat.kfac.curvature import Curvature, Sharing
 from offbeat.kfac.survey import survey
 
 WIDTH, HEADS, BATCH = 8, 2, 3
@@ -62,7 +62,7 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 
 def factors(
-    model: nn.Module, run: Any, options: FactorOptions
+    model: nn.Module, run: Any, options: Curvature
 ) -> dict[str, tuple[Block, torch.Tensor, torch.Tensor]]:
     blocks, capture = capture_all(model, options)
     run()
@@ -97,7 +97,7 @@ def test_projections_have_the_factors_of_linear_layers(
         if kind in ("memory", "self", "self without bias")
         else torch.randn(BATCH, key.shape[1], widths.get("vdim", WIDTH))
     )
-    options = FactorOptions(
+    options = Curvature(
         sharing=sharing, cross_attention=("",) if kind in ("cross", "memory") else ()
     )
 
@@ -132,8 +132,8 @@ def test_projections_have_the_factors_of_linear_layers(
         torch.testing.assert_close(found["out_proj"][side], expected["layers.out"][side])
 
 
-def options_without_names(options: FactorOptions) -> FactorOptions:
-    return FactorOptions(sharing=options.sharing)
+def options_without_names(options: Curvature) -> Curvature:
+    return Curvature(sharing=options.sharing)
 
 
 def test_being_watched_changes_nothing() -> None:
@@ -160,7 +160,7 @@ def test_being_watched_changes_nothing() -> None:
 def test_a_decoder_and_an_unbatched_attention_are_seen() -> None:
     decoder = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True)
     target, memory = torch.randn(2, 3, WIDTH), torch.randn(2, 5, WIDTH)
-    options = FactorOptions(loss_terms="position")
+    options = Curvature(loss_terms="position")
     blocks, capture = capture_all(decoder, options)
     decoder(target, memory).sum().backward()
     weights = {
@@ -173,7 +173,7 @@ def test_a_decoder_and_an_unbatched_attention_are_seen() -> None:
     alone = nn.MultiheadAttention(WIDTH, HEADS)
     x = torch.randn(5, WIDTH)
     found = factors(
-        alone, lambda: alone(x, x, x)[0].sum().backward(), FactorOptions(cross_attention=("",))
+        alone, lambda: alone(x, x, x)[0].sum().backward(), Curvature(cross_attention=("",))
     )
     assert len(found) == 4
 
@@ -187,16 +187,16 @@ def test_checkpointed_attention_is_counted_once() -> None:
             lambda y: model(y, y, y)[0], x, use_reentrant=use_reentrant
         ).sum().backward()
 
-    expected = factors(model, lambda: model(x, x, x)[0].sum().backward(), FactorOptions())
+    expected = factors(model, lambda: model(x, x, x)[0].sum().backward(), Curvature())
     for use_reentrant in (True, False):
-        found = factors(model, lambda mode=use_reentrant: checkpointed(mode), FactorOptions())  # type: ignore[misc]
+        found = factors(model, lambda mode=use_reentrant: checkpointed(mode), Curvature())  # type: ignore[misc]
         for name, (_, a, g) in found.items():
             torch.testing.assert_close(a, expected[name][1])
             torch.testing.assert_close(g, expected[name][2])
 
 
 def watch_with_warnings(model: nn.Module) -> tuple[Capture, list[str]]:
-    options, warnings = FactorOptions(), list[str]()
+    options, warnings = Curvature(), list[str]()
     capture = Capture(model, survey(model, options).blocks, options, warn=warnings.append)
     capture.start(0)
     return capture, warnings

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from kfac_maths_support.reference import capture_all, take_all, take_square
 from offbeat.kfac.blocks import Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.survey import survey
 
 
@@ -61,7 +61,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("every", [1, 2])
 def test_checkpointed_layers_are_counted_once(use_reentrant: bool, every: int) -> None:
-    plain, options = Residual(None), FactorOptions(sample_stride=every)
+    plain, options = Residual(None), Curvature(sample_stride=every)
     x = torch.randn(5, 4, requires_grad=True)
     expected = increments(
         plain, lambda: plain(x).square().sum(1).mean().backward(), options=options, step=1
@@ -239,7 +239,7 @@ def test_inputs_are_told_of_in_the_forward_pass_and_gradients_in_reverse() -> No
         assert began_s <= time.monotonic()
         told.append((index, side))
 
-    options = FactorOptions()
+    options = Curvature()
     capture = Capture(model, survey(model, options).blocks, options, warn=pytest.fail, added=added)
     capture.start(0)
     output = model(torch.randn(3, 2, 4, 4))
@@ -265,7 +265,7 @@ def test_inputs_may_be_named() -> None:
 
 def test_a_layer_that_changes_its_shape_is_retired_with_a_warning() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    options, warnings = FactorOptions(), list[str]()
+    options, warnings = Curvature(), list[str]()
     blocks = survey(model, options).blocks
     capture = Capture(model, blocks, options, warn=warnings.append)
     for width in (4, 6, 6, 4):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offbeat.kfac import convolution
 from offbeat.kfac.convolution import Window, by_rows, by_shifts, patch_moment
-from offbeat.kfac.symmetric import gram
+from offbeat.kfac.factors import gram
 
 
 def slowly(images: torch.Tensor, window: Window, ones: bool) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from offbeat.kfac.lapack import cholesky_, sum_outer_products_
+from offbeat.kfac.factors import cholesky_, sum_outer_products_
 
 
 def positive(num: int, dim: int, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from kfac_maths_support.reference import (
     take_square,
 )
 from offbeat.kfac.capture import Increment
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.curvature import Curvature
 
 # PyTorch says so of kernels of even size.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -141,7 +141,7 @@ def diagonal_pieces(whole: torch.Tensor, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("max_dim", [1, 3, 6])
 def test_large_factors_are_pieces_of_whole_ones(kind: str, max_dim: int) -> None:
     layer, x = layer_of(kind)
-    blocks, capture = capture_all(layer, FactorOptions(max_dim=max_dim))
+    blocks, capture = capture_all(layer, Curvature(max_dim=max_dim))
     losses(layer(x)).mean().backward()
     found = take_square(capture, blocks)
     capture.remove()
@@ -196,7 +196,7 @@ def test_one_example_at_one_position_has_an_exact_fisher_matrix(kind: str) -> No
 
 def test_reduce_takes_means_of_inputs_and_sums_of_gradients() -> None:
     layer, x = layer_of("linear positions")
-    blocks, capture = capture_all(layer, FactorOptions(sharing="reduce"))
+    blocks, capture = capture_all(layer, Curvature(sharing="reduce"))
     losses(layer(x)).mean().backward()
     a, g = take_square(capture, blocks)
     capture.remove()
@@ -210,7 +210,7 @@ def test_time_may_come_first(sharing: Any) -> None:
     layer, x = layer_of("linear positions")
     factors = []
     for batch_dim in (0, 1):
-        blocks, capture = capture_all(layer, FactorOptions(sharing=sharing, batch_dim=batch_dim))
+        blocks, capture = capture_all(layer, Curvature(sharing=sharing, batch_dim=batch_dim))
         output = layer(x.movedim(0, batch_dim))
         losses(output.movedim(batch_dim, 0)).mean().backward()
         factors.append(take_square(capture, blocks))
@@ -222,7 +222,7 @@ def test_positions_with_a_loss_each_are_examples() -> None:
     layer, x = layer_of("linear positions")
     factors = []
     for terms, inputs in (("position", x), ("example", x.flatten(0, 1))):
-        blocks, capture = capture_all(layer, FactorOptions(loss_terms=terms))  # type: ignore[arg-type]
+        blocks, capture = capture_all(layer, Curvature(loss_terms=terms))  # type: ignore[arg-type]
         layer(inputs).square().mean(-1).mean().backward()
         factors.append(take_square(capture, blocks))
         capture.remove()
@@ -236,7 +236,7 @@ def test_factors_know_neither_the_size_of_the_batch_nor_the_kind_of_mean(kind: s
     layer, x = layer_of(kind)
 
     def factors(loss: Any, *batches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks, capture = capture_all(layer, FactorOptions(loss=loss))
+        blocks, capture = capture_all(layer, Curvature(loss=loss))
         for batch in batches:
             values = losses(layer(batch))
             (values.mean() / len(batches) if loss == "mean" else values.sum()).backward()
@@ -258,7 +258,7 @@ def test_a_channel_that_few_examples_use_counts_as_in_the_whole_batch() -> None:
     norm = nn.BatchNorm2d(2, eps=0.5)
     x = torch.randn(64, 2, 32, 32)
     x[torch.arange(64) % 8 != 3, 1] = 0
-    blocks, capture = capture_all(norm, FactorOptions(sample_stride=1))
+    blocks, capture = capture_all(norm, Curvature(sample_stride=1))
     norm(x).square().mean().backward()
     a, _ = take_all(capture, blocks)
     capture.remove()
@@ -292,9 +292,7 @@ def mean_over_samples(
     """
     found = []
     for phase in range(every):
-        blocks, capture = capture_all(
-            model, FactorOptions(sample_stride=every, **options), step=phase
-        )
+        blocks, capture = capture_all(model, Curvature(sample_stride=every, **options), step=phase)
         run(x).backward()
         found.append(take_all(capture, blocks))
         capture.remove()
@@ -346,7 +344,7 @@ def test_where_there_are_many_positions_not_all_examples_are_looked_at(
     x = torch.randn(shape[0], 2, *shape[1:])
 
     def factors(**options: Any) -> list[Increment]:
-        blocks, capture = capture_all(layer, FactorOptions(**options), step=1)
+        blocks, capture = capture_all(layer, Curvature(**options), step=1)
         losses(layer(x)).mean().backward()
         found = take_all(capture, blocks)
         capture.remove()
@@ -361,7 +359,7 @@ def test_samples_of_an_even_batch_count_alike() -> None:
     """So the plain mean over steps is the factor of the whole batch as well."""
     layer, x = layer_of("linear")
     for phase in range(3):
-        blocks, capture = capture_all(layer, FactorOptions(sample_stride=3), step=phase)
+        blocks, capture = capture_all(layer, Curvature(sample_stride=3), step=phase)
         losses(layer(x)).mean().backward()
         (a, rows), (g, terms) = take_all(capture, blocks)
         capture.remove()
@@ -403,7 +401,7 @@ def test_samples_of_accumulated_batches_together_are_all_of_them() -> None:
     stride take turns as well.
     """
     layer, x = layer_of("linear")
-    blocks, capture = capture_all(layer, FactorOptions(sample_stride=4), step=3)
+    blocks, capture = capture_all(layer, Curvature(sample_stride=4), step=3)
     for some in (x[:3], x[3:5]):
         (losses(layer(some)).sum() / 5).backward()
     (a, rows), (g, terms) = take_all(capture, blocks)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.symmetric import diagonal, num_packed, pack, unpack
+from offbeat.kfac.factors import diagonal, num_packed, pack, unpack
 
 
 @given(dim=st.integers(1, 90), groups=st.integers(1, 3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypeAlias
 
 import pytest
 import torch
@@ -11,23 +10,16 @@ from torch import nn
 
 from kfac_maths_support.reference import capture_all, square
 from offbeat.kfac.averages import damping_of, mean_eigenvalue
-from offbeat.kfac.blocks import Block, FactorShape
+from offbeat.kfac.blocks import Block
 from offbeat.kfac.capture import Capture
-from offbeat.kfac.eigen import Decomposer, Eigendecomposition
-from offbeat.kfac.inverses import InversionTask, Inverter
-from offbeat.kfac.options import FactorOptions, Grafting
-from offbeat.kfac.precondition import (
-    Curvature,
-    EigenPair,
-    InversePair,
-    kl_scale,
-    precondition_,
-)
+from offbeat.kfac.curvature import Curvature, Grafting
+from offbeat.kfac.factors import FactorShape
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
+from offbeat.kfac.precondition import InversePair, kl_scale, precondition_
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 DAMPING = 0.3
-How: TypeAlias = Literal["triangle", "inverse", "bfloat16", "eigen", "eigen of each"]
 
 
 class Net(nn.Module):
@@ -52,7 +44,7 @@ class Net(nn.Module):
 def trained(max_dim: int = 8192) -> tuple[nn.Module, list[Block], Capture]:
     torch.manual_seed(0)
     model = Net().double()
-    blocks, capture = capture_all(model, FactorOptions(max_dim=max_dim))
+    blocks, capture = capture_all(model, Curvature(max_dim=max_dim))
     x = torch.randint(0, 5, (7, 4))
     model(x).square().sum(1).mean().backward()
     return model, blocks, capture
@@ -97,24 +89,16 @@ def tasks_of(
     return pairs
 
 
-def curvatures(pairs: list[tuple[InversionTask, InversionTask]], how: How) -> list[Curvature]:
+def inverses(
+    pairs: list[tuple[InversionTask, InversionTask]], how: InverseForm
+) -> list[InversePair]:
     tasks = [task for pair in pairs for task in pair]
-    if how == "triangle" or how == "inverse" or how == "bfloat16":
-        found = Inverter(pytest.fail, how).invert(tasks)
-        return [InversePair(a, g, how) for a, g in zip(found[::2], found[1::2], strict=True)]
-    decomposer = Decomposer(pytest.fail)
-    eigens = [
-        Eigendecomposition.of(kept, task.shape)
-        for kept, task in zip(decomposer.invert(tasks), tasks, strict=True)
-    ]
-    return [
-        EigenPair(a, g, DAMPING, how == "eigen of each")
-        for a, g in zip(eigens[::2], eigens[1::2], strict=True)
-    ]
+    found = Inverter(pytest.fail, how).invert(tasks)
+    return [InversePair(a, g, how) for a, g in zip(found[::2], found[1::2], strict=True)]
 
 
 def expected_gradients(
-    blocks: list[Block], pairs: list[tuple[InversionTask, InversionTask]], how: How
+    blocks: list[Block], pairs: list[tuple[InversionTask, InversionTask]]
 ) -> list[torch.Tensor]:
     """vec(P) = (G x A)^-1 vec(grad), with the Kronecker product written out."""
     found = []
@@ -123,18 +107,10 @@ def expected_gradients(
         preconditioned = torch.empty_like(gradient)
         for group in range(block.matrix_shape[0]):
             a_, g_ = a[group % a.shape[0]], g[group]
-            if how == "eigen of each":
-                product = torch.kron(
-                    *(each + DAMPING * torch.eye(len(each), dtype=each.dtype) for each in (g_, a_))
-                )
-            elif how != "eigen":
-                product = torch.kron(
-                    g_ + g_task.damping * torch.eye(len(g_), dtype=g_.dtype),
-                    a_ + a_task.damping * torch.eye(len(a_), dtype=a_.dtype),
-                )
-            else:
-                product = torch.kron(g_, a_)
-                product = product + DAMPING * torch.eye(len(product), dtype=product.dtype)
+            product = torch.kron(
+                g_ + g_task.damping * torch.eye(len(g_), dtype=g_.dtype),
+                a_ + a_task.damping * torch.eye(len(a_), dtype=a_.dtype),
+            )
             preconditioned[group] = torch.linalg.solve(product, gradient[group].flatten()).view_as(
                 preconditioned[group]
             )
@@ -142,17 +118,17 @@ def expected_gradients(
     return found
 
 
-@pytest.mark.parametrize("how", ["triangle", "inverse", "eigen", "eigen of each"])
+@pytest.mark.parametrize("how", ["triangle", "inverse"])
 @pytest.mark.parametrize(("pi", "max_dim"), [(False, 4), (True, 4), (True, 1), (True, 8192)])
 def test_preconditioned_gradients_solve_the_whole_kronecker_product(
-    how: How, pi: bool, max_dim: int
+    how: InverseForm, pi: bool, max_dim: int
 ) -> None:
     """Factors that are cut, and diagonal ones, included."""
     model, blocks, capture = trained(max_dim)
     pairs = tasks_of(capture, blocks, pi=pi)
-    expected = expected_gradients(blocks, pairs, how)
+    expected = expected_gradients(blocks, pairs)
     plain = model.offset.grad.clone()
-    precondition_(blocks, curvatures(pairs, how), lrs=[0.1] * len(blocks), kl_clip=None)
+    precondition_(blocks, inverses(pairs, how), lrs=[0.1] * len(blocks), kl_clip=None)
     for matrix, wanted in zip(gradients_of(blocks), expected, strict=True):
         torch.testing.assert_close(matrix, wanted)
     assert torch.equal(model.offset.grad, plain)
@@ -163,8 +139,8 @@ def test_in_bfloat16_preconditioned_gradients_are_as_long_and_lie_the_same_way(p
     """To a few times 2^-9 of their length, in the gradients' own dtype."""
     _, blocks, capture = trained()
     pairs = tasks_of(capture, blocks, pi=pi)
-    expected = expected_gradients(blocks, pairs, "bfloat16")
-    precondition_(blocks, curvatures(pairs, "bfloat16"), lrs=[0.1] * len(blocks), kl_clip=None)
+    expected = expected_gradients(blocks, pairs)
+    precondition_(blocks, inverses(pairs, "bfloat16"), lrs=[0.1] * len(blocks), kl_clip=None)
     for matrix, wanted in zip(gradients_of(blocks), expected, strict=True):
         assert matrix.dtype == wanted.dtype == torch.float64
         assert 0 < (matrix - wanted).norm() < 2**-6 * wanted.norm()
@@ -180,13 +156,13 @@ def test_grafted_gradients_lie_as_without_and_are_as_long_as_plain_ones_at_least
         (a, replace(g, damping=damped) if number % 2 else g)
         for number, (a, g) in enumerate(tasks_of(capture, blocks))
     ]
-    before, wanted = gradients_of(blocks), expected_gradients(blocks, pairs, "triangle")
+    before, wanted = gradients_of(blocks), expected_gradients(blocks, pairs)
     longer = [float(p.norm() / g.norm()) > 1 for p, g in zip(wanted, before, strict=True)]
     assert set(longer) == {True, False}
     shares: dict[str, torch.Tensor] = {}
     precondition_(
         blocks,
-        curvatures(pairs, "triangle"),
+        inverses(pairs, "triangle"),
         lrs=[0.1] * len(blocks),
         kl_clip=None,
         grafting=grafting,
@@ -209,7 +185,7 @@ def test_a_gradient_of_zeros_stays_so_when_it_is_grafted(grafting: Grafting) -> 
         block.gradient().scale_(torch.tensor(0.0))
     precondition_(
         blocks,
-        curvatures(pairs, "triangle"),
+        inverses(pairs, "triangle"),
         lrs=[0.1] * len(blocks),
         kl_clip=1e-3 if grafting == "floor" else None,
         grafting=grafting,
@@ -224,7 +200,7 @@ def test_steps_are_clipped_together_at_the_limit(lrs: str, grad_scale: float) ->
     pairs = tasks_of(capture, blocks)
     rates = [0.1 * (1 + number * (lrs == "different")) for number in range(len(blocks))]
     gradients = gradients_of(blocks)
-    preconditioned = expected_gradients(blocks, pairs, "triangle")
+    preconditioned = expected_gradients(blocks, pairs)
     change = sum(
         lr**2 * float((p * g).sum())
         for lr, p, g in zip(rates, preconditioned, gradients, strict=True)
@@ -234,7 +210,7 @@ def test_steps_are_clipped_together_at_the_limit(lrs: str, grad_scale: float) ->
             parameter.grad.mul_(grad_scale)
     limit = change / 9
     precondition_(
-        blocks, curvatures(pairs, "triangle"), lrs=rates, kl_clip=limit, grad_scale=grad_scale
+        blocks, inverses(pairs, "triangle"), lrs=rates, kl_clip=limit, grad_scale=grad_scale
     )
     for matrix, wanted in zip(gradients_of(blocks), preconditioned, strict=True):
         torch.testing.assert_close(matrix / grad_scale, wanted / 3)
@@ -247,21 +223,16 @@ def test_short_steps_are_not_lengthened() -> None:
         assert float(kl_scale(torch.tensor(change), 1e-6)) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("how", ["triangle", "inverse", "bfloat16", "eigen"])
-def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(how: How) -> None:
+@pytest.mark.parametrize("how", ["triangle", "inverse", "bfloat16"])
+def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(
+    how: InverseForm,
+) -> None:
     _, blocks, capture = trained()
     pairs = tasks_of(capture, blocks)
-    found = curvatures(pairs, how)
-    before, preconditioned = gradients_of(blocks), expected_gradients(blocks, pairs, how)
+    found = inverses(pairs, how)
+    before, preconditioned = gradients_of(blocks), expected_gradients(blocks, pairs)
     lost = found[1]
-    if isinstance(lost, InversePair):
-        found[1] = InversePair(lost.inputs, torch.zeros_like(lost.outputs), lost.form)
-    else:
-        found[1] = EigenPair(
-            lost.inputs,
-            type(lost.outputs)(lost.outputs.vectors, torch.full_like(lost.outputs.values, -1)),
-            DAMPING,
-        )
+    found[1] = replace(lost, outputs=torch.zeros_like(lost.outputs))
     counted = [number for number in range(len(blocks)) if number != 1]
     change = sum(float((preconditioned[number] * before[number]).sum()) for number in counted)
     precondition_(blocks, found, lrs=[1.0] * len(blocks), kl_clip=change / 4)
@@ -293,18 +264,18 @@ class Norms(nn.Module):
         return torch.cat([*found, self.scaled(x), self.last(x[:, 2:])], dim=1)
 
 
-@pytest.mark.parametrize("how", ["triangle", "inverse", "bfloat16", "eigen"])
+@pytest.mark.parametrize("how", ["triangle", "inverse", "bfloat16"])
 def test_norms_have_directions_of_their_own_and_one_without_an_inverse_harms_no_other(
-    how: How,
+    how: InverseForm,
 ) -> None:
     torch.manual_seed(0)
     model = Norms().double()
     blocks, capture = capture_all(model)
     (model(torch.randn(7, 12).double()) - 1).square().sum(1).mean().backward()
     pairs = tasks_of(capture, blocks)
-    expected, before = expected_gradients(blocks, pairs, how), gradients_of(blocks)
+    expected, before = expected_gradients(blocks, pairs), gradients_of(blocks)
     failed = replace(pairs[1][0], valid=torch.tensor(False)), pairs[1][1]
-    found = curvatures([pairs[0], failed, *pairs[2:]], how)
+    found = inverses([pairs[0], failed, *pairs[2:]], how)
     precondition_(blocks, found, lrs=[0.1] * len(blocks), kl_clip=None)
     for number, matrix in enumerate(gradients_of(blocks)):
         wanted = before[1] if number == 1 else expected[number]
@@ -318,11 +289,11 @@ def test_layers_without_a_gradient_or_of_another_shape_are_passed_over() -> None
     blocks, capture = capture_all(model)
     model(torch.randn(4, 3)).sum().backward()
     pairs = tasks_of(capture, blocks)
-    expected = expected_gradients(blocks, pairs, "triangle")[2]
+    expected = expected_gradients(blocks, pairs)[2]
     model[0].bias.grad = None
     model[1].weight = nn.Parameter(torch.randn(3, 5))
     model[1].weight.grad = torch.ones(3, 5)
-    precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1] * 3, kl_clip=None)
+    precondition_(blocks, inverses(pairs, "triangle"), lrs=[0.1] * 3, kl_clip=None)
     assert torch.equal(model[1].weight.grad, torch.ones(3, 5))
     torch.testing.assert_close(gradients_of(blocks[2:])[0], expected)
     precondition_([], [], lrs=[], kl_clip=1.0)
@@ -333,8 +304,8 @@ def test_half_precision_gradients_are_preconditioned_in_float32() -> None:
     blocks, capture = capture_all(model)
     model(torch.randn(4, 3).bfloat16()).sum().backward()
     pairs = tasks_of(capture, blocks)
-    (expected,) = expected_gradients(blocks, pairs, "triangle")
-    precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1], kl_clip=None)
+    (expected,) = expected_gradients(blocks, pairs)
+    precondition_(blocks, inverses(pairs, "triangle"), lrs=[0.1], kl_clip=None)
     assert expected.dtype == torch.float32
     assert model.weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(model.weight.grad, expected[0, :, :3].bfloat16())
@@ -364,6 +335,6 @@ def test_preconditioned_gradients_do_not_depend_on_how_inputs_are_laid_out() -> 
             )
             for a, g in tasks_of(capture, blocks)
         ]
-        precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1], kl_clip=None)
+        precondition_(blocks, inverses(pairs, "triangle"), lrs=[0.1], kl_clip=None)
         steps.append(inputs @ model.weight.grad.mT)
     torch.testing.assert_close(steps[0], steps[1], rtol=1e-6, atol=1e-8)

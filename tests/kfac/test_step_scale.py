@@ -8,8 +8,8 @@ from torch import nn
 
 import offbeat
 from kfac_support.reference import batch_of, loss_of, make_net
-from offbeat.kfac.options import Grafting
-from offbeat.kfac.step_scale import ShortLayers, StepScale
+from offbeat.kfac.curvature import Grafting
+from offbeat.kfac.preconditioner import ShortLayers, StepScale
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
 from thread_support.world import ThreadDriver, results_of, session_on

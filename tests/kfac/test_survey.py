@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigError
-from offbeat.kfac.blocks import FactorShape
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.curvature import Curvature
+from offbeat.kfac.factors import FactorShape
 from offbeat.kfac.survey import survey
 
 
 def names(model: nn.Module, **options: object) -> tuple[list[str], Mapping[str, str]]:
-    found = survey(model, FactorOptions(**options))  # type: ignore[arg-type]
+    found = survey(model, Curvature(**options))  # type: ignore[arg-type]
     return [block.name for block in found.blocks], found.plain
 
 
@@ -39,7 +39,7 @@ def test_layers_are_found_by_name_and_the_others_listed_with_reasons() -> None:
     assert plain["2"] == "ConvTranspose2d is not supported"
     assert "overrides" in plain["3"]
     assert (
-        survey(model, FactorOptions())
+        survey(model, Curvature())
         .notice()
         .startswith(
             "K-FAC covers 38.9% of 288 parameters; plain gradients for 1 (PReLU is not "
@@ -50,7 +50,7 @@ def test_layers_are_found_by_name_and_the_others_listed_with_reasons() -> None:
 
 def test_where_all_is_covered_no_layer_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
-    assert survey(model, FactorOptions()).notice() == "K-FAC covers 100% of 16 parameters"
+    assert survey(model, Curvature()).notice() == "K-FAC covers 100% of 16 parameters"
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell])
@@ -69,7 +69,7 @@ def test_frozen_layers_are_left_alone_and_frozen_biases_left_out() -> None:
     model[2].weight.requires_grad_(False)
     found, plain = names(model)
     assert (found, plain) == (["1", "2"], {})
-    without_bias, of_bias = survey(model, FactorOptions()).blocks
+    without_bias, of_bias = survey(model, Curvature()).blocks
     assert without_bias.matrix_shape == (1, 4, 3)
     assert of_bias.matrix_shape == (1, 5, 1)
 
@@ -83,7 +83,7 @@ def tied(*layers: nn.Module) -> nn.Sequential:
 
 def test_a_tied_weight_is_one_block_and_counts_once() -> None:
     model = tied(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5))
-    found = survey(model, FactorOptions())
+    found = survey(model, Curvature())
     assert [block.name for block in found.blocks] == ["0", "2.bias", "1"]
     assert found.notice() == "K-FAC covers 100% of 32 parameters"
     users = [[list(use.names), use.is_flipped] for use in found.blocks[0].uses]
@@ -109,7 +109,7 @@ def test_a_container_that_shows_a_layers_parameter_does_not_use_it() -> None:
 def test_a_shared_bias_goes_with_a_weight_that_all_its_layers_share() -> None:
     model = tied(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].bias = model[0].bias
-    (block,) = survey(model, FactorOptions()).blocks
+    (block,) = survey(model, Curvature()).blocks
     assert block.matrix_shape == (1, 3, 4)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].bias = model[0].bias
@@ -130,13 +130,13 @@ def test_weights_that_are_computed_are_not_covered() -> None:
 
 def test_a_large_factor_is_cut_and_a_very_large_one_is_a_diagonal() -> None:
     model = nn.Sequential(nn.Embedding(5000, 3), nn.Linear(200, 250), nn.Linear(100, 1000))
-    found = survey(model, FactorOptions(max_dim=100))
+    found = survey(model, Curvature(max_dim=100))
     shapes = [(block.inputs, block.outputs) for block in found.blocks]
     assert shapes[1:] == [
         # the bias makes 201 rows
         (
-            FactorShape(groups=3, dim=67, pieces=3),
-            FactorShape(groups=5, dim=50, pieces=5),
+            FactorShape(groups=3, dim=67),
+            FactorShape(groups=5, dim=50),
         ),
         (FactorShape(groups=1, dim=101), FactorShape(groups=1, dim=1000, is_diagonal=True)),
     ]
@@ -171,7 +171,7 @@ def test_attention_is_found_in_parts() -> None:
         "norm3",
     ]
     assert not plain
-    shapes = {block.name: block.matrix_shape for block in survey(layer, FactorOptions()).blocks}
+    shapes = {block.name: block.matrix_shape for block in survey(layer, Curvature()).blocks}
     assert shapes["self_attn.in_proj"] == (3, 8, 9)
     assert shapes["multihead_attn.k_proj"] == (1, 8, 9)
 
@@ -179,7 +179,7 @@ def test_attention_is_found_in_parts() -> None:
 def test_attention_with_other_widths_and_extra_biases() -> None:
     model = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
     found, plain = names(model)
-    shapes = {block.name: block.matrix_shape for block in survey(model, FactorOptions()).blocks}
+    shapes = {block.name: block.matrix_shape for block in survey(model, Curvature()).blocks}
     assert found == list(shapes)
     assert [shapes[f"{which}_proj"] for which in ("q", "k", "v", "out")] == [
         (1, 8, 9),
@@ -198,16 +198,16 @@ def test_a_complex_layer_gets_plain_gradients() -> None:
 
 def test_a_model_without_a_covered_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="finds no layer.*LSTM"):
-        survey(nn.LSTM(3, 3), FactorOptions())
+        survey(nn.LSTM(3, 3), Curvature())
     with pytest.raises(ConfigError, match="no parameter is trainable"):
-        survey(nn.Linear(3, 3).requires_grad_(False), FactorOptions())
+        survey(nn.Linear(3, 3).requires_grad_(False), Curvature())
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'attention'"):
         survey(
             nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2)}),
-            FactorOptions(cross_attention=("atention",)),
+            Curvature(cross_attention=("atention",)),
         )
     for wrong in (
         {"loss": "average"},
@@ -216,13 +216,16 @@ def test_options_that_make_no_sense_are_refused() -> None:
         {"batch_dim": -1},
         {"sample_stride": 0},
         {"max_dim": 0},
+        {"sample_stride": "aut"},
+        {"decay": 1.0},
+        {"plain": "head"},
         {"sharing": "reduce", "loss_terms": "position"},
     ):
         with pytest.raises(ConfigError):
-            FactorOptions(**wrong)  # type: ignore[arg-type]
+            Curvature(**wrong)  # type: ignore[arg-type]
 
 
 def test_parameters_outside_of_layers_are_named_themselves() -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     model.register_parameter("position", nn.Parameter(torch.zeros(3)))
-    assert survey(model, FactorOptions()).plain == {"position": "a parameter outside of layers"}
+    assert survey(model, Curvature()).plain == {"position": "a parameter outside of layers"}

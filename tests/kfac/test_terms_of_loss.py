@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_maths_support.reference import capture_all, square, take_square
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.curvature import Curvature
 
 NUM_EXAMPLES, NUM_POSITIONS, NUM_TOKENS, WIDTH = 16, 6, 11, 4
 POSITION_BLOCK, HEAD_BLOCK = 1, 2
@@ -126,7 +126,7 @@ def test_positions_that_do_not_reach_the_loss_are_no_terms(how: str, block: int)
     else:
         y[:, -1] = -100
     counts = y != -100
-    blocks, capture = capture_all(model, FactorOptions(loss_terms="position"))
+    blocks, capture = capture_all(model, Curvature(loss_terms="position"))
     logits = model(x, y.clamp(min=0))
     if how == "ignored":
         F.cross_entropy(logits.mT, y, ignore_index=-100).backward()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.survey import survey
 
 OPTIONS: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 2, "damping": 0.05}
@@ -82,7 +82,7 @@ def test_a_vision_transformer_is_covered_but_for_what_stands_outside_of_layers(
     attention: type[nn.Module],
 ) -> None:
     model = VisionTransformer(attention)
-    found = survey(model, FactorOptions())
+    found = survey(model, Curvature())
     assert set(found.plain) == {"token", "positions"}
     images, labels = torch.randn(12, 3, 8, 8), torch.arange(12) % 3
     before = [p.detach().clone() for p in model.parameters()]
@@ -234,7 +234,7 @@ def test_a_tied_weight_that_is_frozen_in_one_place_is_frozen_in_both_and_this_is
     model["head"].weight = model["embed"].weight
     model[frozen].requires_grad_(False)
     model["mix"] = nn.Linear(WIDTH, WIDTH)
-    found = survey(model, FactorOptions())
+    found = survey(model, Curvature())
     assert [block.name for block in found.blocks] == left
     assert "embed and head share one weight, which is frozen for both" in found.notice()
 
@@ -248,7 +248,7 @@ def test_a_gpt_of_transformers_is_used_as_it_is() -> None:
     model = transformers.GPT2LMHeadModel(config)
     words = torch.randint(13, (6, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    strategy = offbeat.SPDKFAC(loss_terms="position", **OPTIONS)
+    strategy = offbeat.SPDKFAC(curvature=offbeat.Curvature(loss_terms="position"), **OPTIONS)
     losses = []
     with offbeat.attach(model, optimizer, strategy) as session:
         for _ in range(12):

@@ -15,8 +15,9 @@ from torch import nn
 
 import offbeat
 from kfac_support import reference
+from kfac_support.plans import FactorsOfEveryone, InTurnWithoutPipelining, WithoutLoadBalancing
 from kfac_support.reference import batch_of, loss_of, make_net
-from offbeat.kfac.options import Grafting
+from offbeat.kfac.curvature import Grafting
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -28,13 +29,14 @@ HYPER: dict[str, Any] = {
     "factor_interval": 1,
     "inverse_interval": 2,
 }
+OPTIONS = reference.options(**HYPER)
 STRATEGIES: dict[str, Strategy] = {
-    "dkfac": offbeat.DKFAC(**HYPER),
-    "mpdkfac": offbeat.MPDKFAC(**HYPER),
-    "spdkfac": offbeat.SPDKFAC(**HYPER),
-    "spdkfac, no pipelining": offbeat.SPDKFAC(pipelining=False, placement="in_turn", **HYPER),
-    "spdkfac, no load balancing": offbeat.SPDKFAC(placement="everyone", **HYPER),
-    "dpkfac": offbeat.DPKFAC(factors="everyone", **HYPER),
+    "dkfac": offbeat.DKFAC(**OPTIONS),
+    "mpdkfac": offbeat.MPDKFAC(**OPTIONS),
+    "spdkfac": offbeat.SPDKFAC(**OPTIONS),
+    "spdkfac, no pipelining": InTurnWithoutPipelining(**OPTIONS),
+    "spdkfac, no load balancing": WithoutLoadBalancing(**OPTIONS),
+    "dpkfac": FactorsOfEveryone(**OPTIONS),
 }
 LR = 0.05
 
@@ -143,7 +145,7 @@ def test_owners_of_another_world_get_what_the_old_ones_had(resumed_with: int) ->
     it, so that gradients are alike in all worlds.
     """
     seldom = HYPER | {"factor_interval": 100, "inverse_interval": 100, "ramp": False}
-    strategy = offbeat.DPKFAC(**seldom)
+    strategy = offbeat.DPKFAC(**reference.options(**seldom))
 
     def last_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         loss_of(model, batch_of(0, 1)).backward()
@@ -175,7 +177,7 @@ def test_an_owner_without_the_others_states_is_told_so() -> None:
         stepping([0])(session, model, optimizer, rank)
         return copy.deepcopy(session.state_dict())
 
-    saved = in_world(3, offbeat.DPKFAC(**HYPER), make_net(), first)
+    saved = in_world(3, offbeat.DPKFAC(**OPTIONS), make_net(), first)
     lone = offbeat.reshard([saved[0]], 1, 0)
 
     def second(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
@@ -183,14 +185,14 @@ def test_an_owner_without_the_others_states_is_told_so() -> None:
         stepping(range(1, 4))(session, model, optimizer, rank)
         return session.notices
 
-    (notices,) = in_world(1, offbeat.DPKFAC(**HYPER), make_net(), second)
+    (notices,) = in_world(1, offbeat.DPKFAC(**OPTIONS), make_net(), second)
     assert any("the checkpoint has nothing of K-FAC's factors" in notice for notice in notices)
 
 
 @pytest.mark.parametrize("density", [1.0, 0.2])
 def test_sparse_gradients_go_with_dense_factors(density: float) -> None:
     exchange = offbeat.GTopK(density=density)
-    strategy = offbeat.SPDKFAC(exchange=exchange, **HYPER)
+    strategy = offbeat.SPDKFAC(exchange=exchange, **OPTIONS)
     found = in_world(3, strategy, make_net(), stepping(range(5)))
     if density == 1:
         assert_all_are(found, expected_of([3] * 5))

@@ -12,9 +12,9 @@ from torch import nn
 
 from offbeat.kfac.blocks import Block, Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.curvature import Curvature
+from offbeat.kfac.factors import unpack
 from offbeat.kfac.survey import survey
-from offbeat.kfac.symmetric import unpack
 
 Losses = Callable[[torch.Tensor], torch.Tensor]
 """The loss of each example, shape (N,), from a layer's output."""
@@ -114,7 +114,7 @@ class OwnRMSNorm(nn.Module):
 
 def capture_all(
     model: nn.Module,
-    options: FactorOptions | None = None,
+    options: Curvature | None = None,
     *,
     grad_scale: float = 1.0,
     step: int = 0,
@@ -124,7 +124,7 @@ def capture_all(
     def warn(message: str) -> None:
         raise AssertionError(message)
 
-    options = options or FactorOptions()
+    options = options or Curvature()
     blocks = list(survey(model, options).blocks)
     capture = Capture(model, blocks, options, warn=warn, grad_scale=lambda: grad_scale)
     capture.start(step)

@@ -1,19 +1,27 @@
-"""K-FAC in one process on the whole batch, from definitions: nothing is packed, fused, cached or
-decomposed.
-"""
+"""K-FAC in one process on the whole batch, from definitions: nothing is packed, fused or cached."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
 
+import offbeat
 from kfac_maths_support.reference import look
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A and G of a layer."""
+
+
+def options(**hyper: Any) -> dict[str, Any]:
+    """What a strategy takes for what `train` takes: those of its curvature in one object."""
+    names = {field.name for field in fields(offbeat.Curvature)} & set(hyper)
+    curvature = offbeat.Curvature(**{name: hyper.pop(name) for name in names})
+    return {**hyper, "curvature": curvature}
 
 
 def make_net(seed: int = 1) -> nn.Sequential:
@@ -54,7 +62,6 @@ def train(
     decay: float,
     kl_clip: float | None,
     pi: bool = True,
-    inverse: str = "cholesky",
     factor_interval: int = 1,
     inverse_interval: int = 1,
     ramp: bool = True,
@@ -77,12 +84,7 @@ def train(
             ramp and step < inverse_interval and step in (1, 2, 4, 8, 16)
         ):
             averages = {place: _averages(history[place], decay) for place in places}
-            if inverse == "eigen" and pi:
-                directed = {place: _damped_product(averages[place], damping) for place in places}
-            else:
-                directed = {
-                    place: _damped_factors(averages[place], damping, pi=pi) for place in places
-                }
+            directed = {place: _damped_factors(averages[place], damping, pi=pi) for place in places}
         optimizer.zero_grad()
         loss_of(net, batch).backward()
         gradients = {place: _gradient(net[place]) for place in places}
@@ -129,12 +131,6 @@ def _damped_factors(
         of_a, of_g = damping**0.5 * ratio, damping**0.5 / ratio
     left, right = torch.linalg.inv(_damped(g, of_g)), torch.linalg.inv(_damped(a, of_a))
     return lambda gradient: left @ gradient @ right
-
-
-def _damped_product(averages: Pair, damping: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    a, g = averages
-    product = _damped(torch.kron(g, a), torch.as_tensor(damping, dtype=a.dtype))
-    return lambda gradient: torch.linalg.solve(product, gradient.flatten()).view_as(gradient)
 
 
 def _damped(matrix: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def test_each_strategy_trains_each_task_and_is_measured(
     shares_samples = "mega_batch" in strategy_values(build_strategy(strategy, {}))
     request = CompareRequest(
         task=task,
-        strategies=[strategy + (":mega_batch=8" if shares_samples else "")],
+        strategies=[strategy + (":mega_batch=4" if shares_samples else "")],
         settings=[*SMALL[task], *(f"{name}={value}" for name, value in data.items())],
         cluster=Cluster(workers=1),
         emulation="none",

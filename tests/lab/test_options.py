@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import offbeat
 from offbeat.errors import ConfigError
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.by_name import strategy_values
@@ -30,15 +31,13 @@ def test_the_task_says_how_large_batches_are() -> None:
     with pytest.raises(ConfigError, match="no option of strategy 'adaptive'"):
         parse_spec("adaptive:batch_size=8")
     config = resolve(Request(task="digits", strategy="adaptive", settings=["batch_size=8"]))
-    assert config.strategy_options["batch_size"] == 8
-    assert config.strategy_options["mega_batch"] is None
+    assert config.build_task().options.batch_size == 8
+    assert "batch_size" not in config.strategy_options
 
 
 def test_a_mega_batch_has_room_for_steps() -> None:
-    with pytest.raises(
-        ConfigError, match="mega_batch is 200, but 4 workers with batches of 32 need 256"
-    ):
-        resolve(Request(task="digits", strategy="elasticsgd", settings=["mega_batch=200"]))
+    with pytest.raises(ConfigError, match="mega_batch is 7, but 4 workers need 8 batches or more"):
+        resolve(Request(task="digits", strategy="elasticsgd", settings=["mega_batch=7"]))
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -102,3 +101,14 @@ def test_strategies_that_cannot_be_built_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_strategy(name, options)
+
+
+def test_options_of_kfacs_curvature_are_written_like_its_own() -> None:
+    name, options = parse_spec("spdkfac:damping=0.1:max_dim=256:plain=head,LayerNorm")
+    assert build_strategy(name, options) == offbeat.SPDKFAC(
+        damping=0.1, curvature=offbeat.Curvature(max_dim=256, plain=("head", "LayerNorm"))
+    )
+    with pytest.raises(ConfigError, match="option max_dim of strategy 'spdkfac': got 'many'"):
+        build_strategy(name, {"max_dim": "many"})
+    with pytest.raises(ConfigError, match="max_dim must be an integer of at least 1"):
+        build_strategy(name, {"max_dim": "0"})

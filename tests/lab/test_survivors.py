@@ -146,7 +146,7 @@ def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_pat
 def test_where_samples_are_claimed_each_counts_once_whoever_dies(npz: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     summary = run(
-        npz, out, Killing({1: 10}), steps=60, strategy="adaptive", settings=("mega_batch=32",)
+        npz, out, Killing({1: 10}), steps=60, strategy="adaptive", settings=("mega_batch=8",)
     )
     assert (summary.status, summary.replicas_identical) == ("finished", True)
     assert [(loss.rank, loss.num_left) for loss in summary.losses] == [(1, 2)]
@@ -178,7 +178,7 @@ def test_where_samples_are_claimed_a_worker_that_returns_claims_again(
         ClusterFault(at_s=2.5, worker=1, action="return"),
     )
     out = tmp_path / "run"
-    settings = ("mega_batch=32",)
+    settings = ("mega_batch=8",)
     summary = run(
         npz,
         out,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 from typing_extensions import override
 
+from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
@@ -26,7 +27,6 @@ from offbeat.megabatch.claims import (
 from offbeat.megabatch.fetching import Fetcher
 from offbeat.megabatch.loader import (
     DispatchLoader,
-    DispatchPolicy,
     mega_batch_span,
     num_mega_batches,
     order_of,
@@ -107,17 +107,18 @@ class Peers:
         )
 
 
-class Policy(DispatchPolicy):
+class Policy(MegaBatchCallback):
     """Batches of three samples, and merges of nothing, some of them within a mega-batch."""
 
     smallest_claim = 2
-    base_batch_size = 3
     batch_size = 3
     largest_batch = 4
     shares_equally = False
     is_left_out = False
     has_newcomers = False
-    mega_batch = 12
+    samples_of_mega_batch = 12
+    merge_is_taken = False
+    merge_is_over = False
 
     def __init__(self, rank: int, peers: Peers) -> None:
         self.joined_by: MergedRound | None = None
@@ -132,10 +133,6 @@ class Policy(DispatchPolicy):
         return self._peers.exchange(self._rank, value)
 
     @override
-    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
-        """There are none."""
-
-    @override
     def samples_of_round(self, samples_before: int) -> int | None:
         return (None, 4, 7)[samples_before % 3]
 
@@ -148,21 +145,41 @@ class Policy(DispatchPolicy):
         self.num_merged += count
 
     @override
-    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
-        mine = None if self.is_left_out else (share, claim_round)
+    def overlaps_merge(self, *, is_whole: bool) -> bool:
+        return False
+
+    @override
+    def on_batch_claimed(self, num_samples: int) -> None:
+        """Learning rates are not scaled."""
+
+    @override
+    def begin_merge(
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound | None
+    ) -> None:
+        assert following is None
+        self._begun = share, claim_round
+
+    @override
+    def end_merge(self) -> MergedRound | None:
+        was_left_out = self.is_left_out
         told = [
             theirs
-            for theirs in self._peers.exchange(self._rank, mine).values()
+            for theirs in self._peers.exchange(
+                self._rank, None if was_left_out else self._begun
+            ).values()
             if theirs is not None
         ]
         self.is_left_out = self.has_newcomers = False
-        self.rounds.append(claim_round)
+        self.rounds.append(self._begun[1])
         self.ranks = tuple(sorted(self._peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
-        # The round is that of the peers, where this rank was left out since the one before.
-        return MergedRound(
+        merged = MergedRound(
             claim_round=told[0][1], shares=tuple(share for share, _ in told), ranks=self.ranks
         )
+        if was_left_out:
+            self.joined_by = merged
+            return None
+        return merged
 
 
 class Worker:
@@ -289,8 +306,8 @@ def test_what_was_claimed_ahead_is_not_saved(
     for worker, state in zip(workers, states, strict=True):
         worker.loader.load_state_dict(state)
     mega_batches = [
-        [*range(*mega_batch_span(num_samples, Policy.mega_batch, number))]
-        for number in range(num_mega_batches(num_samples, Policy.mega_batch))
+        [*range(*mega_batch_span(num_samples, Policy.samples_of_mega_batch, number))]
+        for number in range(num_mega_batches(num_samples, Policy.samples_of_mega_batch))
     ]
     while busy := [w for w in workers if not w.loader.epoch and not w.waits]:
         worker = data.draw(st.sampled_from(busy))

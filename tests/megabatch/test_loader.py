@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ import offbeat
 from offbeat.errors import CheckpointError, ConfigError, OffbeatWarning
 from offbeat.megabatch.loader import (
     DispatchLoader,
-    Recording,
     data_description,
     mega_batch_span,
     num_mega_batches,
@@ -106,8 +104,8 @@ def test_an_order_belongs_to_a_seed_and_an_epoch() -> None:
 def test_alone_every_sample_comes_once_an_epoch(
     attached: Make, num_samples: int, name: str
 ) -> None:
-    net, optimizer, session = attached(getattr(offbeat, name)(mega_batch=16, batch_size=3))
-    loader = session.loader(numbers(num_samples))
+    net, optimizer, session = attached(getattr(offbeat, name)(mega_batch=5))
+    loader = session.loader(numbers(num_samples), batch_size=3)
     for epoch in range(3):
         seen = [index for (x,) in loader for index in step(net, optimizer, x)]
         assert sorted(seen) == list(range(num_samples))
@@ -118,8 +116,8 @@ def test_alone_every_sample_comes_once_an_epoch(
 @pytest.mark.parametrize("num_samples", [101, 103, 110])
 def test_no_batch_is_a_single_sample(attached: Make, num_samples: int, name: str) -> None:
     """A layer that normalises over the batch refuses one: the second mega-batch has 51 samples."""
-    _, _, session = attached(getattr(offbeat, name)(mega_batch=50, batch_size=10))
-    sizes = [len(x) for (x,) in session.loader(numbers(num_samples))]
+    _, _, session = attached(getattr(offbeat, name)(mega_batch=5))
+    sizes = [len(x) for (x,) in session.loader(numbers(num_samples), batch_size=10)]
     assert sum(sizes) == num_samples
     assert all(2 <= size <= 11 for size in sizes)
 
@@ -128,20 +126,20 @@ def test_no_batch_is_a_single_sample(attached: Make, num_samples: int, name: str
 def test_what_is_left_is_halved_where_it_does_not_fit(
     attached: Make, num_samples: int, expected: list[int]
 ) -> None:
-    _, _, session = attached(offbeat.AdaptiveSGD(mega_batch=40, batch_size=10, min_batch_size=4))
-    loader = session.loader(numbers(num_samples), max_batch_size=10)
+    _, _, session = attached(offbeat.AdaptiveSGD(mega_batch=4, min_batch_size=4))
+    loader = session.loader(numbers(num_samples), batch_size=10, max_batch_size=10)
     assert [len(x) for (x,) in loader] == expected
 
 
 @pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
 def test_at_first_models_are_merged_after_every_update(attached: Make, name: str) -> None:
     """Then after two, and after three, as long as that is less than a mega-batch."""
-    strategy = getattr(offbeat, name)(mega_batch=16, batch_size=2, warmup=4)
+    strategy = getattr(offbeat, name)(mega_batch=8, warmup=4)
     net, optimizer, session = attached(strategy)
     merges: list[int] = []
     mega_batches: list[int] = []
     session.on_merge(lambda: mega_batches.append(session.stats.exchanges))
-    loader = session.loader(numbers(48))
+    loader = session.loader(numbers(48), batch_size=2)
     for epoch in range(2):
         seen: list[int] = []
         for (x,) in loader:
@@ -157,8 +155,8 @@ def test_at_first_models_are_merged_after_every_update(attached: Make, name: str
 
 
 def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
-    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=16, batch_size=3))
-    loader = session.loader(numbers(40))
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=5))
+    loader = session.loader(numbers(40), batch_size=3)
     seen: list[int] = []
     while loader.epoch == 0:
         for (x,) in loader:
@@ -170,14 +168,14 @@ def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
 
 @pytest.mark.parametrize("stop", range(9))
 @pytest.mark.parametrize(
-    "how", [{"merge_momentum": 0.5, "warmup": 0}, {"merge_momentum": 0.5}, {"overlap": True}]
+    "how", [{"rule": "published", "warmup": 0}, {"rule": "published"}, {"overlap": True}]
 )
 def test_a_run_that_was_saved_anywhere_sees_the_rest(
     attached: Make, stop: int, how: dict[str, Any]
 ) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=2, **{"warmup": 2} | how)
+    strategy = offbeat.AdaptiveSGD(mega_batch=4, **{"warmup": 2} | how)
     net, optimizer, session = attached(strategy)
-    loader = session.loader(numbers(20))
+    loader = session.loader(numbers(20), batch_size=2)
     batches = iter(loader)
     seen = [index for _ in range(stop) for index in step(net, optimizer, next(batches)[0])]
     saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
@@ -190,7 +188,7 @@ def test_a_run_that_was_saved_anywhere_sees_the_rest(
         works: list[Any] = []
         if ends:
             net, optimizer, session = attached(strategy)
-            loader = session.loader(numbers(20))
+            loader = session.loader(numbers(20), batch_size=2)
             for target, state in zip((net, optimizer, session), saved, strict=True):
                 target.load_state_dict(state)
             batches = iter(loader)
@@ -208,7 +206,7 @@ def test_a_run_that_was_saved_anywhere_sees_the_rest(
 
 def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Make) -> None:
     """The last claim is shorter: its rate is, too."""
-    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=10, batch_size=4), lr=0.8)
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=2), lr=0.8)
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
     schedulers = []
     for opt in (optimizer, plain):
@@ -217,7 +215,7 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
         schedulers.append(torch.optim.lr_scheduler.ChainedScheduler([warm, decay], optimizer=opt))
     rates: list[float] = []
     optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
-    for (x,) in session.loader(numbers(10)):
+    for (x,) in session.loader(numbers(10), batch_size=4):
         expected = plain.param_groups[0]["lr"]
         assert optimizer.param_groups[0]["lr"] == expected
         step(net, optimizer, x)
@@ -230,18 +228,18 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
 
 @pytest.mark.parametrize(("scaling", "kind"), [("sqrt", "SGD"), ("auto", "AdamW")])
 def test_the_rate_may_follow_the_root_of_the_size(attached: Make, scaling: Any, kind: str) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=8, rate_scaling=scaling)
+    strategy = offbeat.AdaptiveSGD(mega_batch=1, rate_scaling=scaling)
     net, optimizer, session = attached(strategy, lr=0.8, kind=kind)
     rates: list[float] = []
     optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
-    for (x,) in session.loader(numbers(2)):
+    for (x,) in session.loader(numbers(2), batch_size=8):
         step(net, optimizer, x)
     assert rates == [0.4]
     assert optimizer.param_groups[0]["lr"] == 0.8
 
 
 def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
-    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=1))
     rates: list[float] = []
     optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
     session.weigh(3)
@@ -254,17 +252,17 @@ def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
 
 def test_elastic_sgd_in_a_loop_of_ones_own_says_nothing(attached: Make) -> None:
     """It is what its name says with any batches."""
-    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=8, batch_size=8))
+    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=1))
     step(net, optimizer, torch.ones(3, 1))
     assert session.stats.exchanges == 1
     assert not session.notices
 
 
 def test_a_scheduler_can_be_stepped_by_merges(attached: Make) -> None:
-    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=10, batch_size=4), lr=0.8)
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=2), lr=0.8)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     session.on_merge(scheduler.step)
-    loader = session.loader(numbers(30))
+    loader = session.loader(numbers(24), batch_size=4)
     rates: list[float] = []
     for merged in range(6):
         assert loader.num_merged == merged
@@ -276,7 +274,7 @@ def test_a_scheduler_can_be_stepped_by_merges(attached: Make) -> None:
 
 
 def test_without_a_loader_a_scheduler_can_be_stepped_by_merges(attached: Make) -> None:
-    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=8, batch_size=4))
+    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=2))
     merges: list[int] = []
     session.on_merge(lambda: merges.append(session.stats.steps))
     for _ in range(5):
@@ -291,14 +289,14 @@ def test_without_mega_batches_there_is_no_merge_to_step_at(attached: Make) -> No
 
 
 def test_the_expected_number_of_batches_is_known(attached: Make) -> None:
-    _, _, session = attached(offbeat.AdaptiveSGD(mega_batch=40, batch_size=10))
-    assert len(session.loader(numbers(101))) == 11
+    _, _, session = attached(offbeat.AdaptiveSGD(mega_batch=4))
+    assert len(session.loader(numbers(101), batch_size=10)) == 11
 
 
 def test_the_rate_is_scaled_in_a_step_with_a_closure(attached: Make) -> None:
-    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=1))
     before = net.bias.item()
-    x = next(iter(session.loader(numbers(2))))[0]
+    x = next(iter(session.loader(numbers(2), batch_size=8)))[0]
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -312,8 +310,8 @@ def test_the_rate_is_scaled_in_a_step_with_a_closure(attached: Make) -> None:
 
 
 def test_a_step_that_raises_leaves_the_rate_as_it_was(attached: Make) -> None:
-    _, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
-    batches = iter(session.loader(numbers(4)))
+    _, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=1))
+    batches = iter(session.loader(numbers(4), batch_size=8))
     next(batches)
     handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -324,71 +322,11 @@ def test_a_step_that_raises_leaves_the_rate_as_it_was(attached: Make) -> None:
 
 
 def test_bounds_that_bind_are_shown(attached: Make) -> None:
-    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=20, batch_size=4, warmup=0))
-    loader = session.loader(numbers(40), max_batch_size=3)
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=5, warmup=0))
+    loader = session.loader(numbers(40), batch_size=4, max_batch_size=3)
     sizes = [len(x) for (x,) in loader if step(net, optimizer, x)]
     assert max(sizes) == 3
     assert any("rank 0 at its largest (3)" in notice for notice in session.notices)
-
-
-@pytest.mark.parametrize("warmup", [0, 2])
-def test_claims_are_recorded_and_repeated(attached: Make, warmup: int) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=16, batch_size=3, warmup=warmup)
-    ends, recording = [], None
-    for sizes in (None, 2):
-        net, optimizer, session = attached(strategy)
-        loader = session.loader(numbers(40), record=recording is None, replay=recording)
-        for _ in range(2):
-            for (x,) in loader:
-                step(net, optimizer, x)
-        ends.append(net.weight.item())
-        if sizes is None:
-            recording = Recording(**json.loads(json.dumps(asdict(loader.recording))))
-    assert ends[0] == ends[1]
-    with pytest.raises(ConfigError, match="the recording ends before mega-batch 2/0"):
-        next(iter(loader))
-
-
-def test_a_recording_that_goes_on_after_a_resumption_is_whole(attached: Make) -> None:
-    """The run was saved when some rounds of its first mega-batch were merged."""
-    strategy = offbeat.AdaptiveSGD(mega_batch=20, batch_size=2, warmup=2)
-    net, optimizer, session = attached(strategy)
-    batches = iter(session.loader(numbers(20)))
-    for _ in range(5):
-        step(net, optimizer, next(batches)[0])
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
-    net, optimizer, session = attached(strategy)
-    loader = session.loader(numbers(20), record=True)
-    for target, state in zip((net, optimizer, session), saved, strict=True):
-        target.load_state_dict(state)
-    for (x,) in loader:
-        step(net, optimizer, x)
-    again, optimizer, session = attached(strategy)
-    for (x,) in session.loader(numbers(20), replay=loader.recording):
-        step(again, optimizer, x)
-    assert again.weight.item() == net.weight.item()
-
-
-def test_a_recording_that_ends_within_a_mega_batch_is_refused_there(attached: Make) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=20, batch_size=2, warmup=2)
-    net, optimizer, session = attached(strategy)
-    loader = session.loader(numbers(20), record=True)
-    for number, (x,) in enumerate(loader):
-        step(net, optimizer, x)
-        if number == 5:
-            break
-    net, optimizer, session = attached(strategy)
-    batches = iter(session.loader(numbers(20), replay=loader.recording))
-    merged = sum(len(step(net, optimizer, next(batches)[0])) for _ in range(4))
-    assert merged == 8
-    with pytest.raises(ConfigError, match="before mega-batch 0/0 .*or within it"):
-        next(batches)
-
-
-def test_a_recording_of_other_data_is_refused(attached: Make) -> None:
-    _, _, session = attached(offbeat.AdaptiveSGD())
-    with pytest.raises(ConfigError, match="made with num_samples 5, here it is 4"):
-        session.loader(numbers(4), replay=Recording(num_samples=5, seed=0, world_size=1))
 
 
 def test_in_step_a_run_resumes(attached: Make) -> None:
@@ -422,10 +360,12 @@ def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -
 
 
 def test_kinds_of_loaders(attached: Make) -> None:
-    _, _, session = attached(offbeat.AdaptiveSGD())
-    assert isinstance(session.loader(numbers(3)), DispatchLoader)
+    _, _, session = attached(offbeat.AdaptiveSGD(min_batch_size=4))
+    with pytest.raises(ConfigError, match="have 3 samples, but min_batch_size is 4"):
+        session.loader(numbers(3), batch_size=3)
+    assert isinstance(session.loader(numbers(3), batch_size=4), DispatchLoader)
     with pytest.raises(ConfigError, match="has a loader already"):
-        session.loader(numbers(3))
+        session.loader(numbers(3), batch_size=4)
     _, _, session = attached(offbeat.LocalSGD())
     assert isinstance(session.loader(numbers(3), batch_size=1), LockstepLoader)
 
@@ -438,10 +378,10 @@ def test_kinds_of_loaders(attached: Make) -> None:
         ({"seed": -1}, True, "seed must be an integer of at least 0, got -1"),
         ({"seed": True}, True, "seed"),
         ({"max_batch_size": 0}, True, "max_batch_size must be an integer of at least 1"),
-        ({"batch_size": 2}, True, "a batch_size of its own"),
-        ({}, False, "pass batch_size="),
-        ({"batch_size": 2, "max_batch_size": 4}, False, "strategies that claim samples"),
-        ({"batch_size": 2, "recorded": True}, False, "strategies that claim samples"),
+        ({"batch_size": None}, True, "pass batch_size="),
+        ({"batch_size": None}, False, "pass batch_size="),
+        ({"max_batch_size": 4}, False, "strategies that claim samples"),
+        ({"claims_ahead": 1}, False, "strategies that claim samples"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
@@ -450,9 +390,9 @@ def test_arguments_that_cannot_work_are_refused(
     usual = {
         "dataset": [1, 2],
         "seed": 0,
-        "batch_size": None,
+        "batch_size": 2,
         "max_batch_size": None,
-        "recorded": False,
+        "claims_ahead": None,
     }
     arguments = usual | given
     with pytest.raises(ConfigError, match=said):
@@ -462,24 +402,9 @@ def test_arguments_that_cannot_work_are_refused(
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (
-            lambda: offbeat.AdaptiveSGD(mega_batch=64),
-            "at least batch_size=128, got 64; 100 batches would be 12800",
-        ),
-        (lambda: offbeat.AdaptiveSGD(batch_size=0), "batch_size must be an integer of at least 1"),
-        (lambda: offbeat.AdaptiveSGD(max_batch_size=100), "allow 16 to 100"),
-        (lambda: offbeat.AdaptiveSGD(min_batch_size=129), "allow 129 to None"),
-        (lambda: offbeat.AdaptiveSGD(min_batch_size=9, max_batch_size=8), "or more"),
+        (lambda: offbeat.AdaptiveSGD(mega_batch=0), "mega_batch must be an integer of at least 1"),
+        (lambda: offbeat.AdaptiveSGD(min_batch_size=0), "min_batch_size must be an integer"),
         (lambda: offbeat.AdaptiveSGD(rule="proportionate"), "did you mean 'proportional'"),
-        (lambda: offbeat.AdaptiveSGD(merge="sizes"), "merge"),
-        (lambda: offbeat.AdaptiveSGD(kappa=0.0), "kappa"),
-        (lambda: offbeat.AdaptiveSGD(merge_momentum=1.0), "momentum"),
-        (lambda: offbeat.AdaptiveSGD(perturbation=-0.1), "perturbation"),
-        (
-            lambda: offbeat.AdaptiveSGD(overlap=True, merge_momentum=0.5),
-            "overlap=True goes without merge_momentum, got 0.5",
-        ),
-        (lambda: offbeat.ElasticSGD(mega_batch=1), "mega_batch"),
         (lambda: offbeat.AdaptiveSGD(rate_scaling="root"), "rate_scaling"),
         (lambda: offbeat.AdaptiveSGD(warmup=-1), "warmup must be an integer of at least 0"),
         (lambda: offbeat.ElasticSGD(optimizer_state="mean"), "optimizer_state"),

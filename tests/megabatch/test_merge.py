@@ -15,9 +15,8 @@ import torch
 from offbeat.errors import ConfigError, MismatchError, NonFiniteError, OffbeatError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup, GroupWork
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
-from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot, agreed_kind
-from offbeat.megabatch.merge_weights import MergeMomentum
-from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
+from offbeat.megabatch.merge import MergeMomentum, MergeOutcome, MergeProtocol, ModelSnapshot
+from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
 from offbeat.transport.operations import Collective
 from offbeat.transport.virtual import VirtualCluster
@@ -169,7 +168,12 @@ class Rank:
     def carry_out(self, call: Callable[[], Any], generation: Generation) -> Collective[Any]:
         """What `call`, of the protocol, returns."""
         done: list[MergeOutcome] = []
+        model = self.rows.detach(), self.dense.detach(), self.count
+        before = [tensor.clone() for tensor in model]
         while True:
+            # The call begins anew, and takes over once more what was done.
+            for tensor, value in zip(model, before, strict=True):
+                tensor.copy_(value)
             self.group.outcomes = list(done)
             try:
                 return call()

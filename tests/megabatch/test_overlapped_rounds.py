@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from offbeat.errors import CheckpointError
 from offbeat.megabatch import claims
+from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
@@ -30,7 +31,7 @@ from offbeat.megabatch.claims import (
     SampleRange,
 )
 from offbeat.megabatch.fetching import Fetcher
-from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, mega_batch_span, order_of
+from offbeat.megabatch.loader import DispatchLoader, mega_batch_span, order_of
 
 NUM_SAMPLES, SEED = 47, 3
 
@@ -138,12 +139,11 @@ class Run:
         self.conclude()
 
 
-class Policy(DispatchPolicy):
+class Policy(MegaBatchCallback):
     """Merges nothing, and may take its time to notice that a merge is over."""
 
     def __init__(self, run: Run, rank: int, *, warmup: bool, dies: float) -> None:
         self.run, self.rank, self.warmup, self.dies = run, rank, warmup, dies
-        self.mega_batch, self.base_batch_size, self.smallest_claim = 16, 2, 1
         self.shares_equally = False
         self.batch_sizes = (2,) * len(run.living)
         self.ranks = tuple(sorted(run.living))
@@ -179,6 +179,16 @@ class Policy(DispatchPolicy):
 
     @property
     @override
+    def samples_of_mega_batch(self) -> int:
+        return 16
+
+    @property
+    @override
+    def smallest_claim(self) -> int:
+        return 1
+
+    @property
+    @override
     def batch_size(self) -> int:
         return 1 + self.rank % 3
 
@@ -204,9 +214,6 @@ class Policy(DispatchPolicy):
         return {rank: proposal[1] for rank, proposal in outcome.items()}
 
     @override
-    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None: ...
-
-    @override
     def samples_of_round(self, samples_before: int) -> int | None:
         return 2 * len(self.ranks) if self.warmup and samples_before < 30 else None
 
@@ -214,25 +221,22 @@ class Policy(DispatchPolicy):
     def synchronize(self) -> None: ...
 
     @override
+    def on_batch_claimed(self, num_samples: int) -> None: ...
+
+    @override
     def mega_batches_merged(self, count: int) -> None:
         assert count >= 0
         self.told += count
 
     @override
-    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
-        if self.was_stopped:
-            return self.join()
-        self._check(share, claim_round)
-        return self._adopt(self._met(("merge", share, claim_round, None)))
-
-    @override
     def begin_merge(
-        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound | None
     ) -> None:
         assert not self._under_way
-        self._check(share, claim_round)
-        self._propose(("merge", share, claim_round, following))
-        self._under_way = True
+        self._under_way = not self.was_stopped
+        if self._under_way:
+            self._check(share, claim_round)
+            self._propose(("merge", share, claim_round, following))
 
     @property
     @override
@@ -246,8 +250,8 @@ class Policy(DispatchPolicy):
 
     @override
     def end_merge(self) -> MergedRound | None:
-        self._under_way = False
-        outcome = self.run.merges[self._number - 1].outcome
+        was_proposed, self._under_way = self._under_way, False
+        outcome = self.run.merges[self._number - 1].outcome if was_proposed else None
         if self.was_stopped and (
             outcome is None or self.rank not in [each.rank for each in outcome.shares]
         ):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 NUM_STEPS: Final = 3
 TOLERANCE: Final = 1e-9
 
-DAMPING: Final = 1e11
+DAMPING: Final = 1e17
 
 STRATEGIES: dict[str, Any] = {
     "allreduce": offbeat.AllReduce(),
@@ -32,8 +32,7 @@ STRATEGIES: dict[str, Any] = {
 }
 KFAC: Final[dict[str, tuple[Any, float]]] = {
     # The root of the damping is added to the eigenvalues of each factor.
-    "spdkfac": (offbeat.SPDKFAC(damping=DAMPING, kl_clip=None), 1e-3),
-    "spdkfac, eigen": (offbeat.SPDKFAC(damping=DAMPING, kl_clip=None, inverse="eigen"), 1e-6),
+    "spdkfac": (offbeat.SPDKFAC(damping=DAMPING, kl_clip=None), 1e-6),
 }
 """With how far scaled gradients may be from plain ones."""
 

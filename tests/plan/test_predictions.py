@@ -116,7 +116,7 @@ def test_merges_beside_training_take_what_training_leaves_of_them() -> None:
 
     assert step_s("", first) == step_s(":overlap=false", first)
     assert step_s("", later) == step_s(":overlap=true", later) == pytest.approx(0.3)
-    assert step_s(":merge_momentum=0.9", later) == step_s(":overlap=false", later) > 0.5
+    assert step_s(":rule=published", later) == step_s(":overlap=false", later) > 0.5
     # 9 merges of 6 s in 12 steps of 0.3 s.
     assert step_s(":overlap=true", first) == pytest.approx(0.3 + (9 * 6.0 - 12 * 0.3) / 12)
 

@@ -63,7 +63,7 @@ def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[st
                 session_module.agree = die  # type: ignore[assignment]
     net = make_net()
     try:
-        offbeat.attach(net, sgd(net), offbeat.AdaptiveSGD(mega_batch=40, batch_size=4))
+        offbeat.attach(net, sgd(net), offbeat.AdaptiveSGD(mega_batch=10))
     except OffbeatError as error:
         return {
             "kind": type(error).__name__,
@@ -95,13 +95,13 @@ def founded(rank: int, world_size: int, *, strategy: str, deaths: dict[str, str]
     }.get(doing or "")
     net = make_net()
     optimizer = sgd(net)
-    recipe: Strategy = getattr(offbeat, strategy)(mega_batch=40, batch_size=4)
+    recipe: Strategy = getattr(offbeat, strategy)(mega_batch=10)
     with attach_through(
         lambda driver: Dying(driver, at_message or 10**9), net, optimizer, recipe
     ) as session:
         if doing == "about to make its loader":
             die()
-        loader = session.loader(Numbers(), seed=3)
+        loader = session.loader(Numbers(), batch_size=4, seed=3)
         assert isinstance(loader, DispatchLoader)
         if doing == "about to begin":
             die()
@@ -149,9 +149,7 @@ def second_session(rank: int, world_size: int, *, strategy: str) -> dict[str, An
     """
     notice_deaths_soon()
     recipe: Strategy = (
-        offbeat.WAGMA(period=2)
-        if strategy == "WAGMA"
-        else offbeat.AdaptiveSGD(mega_batch=16, batch_size=4)
+        offbeat.WAGMA(period=2) if strategy == "WAGMA" else offbeat.AdaptiveSGD(mega_batch=4)
     )
     net = make_net()
     optimizer = sgd(net)

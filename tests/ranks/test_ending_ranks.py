@@ -29,7 +29,7 @@ IN_STEP: dict[str, AveragingStrategy] = {
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
     "crossbow": offbeat.Crossbow(),
-    "elasticsgd": offbeat.ElasticSGD(mega_batch=36, batch_size=4),
+    "elasticsgd": offbeat.ElasticSGD(mega_batch=9),
 }
 BESIDE: dict[str, AveragingStrategy] = {
     "wagma": offbeat.WAGMA(period=3),
@@ -93,9 +93,9 @@ def left_early(rank: int) -> dict[str, Any]:
     """Each rank leaves the loop within the first mega-batch, after a number of steps of its own."""
     net = megabatch.make_net()
     optimizer = megabatch.sgd(net)
-    strategy = offbeat.AdaptiveSGD(mega_batch=100, batch_size=4, warmup=0)
+    strategy = offbeat.AdaptiveSGD(mega_batch=25, warmup=0)
     with offbeat.attach(net, optimizer, strategy) as session:
-        loader = session.loader(megabatch.Numbers(), seed=3)
+        loader = session.loader(megabatch.Numbers(), batch_size=4, seed=3)
         for number, batch in enumerate(loader, start=1):
             megabatch.step(net, optimizer, batch)
             if number == STEPS_LEFT_AFTER[rank]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import offbeat
 from offbeat.megabatch.callback import MegaBatchCallback
-from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, MegaBatchShare, MergedRound
+from offbeat.megabatch.claims import Claim, ClaimLog, MergedRound
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
@@ -80,13 +80,13 @@ def die_while_claiming(after: int) -> None:
 
 
 def strategies() -> dict[str, MegaBatchStrategy]:
-    adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4)
+    adaptive = offbeat.AdaptiveSGD(mega_batch=10)
     return {
         "adaptive": adaptive,
         "adaptive, read ahead": adaptive,
         "overlap": replace(adaptive, overlap=True),
-        "momentum": offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, warmup=0, merge_momentum=0.5),
-        "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
+        "momentum": offbeat.AdaptiveSGD(mega_batch=10, warmup=0, rule="published"),
+        "elastic": offbeat.ElasticSGD(mega_batch=10),
     }
 
 
@@ -108,6 +108,7 @@ def attached(
         if reads_ahead
         else Numbers(),
         seed=3,
+        batch_size=None if reads_ahead else 4,
     )
     assert isinstance(loader, DispatchLoader)
     return session, loader
@@ -266,16 +267,14 @@ def without_works(merges: list[dict[str, Any]]) -> list[Any]:
 def note_merges(net: torch.nn.Module) -> list[str]:
     """Models after each merge from now on, also of those within a mega-batch."""
     found: list[str] = []
-    merge = MegaBatchCallback.merge
+    end_merge = MegaBatchCallback.end_merge
 
-    def noting(
-        part: MegaBatchCallback, share: MegaBatchShare, claim_round: ClaimRound
-    ) -> MergedRound:
-        merged = merge(part, share, claim_round)
+    def noting(part: MegaBatchCallback) -> MergedRound | None:
+        merged = end_merge(part)
         found.append(fingerprint(net))
         return merged
 
-    MegaBatchCallback.merge = noting  # type: ignore[method-assign]
+    MegaBatchCallback.end_merge = noting  # type: ignore[method-assign]
     return found
 
 
@@ -354,7 +353,7 @@ def rows(rank: int, world_size: int) -> dict[str, Any]:
     """
     net = Rows()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    strategy = offbeat.AdaptiveSGD(mega_batch=2 * world_size, batch_size=2, merge_momentum=0.5)
+    strategy = offbeat.AdaptiveSGD(mega_batch=world_size, rule="published")
     found = []
     warnings.filterwarnings("ignore", "no loader of this session")
     with offbeat.attach(net, optimizer, strategy) as session:

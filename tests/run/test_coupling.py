@@ -432,7 +432,7 @@ def test_a_sharded_model_is_refused_in_one_sentence(
 
 
 def test_samples_cannot_be_shared_out_by_a_ddp_script(stack: ExitStack) -> None:
-    Script(offbeat.AdaptiveSGD(batch_size=2, mega_batch=8), stack)
+    Script(offbeat.AdaptiveSGD(mega_batch=4), stack)
     ddp = DistributedDataParallel(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match=r"session\.loader"):

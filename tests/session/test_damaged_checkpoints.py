@@ -165,8 +165,8 @@ STRATEGIES = [
     offbeat.SGP(),
     offbeat.WAGMA(),
     offbeat.EagerSGD(),
-    offbeat.AdaptiveSGD(mega_batch=32, batch_size=4),
-    offbeat.ElasticSGD(mega_batch=32, batch_size=4),
+    offbeat.AdaptiveSGD(mega_batch=8),
+    offbeat.ElasticSGD(mega_batch=8),
     offbeat.SPDKFAC(),
 ]
 

@@ -12,7 +12,7 @@ from offbeat.strategies.base import Strategy
 ACT_AT_STEPS = [
     offbeat.LocalSGD(),
     offbeat.WAGMA(),
-    offbeat.AdaptiveSGD(batch_size=2),
+    offbeat.AdaptiveSGD(),
     offbeat.SPDKFAC(),
 ]
 

@@ -54,7 +54,7 @@ class Quantised(torch.optim.SGD):
     [
         (offbeat.LocalSGD(period=1), 1),
         (offbeat.LocalSGD(period=1, optimizer_state="local"), 0),
-        (offbeat.ElasticSGD(mega_batch=4, batch_size=4, optimizer_state="averaged"), 1),
+        (offbeat.ElasticSGD(mega_batch=1, optimizer_state="averaged"), 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore:no loader of this session feeds the run")

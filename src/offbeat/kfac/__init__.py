@@ -2,15 +2,16 @@
 
 Where to read, in the order of a training step:
 
-- `part`: the step as a whole, which is what a session knows of K-FAC.
-- `survey`, `blocks`, `layers`, `norms`, `tied`, `attention`, `convolution`: which layers are
-  covered, and the factors A and G of each; `pieces` cuts large factors.
+- `callback`: the step as a whole, which is what a session knows of K-FAC.
+- `survey`, `blocks`, `layers`, `norms`, `attention`, `convolution`: which layers are covered, and
+  the factors A and G of each.
 - `capture`: adds to the factors while the model runs.
-- `exchange`: `scheduler` sends factors (`messages`) beside the gradients, `accumulator` averages
-  them over steps (`averages`), `inverses` has them inverted and sends inverses, `preconditioner`
-  multiplies gradients by them. `costs` measures what plans depend on, `spans` notes what happened.
-- `inverses`, `lapack`, `eigen`, `precondition`, `symmetric`: the linear algebra, which knows of no
-  other rank.
-- `planning`: which factors share a message, who inverts what, and in which order. Pure functions.
-- `options`: what a user can set.
+- `scheduler`: sends factors beside the gradients.
+- `averages`: factors averaged over steps, and their damping.
+- `inverse_exchange`: has them inverted, and sends inverses.
+- `preconditioner`: multiplies gradients by them.
+- `factors`, `inverses`, `precondition`: the linear algebra, which knows of no other rank.
+- `plans`, `placement`, `overlap`: which factors share a message, which rank inverts what, and in
+  which order. Pure functions; `costs` measures what they depend on.
+- `curvature`: what a user can set; `spans` notes what happened.
 """

@@ -12,9 +12,9 @@ which the observer must notice (`Projections.finished`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FunctionType, SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,27 +24,16 @@ from torch import nn
 from offbeat.kfac.blocks import LayerBlock
 from offbeat.torch_private import attention_functions
 
+if TYPE_CHECKING:
+    from offbeat.kfac.capture import Capture
+
 _NOT_SELF_ATTENTION = (
     "it was called with query, key and value that are not one and the same tensor, or without a"
     " batch dimension; name its module in cross_attention"
 )
 
 
-class ProjectionObserver(Protocol):
-    """Is shown what the projections of an attention get and return."""
-
-    def projected(self, inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
-        """`output` is `inputs` times `weight`, transposed, plus a bias."""
-        ...
-
-    def finished(self) -> None:
-        """A forward pass is over."""
-        ...
-
-
-_watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, ProjectionObserver]] = (
-    WeakKeyDictionary()
-)
+_watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, Projections]] = WeakKeyDictionary()
 
 
 class _WatchedAttention(nn.MultiheadAttention):
@@ -67,7 +56,7 @@ class _WatchedAttention(nn.MultiheadAttention):
         return object.__new__, (nn.MultiheadAttention,), vars(self).copy()
 
 
-def watch(module: nn.MultiheadAttention, observer: ProjectionObserver) -> None:
+def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
     """Show each projection in forward passes with gradients to `observer`, in the order
     they happen.
     """
@@ -107,42 +96,26 @@ def rebound(function: Any, names: dict[str, Any]) -> FunctionType:
     return bound
 
 
-class ProjectionSink(Protocol):
-    """What attention knows of a `Capture`."""
-
-    def saw_inputs(self, place: int, inputs: torch.Tensor, *, num_terms: int | None) -> None: ...
-
-    def saw_output(
-        self,
-        place: int,
-        inputs: torch.Tensor,
-        output: torch.Tensor,
-        *,
-        num_terms: int | None,
-        select: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None: ...
-
-    def retire_use(self, place: int, what: str) -> None: ...
-
-
 class Projections:
-    """An observer that knows which block each projection of an attention belongs to.
+    """Is shown what the projections of an attention get and return, and knows which block each of
+    them belongs to.
 
     Args:
-        sink: is told of inputs and outputs of blocks.
+        capture: is told of inputs and outputs of blocks.
         module: the attention.
-        blocks: its blocks, by the number of the use that `sink` knows them by.
+        blocks: its blocks, by the number of the use that `capture` knows them by.
     """
 
     def __init__(
-        self, sink: ProjectionSink, module: nn.MultiheadAttention, blocks: Mapping[int, LayerBlock]
+        self, capture: Capture, module: nn.MultiheadAttention, blocks: Mapping[int, LayerBlock]
     ) -> None:
-        self._sink, self._blocks = sink, blocks
+        self._capture, self._blocks = capture, blocks
         self._module = module
         self._num_examples = self._num_terms = 1
         self._seen = False
 
     def projected(self, inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """`output` is `inputs` times `weight`, transposed, plus a bias."""
         self._seen = True
         if inputs.ndim == 2:  # the output projection gets positions and examples in one dimension
             inputs = inputs.unflatten(0, (-1, self._num_examples))
@@ -155,14 +128,15 @@ class Projections:
             if self._is_query(weight):
                 self._num_terms = block.num_terms(inputs)
             if first == 0 and len(wanted) > len(weight):
-                self._sink.retire_use(index, _NOT_SELF_ATTENTION)
+                self._capture.retire_use(index, _NOT_SELF_ATTENTION)
             elif 0 <= first < len(weight):
                 self._show(index, inputs, output, slice(first, first + len(wanted)))
 
     def finished(self) -> None:
+        """A forward pass is over."""
         if not self._seen:
             for index in self._blocks:
-                self._sink.retire_use(
+                self._capture.retire_use(
                     index,
                     "this version of PyTorch computes attention in a way that cannot be observed",
                 )
@@ -178,5 +152,5 @@ class Projections:
         def select(gradient: torch.Tensor) -> torch.Tensor:
             return gradient[..., columns].reshape(*leading, -1)
 
-        self._sink.saw_inputs(index, inputs, num_terms=self._num_terms)
-        self._sink.saw_output(index, inputs, output, num_terms=self._num_terms, select=select)
+        self._capture.saw_inputs(index, inputs, num_terms=self._num_terms)
+        self._capture.saw_output(index, inputs, output, num_terms=self._num_terms, select=select)

@@ -19,7 +19,7 @@ which are further groups, and one that would need many of them is kept as its di
 
 A tied weight is used by several layers. Each use sees inputs and output gradients of its own; where
 the uses lie the same way round, the factors add up as those of one layer that is called several
-times. `kfac.tied` has the rest.
+times. `kfac.averages` says what happens to the rest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from offbeat.kfac.symmetric import num_packed
+from offbeat.kfac.factors import FactorShape, factor_shape
 
 Side: TypeAlias = Literal["input", "output"]
 """Which factor of a block: "input" is A, "output" is G."""
@@ -40,89 +41,6 @@ Side: TypeAlias = Literal["input", "output"]
 SIDES: tuple[Side, Side] = ("input", "output")
 
 EVERYTHING = slice(None)
-
-MAX_PIECES = 8
-"""Into how many pieces a factor is cut at most. One that would need more is kept as its diagonal.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FactorShape:
-    """A factor of `groups` symmetric `dim` x `dim` matrices.
-
-    Attributes:
-        groups: how many, >= 1.
-        dim: rows of each, >= 1.
-        is_diagonal: only the diagonals are kept, and nothing else is there.
-        padding: how many rows, of all matrices together, stand for nothing and are zeros, since
-            what was cut has not the length of its pieces.
-        pieces: into how many each matrix was cut, >= 1; they are counted in `groups`.
-        uses: 2 for a weight that is used both ways round, whose factors are averaged apart and
-            joined before they are inverted (`kfac.tied`); else 1.
-    """
-
-    groups: int
-    dim: int
-    is_diagonal: bool = False
-    padding: int = 0
-    pieces: int = 1
-    uses: int = 1
-
-    @property
-    def packed(self) -> tuple[int, int]:
-        """Shape of the packed factor: (groups, d (d + 1) / 2), or (groups, d) if diagonal; as often
-        as there are uses.
-        """
-        return self.uses * self.groups, self.dim if self.is_diagonal else num_packed(self.dim)
-
-    @property
-    def is_tiny(self) -> bool:
-        return not self.is_diagonal and is_tiny(self.groups, self.dim)
-
-    @property
-    def joined(self) -> FactorShape:
-        """What is inverted: of all uses together."""
-        return replace(self, uses=1)
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the packed factor."""
-        return self.packed[0] * self.packed[1]
-
-
-def is_tiny(groups: int, dim: int) -> bool:
-    """Whether matrices are so many and so small that handling each one costs more than its
-    arithmetic.
-    """
-    return dim <= 2 and groups >= 8
-
-
-def factor_shape(groups: int, dim: int, max_dim: int, *, spare: int = 0) -> FactorShape:
-    """A factor of `groups` matrices of `dim` rows, cut into pieces of about `max_dim` rows.
-
-    Args:
-        groups: how many matrices, >= 1.
-        dim: rows of each, >= 1.
-        max_dim: up to how many rows a matrix is kept whole, >= 1.
-        spare: how many rows more than `max_dim` are borne, so that a bias cuts nothing.
-
-    >>> factor_shape(1, 4608, 2048)
-    FactorShape(groups=3, dim=1536, is_diagonal=False, padding=0, pieces=3, uses=1)
-    >>> factor_shape(1, 4609, 2048)
-    FactorShape(groups=3, dim=1537, is_diagonal=False, padding=2, pieces=3, uses=1)
-    >>> factor_shape(1, 50257, 2048)
-    FactorShape(groups=1, dim=50257, is_diagonal=True, padding=0, pieces=1, uses=1)
-    """
-    if dim <= max_dim + spare:
-        return FactorShape(groups=groups, dim=dim)
-    fewest = -(-dim // max_dim)
-    if fewest > MAX_PIECES:
-        return FactorShape(groups=groups, dim=dim, is_diagonal=True)
-    pieces = next((some for some in range(fewest, 2 * fewest) if dim % some == 0), fewest)
-    rows = -(-dim // pieces)
-    return FactorShape(
-        groups=groups * pieces, dim=rows, padding=groups * (pieces * rows - dim), pieces=pieces
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -414,3 +332,31 @@ def slots_of(blocks: Sequence[Block]) -> list[FactorSlot]:
         for number, block in enumerate(blocks)
         for side in SIDES
     ]
+
+
+class TiedBlock(Block):
+    """A weight with all of its uses.
+
+    Args:
+        uses: at most one of each way round, the first of them not flipped. The weight lies as the
+            first one's does.
+    """
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        first = uses[0].block
+        super().__init__(
+            first.name, first.module, weight_name=first.weight_name, bias_name=first.bias_name
+        )
+        self._uses = uses
+        self.matrix_shape = first.matrix_shape
+        self.inputs = replace(first.inputs, uses=len(uses))
+        self.outputs = replace(first.outputs, uses=len(uses))
+
+    @property
+    @override
+    def uses(self) -> Sequence[Use]:
+        return self._uses
+
+    @override
+    def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._uses[0].block.to_matrix(weight)

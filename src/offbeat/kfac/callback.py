@@ -2,43 +2,42 @@
 
 1. During the forward and backward passes `FactorScheduler` takes A and G and sends them, in an
    order that all ranks share with the buckets of gradients.
-2. Before the update, when the gradients are final and good on all ranks, `FactorAccumulator` takes
+2. Before the update, when the gradients are final and good on all ranks, `FactorAverages` takes
    the sums into the running averages, one message after the other.
 3. Every `inverse_interval` steps all factors are inverted, by their owners or by every rank, each
-   as soon as what it needs has been taken in (`kfac.exchange.inverses`).
+   as soon as what it needs has been taken in (`kfac.inverse_exchange`).
 4. `Preconditioner` replaces each gradient by G^-1 (dL/dW) A^-1, and the optimizer steps with it.
 
 When the step is bad, nothing of this happens, on any rank. Which factors share a message, and who
-inverts and sends what, is the plan's (`kfac.planning.factor_plan`); everything else is the same for
+inverts and sends what, is the plan's (`kfac.plans`); everything else is the same for
 all K-FAC strategies.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
+from offbeat.callbacks.context import Context
 from offbeat.callbacks.profile import FactorAssignment, StepProfile
 from offbeat.errors import UnsupportedError
+from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import launch_sums
+from offbeat.kfac.averages import FactorAverages
 from offbeat.kfac.blocks import Block, slots_of
-from offbeat.kfac.eigen import StoredForm
-from offbeat.kfac.exchange.accumulator import FactorAccumulator
-from offbeat.kfac.exchange.preconditioner import Preconditioner
-from offbeat.kfac.exchange.scheduler import FactorScheduler
-from offbeat.kfac.exchange.spans import SpanRecorder
-from offbeat.kfac.options import KFACSettings
-from offbeat.kfac.plans.factor_plan import FactorPlan
-from offbeat.kfac.plans.inverse_order import InverseBatch
-from offbeat.transport.driver import Driver, Stream
+from offbeat.kfac.curvature import KFACSettings
+from offbeat.kfac.inverses import form_of
+from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
+from offbeat.kfac.preconditioner import Preconditioner
+from offbeat.kfac.scheduler import FactorScheduler
+from offbeat.kfac.spans import SpanRecorder
 
 _WHY_UNSEEN: Final = (
     "Hooks do not run where the model was compiled and called before attach(): attach first, or"
@@ -48,51 +47,25 @@ _WHY_UNSEEN: Final = (
 _MOST_NAMES: Final = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KFACPlanner:
-    """What a strategy decides, for `KFACCallback` to carry out.
-
-    Attributes:
-        plan: the first plan.
-        replan: makes a new plan from when each factor is ready within a step, in seconds; None
-            where plans do not depend on it.
-        inversion_order: in which order a plan's factors are inverted and sent.
-        predicted_s: for each factor, how long its inversion is expected to take; None where nothing
-            was measured.
-    """
-
-    plan: FactorPlan
-    replan: Callable[[Sequence[float]], FactorPlan] | None
-    inversion_order: Callable[[FactorPlan], Sequence[InverseBatch]]
-    predicted_s: Sequence[float] | None = None
-
-
 class KFACCallback(Callback):
     """Takes, averages and inverts factors, and preconditions gradients. It comes after the exchange
     of gradients in the order of parts.
 
     Args:
-        model: the root module.
+        context: of the session; its model and optimizer are there.
         blocks: what is preconditioned; the same on all ranks.
         settings: what all K-FAC strategies do alike.
-        form: what is kept of inverses.
-        planner: what this strategy decides.
-        first_parameters: for each block, the position of its first parameter in the model.
-        bucket_firsts: for each bucket of gradients, in the order in which buckets are launched, the
-            position of its first parameter.
+        planner: what tells this one from the others.
+        inputs: what it plans from.
+        buckets: of gradients, in the order in which they are launched.
         launch_order: the order that factors share with the buckets of gradients.
-        optimizer: knows the learning rates.
-        driver: carries everything out.
-        stream: the channels of everything that is sent here.
-        grad_scale: by what factor gradients are scaled at the moment (AMP).
-        notify: puts a remark where the user will see it.
-        warn: says what changes the meaning of the run.
 
     Attributes:
         blocks: as given.
         slots: the factors of the blocks.
+        form: what is kept of inverses.
         scheduler: takes and sends factors; listens to the exchange of gradients.
-        accumulator: averages them.
+        averages: of the factors over steps.
         preconditioner: has the inverses and uses them.
         wait_s: seconds spent so far on waiting for factors behind the backward pass.
     """
@@ -101,67 +74,71 @@ class KFACCallback(Callback):
 
     def __init__(
         self,
-        model: nn.Module,
+        context: Context,
         blocks: Sequence[Block],
         *,
         settings: KFACSettings,
-        form: StoredForm,
         planner: KFACPlanner,
-        first_parameters: Sequence[int],
-        bucket_firsts: Sequence[int],
+        inputs: PlanInputs,
+        buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
-        optimizer: torch.optim.Optimizer,
-        driver: Driver,
-        stream: Stream,
-        grad_scale: Callable[[], float],
-        notify: Callable[[str], None],
-        warn: Callable[[str], None],
     ) -> None:
-        self._stream, self._warn, self._is_checked = stream, warn, False
-        self._notify = notify
+        assert context.model is not None
+        assert context.optimizer is not None
+        self._context, self._settings = context, settings
+        self._planner, self._inputs = planner, inputs
+        self._stream, self._is_checked = context.new_stream(), False
         self.blocks, self.slots = blocks, slots_of(blocks)
+        self.form = form_of(self.slots, settings, same_devices=inputs.same_devices)
         self.wait_s = 0.0
-        self._settings, self._planner, self._driver = settings, planner, driver
         self._spans, self._is_new_plan = SpanRecorder(), True
+        plan = planner.plan(inputs)
+        positions = {id(weight): at for at, weight in enumerate(context.parameters.values())}
         self.scheduler = FactorScheduler(
-            model,
+            context.model,
             blocks,
             self.slots,
             settings=settings,
-            plan=planner.plan,
-            replan=planner.replan,
-            first_parameters=first_parameters,
-            bucket_firsts=bucket_firsts,
+            plan=plan,
+            measures=inputs.costs is not None,
+            first_parameters=[positions[id(block.weight)] for block in blocks],
+            bucket_firsts=[min(bucket.indices) for bucket in buckets],
             launch_order=launch_order,
-            driver=driver,
-            stream=stream,
+            driver=context.driver,
+            stream=self._stream,
             spans=self._spans,
-            grad_scale=grad_scale,
-            notify=notify,
+            grad_scale=context.grad_scale,
+            notify=context.notify,
         )
-        self.accumulator = FactorAccumulator(
-            self.slots, settings=settings, plan=planner.plan, rank=driver.rank
+        self.averages = FactorAverages(
+            self.slots, settings=settings, plan=plan, rank=context.driver.rank
         )
         self.preconditioner = Preconditioner(
             blocks,
             self.slots,
-            form=form,
+            form=self.form,
             settings=settings,
-            plan=planner.plan,
-            order=planner.inversion_order(planner.plan),
-            optimizer=optimizer,
-            driver=driver,
-            stream=stream,
+            plan=plan,
+            order=self._order(plan),
+            optimizer=context.optimizer,
+            driver=context.driver,
+            stream=self._stream,
             spans=self._spans,
-            notify=notify,
+            notify=context.notify,
         )
+
+    def _order(self, plan: FactorPlan) -> Sequence[InverseBatch]:
+        # With the damping divided between A and G, inverting either of them needs the traces of
+        # both; so does joining two uses of a weight.
+        joins = any(slot.shape.uses > 1 for slot in self.slots)
+        return inversion_order(plan, self._inputs, pairs=joins or self._settings.curvature.pi)
 
     @property
     def num_bytes(self) -> int:
         """Memory on this rank that averages, inverses and messages take from the first steps on."""
         inverses = self.preconditioner.inverses.packed
         tensors = [
-            *(factor.weighted_sum for factor in self.accumulator.factors.values()),
+            *(factor.weighted_sum for factor in self.averages.factors.values()),
             *(inverse for inverse in inverses if inverse is not None),
         ]
         return sum(tensor.nbytes for tensor in tensors) + sum(
@@ -175,8 +152,8 @@ class KFACCallback(Callback):
 
     def _adopt(self, plan: FactorPlan) -> None:
         self.scheduler.adopt(plan)
-        self.accumulator.adopt(plan)
-        self.preconditioner.adopt(plan, self._planner.inversion_order(plan))
+        self.averages.adopt(plan)
+        self.preconditioner.adopt(plan, self._order(plan))
         self._is_new_plan = True
 
     # Events
@@ -202,13 +179,13 @@ class KFACCallback(Callback):
             self._check_what_was_seen()
         if inverts:
             damping = self._settings.damping_at(step)
-            inverses.start(lambda slot: self.accumulator.inversion_task(slot, damping))
+            inverses.start(lambda slot: self.averages.inversion_task(slot, damping))
         if has_factors:
             self._take_in(inverts=inverts)
         if inverts:
             self.preconditioner.finish_inversions()
-        if has_factors and (plan := self.scheduler.learn()) is not None:
-            self._adopt(plan)
+        if has_factors and (ready_s := self.scheduler.learn()) is not None:
+            self._adopt(self._planner.plan(replace(self._inputs, ready_s=ready_s)))
         self.preconditioner.precondition(self.scheduler.retired, step)
 
     def _check_what_was_seen(self) -> None:
@@ -229,7 +206,7 @@ class KFACCallback(Callback):
             ],
             dtype=torch.float64,
         )
-        for pending in launch_sums(self._driver, self._stream, counts):
+        for pending in launch_sums(self._context.driver, self._stream, counts):
             pending.wait()
         in_use, is_seen = (counts > 0).tolist()
         if not any(in_use):
@@ -246,14 +223,14 @@ class KFACCallback(Callback):
                 f" gradients: {_listed([name for _, name in unseen])}. {_WHY_UNSEEN}"
             )
         if alone := [name for index, name in unseen if not self._is_tied(index)]:
-            self._warn(
+            self._context.warn(
                 f"K-FAC has not seen {_listed(alone)} at work, although their weights have"
                 f" gradients, so they get plain gradients. {_WHY_UNSEEN}"
             )
         for index, name in unseen:
             if self._is_tied(index):
                 others = [other for at, other in layers if at == index and other != name]
-                self._notify(
+                self._context.notify(
                     f"K-FAC has not seen {name!r} at work, which shares its weight with"
                     f" {_listed(others)}: this weight is preconditioned as if only the others used"
                     " it, which is right if no gradient flows through that layer"
@@ -276,13 +253,13 @@ class KFACCallback(Callback):
             self.wait_s += time.monotonic() - began_s
             self._spans.add("wait for factors", "", began_s)
             self._spans.arrived()
-            num_retired += self.accumulator.add_message(message)
+            for slot, mean, weight, num_retired_ranks in message.read():
+                self.averages.add(slot, mean, weight)
+                num_retired.append((slot // 2, num_retired_ranks))
             if inverts:
                 inverses.advance(number)
         for slot, increment in self.scheduler.pop_own_increments().items():
-            self.accumulator.add_own(
-                slot, increment, is_retired=self.scheduler.is_retired_here(slot)
-            )
+            self.averages.add_own(slot, increment, is_retired=self.scheduler.is_retired_here(slot))
         if num_retired:
             # One transfer for all numbers: on a GPU the host waits for each value that it asks for.
             like = self.slots[0].zeros()
@@ -325,7 +302,8 @@ class KFACCallback(Callback):
         return StepProfile(spans=spans, assignments=self._assignments() if is_new else ())
 
     def _assignments(self) -> list[FactorAssignment]:
-        plan, predicted_s = self.plan, self._planner.predicted_s
+        plan, costs, dims = self.plan, self._inputs.costs, self._inputs.dims
+        inversion = costs.inverse.inversion if costs else None
         message_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
         sent = "preconditioned gradients" if plan.by_owner else "inverses"
         return [
@@ -336,7 +314,7 @@ class KFACCallback(Callback):
                 message=message_of.get(slot.index),
                 owner=plan.owners[slot.index],
                 sends=None if plan.owners[slot.index] is None else sent,
-                predicted_s=predicted_s[slot.index] if predicted_s else None,
+                predicted_s=inversion.time_s(dims[slot.index]) if inversion else None,
             )
             for slot in self.slots
         ]
@@ -348,8 +326,8 @@ class KFACCallback(Callback):
         """Factors and inverses: the same on all ranks, or the owner's own. What is under way in a
         step is not in it.
         """
-        kept = self.accumulator.state_dict() | self.preconditioner.state_dict()
-        replicated = self.scheduler.state_dict() | {"world_size": self._driver.world_size}
+        kept = self.averages.state_dict() | self.preconditioner.state_dict()
+        replicated = self.scheduler.state_dict() | {"world_size": self._context.driver.world_size}
         if self.plan.by_owner:
             return {"replicated": replicated, "owned": kept}
         return {"replicated": replicated | kept}
@@ -366,14 +344,14 @@ class KFACCallback(Callback):
         self.preconditioner.check_state(saved)  # before anything is changed
         keeps_plan = replicated[
             "world_size"
-        ] == self._driver.world_size and self.scheduler.is_planned_by(replicated)
+        ] == self._context.driver.world_size and self.scheduler.is_planned_by(replicated)
         if keeps_plan:
             self._adopt(self.scheduler.saved_plan(replicated))
-        self.accumulator.load_state_dict(saved)
+        self.averages.load_state_dict(saved)
         self.preconditioner.load_state_dict(saved)
         self.scheduler.load_state_dict(replicated, keeps_plan=keeps_plan)
-        if lacking := self.accumulator.lacking(saved):
-            self._notify(
+        if lacking := self.averages.lacking(saved):
+            self._context.notify(
                 f"the checkpoint has nothing of K-FAC's factors {_listed(lacking)}: their layers"
                 " get plain gradients until the next inversions"
             )

@@ -49,7 +49,7 @@ from torch import nn
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.kfac.attention import Projections, unwatch, watch
 from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.curvature import Curvature
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
     current_backward_pass,
@@ -112,7 +112,7 @@ class Capture:
     Args:
         model: the root module, whose forward passes separate batches.
         blocks: what to watch.
-        options: how to count.
+        curvature: how to count.
         warn: is told of layers that cannot be watched any more.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
         added: is called with a block's index and a side whenever something was added to that
@@ -125,7 +125,7 @@ class Capture:
         self,
         model: nn.Module,
         blocks: Sequence[Block],
-        options: FactorOptions,
+        curvature: Curvature,
         *,
         warn: Callable[[str], None],
         grad_scale: Callable[[], float] = lambda: 1.0,
@@ -137,7 +137,7 @@ class Capture:
         self.phase: int | None = None
         """How many steps with factors came before this one; None: nothing is summed now."""
         self._blocks = list(blocks)
-        self._options = options
+        self._curvature = curvature
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
         self._room, self._taken = room, set[tuple[int, Side]]()
         self._uses = [
@@ -228,7 +228,7 @@ class Capture:
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
         # The backward pass delivers the gradient of a mean over all terms: each term's own gradient
         # is that times the number of terms, and G is a product of two of them.
-        scale = num_terms if self._options.loss == "mean" else 1
+        scale = num_terms if self._curvature.loss == "mean" else 1
         return Increment(moment.packed.mul_(scale**2 / num_seen), num_seen)
 
     def pop_layers_seen(self) -> set[str]:
@@ -288,7 +288,7 @@ class Capture:
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or block.masks_outputs else None
         dim, number = block.example_dim(inputs), self._pass
-        stride = self._stride(block, inputs)
+        stride = self._stride(block, inputs, dim)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
             if self.phase is not None:
@@ -362,10 +362,10 @@ class Capture:
 
     def _saw_loss_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """Where the model's output is laid out as no block's inputs are, it says nothing."""
-        if self._options.loss_terms == "position":
+        if self._curvature.loss_terms == "position":
             num_terms = gradient.shape[:-1].numel()
         else:
-            num_terms = gradient.shape[min(self._options.batch_dim, gradient.ndim - 2)]
+            num_terms = gradient.shape[min(self._curvature.batch_dim, gradient.ndim - 2)]
         own = [sums.terms[number][0] for sums in self._sums if number in sums.terms]
         if self.phase is not None and num_terms in own:
             self._terms_in_loss[number] = self._without_padding(num_terms, gradient)
@@ -380,7 +380,7 @@ class Capture:
         """How many of the terms get a gradient, if each position is one; a tensor, so that nobody
         waits for it yet.
         """
-        if self._options.loss_terms == "example" or gradient.shape[:-1].numel() != num_terms:
+        if self._curvature.loss_terms == "example" or gradient.shape[:-1].numel() != num_terms:
             return num_terms
         return gradient.any(dim=-1).count_nonzero()
 
@@ -388,11 +388,10 @@ class Capture:
         began_s, sums = time.monotonic(), self._sums[place]
         watched = self._uses[place]
         block = watched.block
-        num_terms, dim = (
-            block.num_terms(inputs) if num_terms is None else num_terms,
-            block.example_dim(inputs),
-        )
-        seen = self._sampled(inputs.detach(), dim, self._stride(block, inputs))
+        if num_terms is None:
+            num_terms = block.num_terms(inputs)
+        dim = block.example_dim(inputs)
+        seen = self._sampled(inputs.detach(), dim, self._stride(block, inputs, dim))
         with _plain_arithmetic(inputs.device.type):
             moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
             sums.inputs = self._plus(place, "input", sums.inputs, moment)
@@ -438,12 +437,13 @@ class Capture:
         part = room.chunk(len(self._uses_of[index]))[number]
         return Moment(part.copy_(moment.packed), moment.num_rows)
 
-    def _stride(self, block: LayerBlock, inputs: torch.Tensor) -> int:
-        """Every how-manieth example of `inputs`, and of what comes of them, is looked at."""
-        dim = block.example_dim(inputs)
+    def _stride(self, block: LayerBlock, inputs: torch.Tensor, dim: int | None) -> int:
+        """Every how-manieth example of `inputs`, which `dim` counts, and of what comes of them, is
+        looked at.
+        """
         if dim is None:
             return 1
-        return self._options.stride(inputs.shape[dim], block.num_positions(inputs))
+        return self._curvature.stride(inputs.shape[dim], block.num_positions(inputs))
 
     def _sampled(self, tensor: torch.Tensor, dim: int | None, stride: int) -> torch.Tensor:
         """The examples that are looked at: a view."""

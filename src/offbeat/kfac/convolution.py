@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv2d_weight
 
-from offbeat.kfac.symmetric import gram, pack
+from offbeat.kfac.factors import gram, pack
 
 IntPair: TypeAlias = tuple[int, int]
 

@@ -42,9 +42,18 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from offbeat.kfac.blocks import FactorShape, is_tiny
-from offbeat.kfac.lapack import cholesky_
-from offbeat.kfac.symmetric import mirror_, pack, unpack, unpack_triangles
+from offbeat.kfac.blocks import FactorSlot
+from offbeat.kfac.curvature import KFACSettings
+from offbeat.kfac.factors import (
+    FactorShape,
+    cholesky_,
+    is_tiny,
+    mirror_,
+    pack,
+    unpack,
+    unpack_triangles,
+)
+from offbeat.torch_private import has_avx512_bfloat16
 
 InverseForm: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
 """What is kept of an inverse; "bfloat16": itself, rounded, and square."""
@@ -93,8 +102,8 @@ def usual_form(device: torch.device, inverse_interval: int) -> InverseForm:
     )
 
 
-def dtype_of(form: InverseForm | Literal["eigen"], dtype: torch.dtype) -> torch.dtype:
-    """In what dtype inverses, or eigenvectors, of factors in `dtype` are kept."""
+def dtype_of(form: InverseForm, dtype: torch.dtype) -> torch.dtype:
+    """In what dtype inverses of factors in `dtype` are kept."""
     return torch.bfloat16 if form == "bfloat16" else dtype
 
 
@@ -301,17 +310,16 @@ def damp_and_invert_(
         one, shape (n,).
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
-    if is_tiny(len(matrices), matrices.shape[1]) and form != "triangle":
+    has_tiny = is_tiny(len(matrices), matrices.shape[1])
+    if has_tiny and form != "triangle":
         return _by_cofactors(matrices)
-    return (
-        _on_device(matrices, form) if is_asynchronous(matrices.device) else _on_host(matrices, form)
-    )
+    if has_tiny or is_asynchronous(matrices.device):
+        return _on_device(matrices, form)
+    return _on_host(matrices, form)
 
 
 def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
     """In main memory, where the host may ask for a value at no cost."""
-    if is_tiny(len(matrices), matrices.shape[1]):
-        return _on_device(matrices, form)
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
         mirror_(matrices)
@@ -356,3 +364,37 @@ def _all_finite(matrices: torch.Tensor) -> torch.Tensor:
 def _reciprocals(tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
     """Diagonal factors need no decomposition."""
     return [1 / (task.packed + task.damping) for task in tasks]
+
+
+def form_of(
+    slots: Sequence[FactorSlot], settings: KFACSettings, *, same_devices: bool
+) -> InverseForm:
+    """In which form inverses are kept. The same on all ranks.
+
+    Where the settings leave bfloat16 open it is taken where it costs nothing: inverses are made
+    anyway, no factor is in float64, and the devices, which must be of one kind, multiply in
+    bfloat16 faster than in float32.
+
+    Args:
+        slots: the factors.
+        settings: what the user has asked for.
+        same_devices: whether all ranks compute on devices of one kind.
+    """
+    device = slots[0].device
+    usual = usual_form(device, settings.inverse_steps.first_interval)
+    rounds = settings.bfloat16
+    if rounds is None:
+        rounds = (
+            same_devices
+            and usual == "inverse"
+            and all(slot.dtype == torch.float32 for slot in slots)
+            and multiplies_bfloat16_fast(device)
+        )
+    return "bfloat16" if rounds else usual
+
+
+def multiplies_bfloat16_fast(device: torch.device) -> bool:
+    """Whether `device` has instructions for products in bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and has_avx512_bfloat16()

@@ -8,17 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.kfac.blocks import (
-    EVERYTHING,
-    FactorShape,
-    LayerBlock,
-    Moment,
-    as_real,
-    factor_shape,
-)
+from offbeat.kfac.blocks import EVERYTHING, LayerBlock, Moment, as_real
 from offbeat.kfac.convolution import IntPair, Window, patch_moment, row_moments
-from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.pieces import moment_of, packed_pieces
+from offbeat.kfac.curvature import Curvature
+from offbeat.kfac.factors import FactorShape, factor_shape, moment_of, packed_pieces
 
 
 class RowsBlock(LayerBlock):
@@ -26,7 +19,7 @@ class RowsBlock(LayerBlock):
     alike.
 
     Args:
-        options: as for all blocks.
+        curvature: as for all blocks.
         batch_dim: which dimension of the input counts examples.
         num_mapped: how many dimensions it maps, >= 1.
     """
@@ -35,7 +28,7 @@ class RowsBlock(LayerBlock):
         self,
         name: str,
         module: nn.Module,
-        options: FactorOptions,
+        curvature: Curvature,
         *,
         weight_name: str = "weight",
         bias_name: str | None,
@@ -52,7 +45,7 @@ class RowsBlock(LayerBlock):
             rows=rows,
             bias_rows=bias_rows,
         )
-        self._options = options
+        self._curvature = curvature
         self._batch_dim = batch_dim
         self._num_mapped = num_mapped
 
@@ -62,20 +55,20 @@ class RowsBlock(LayerBlock):
 
     def num_positions(self, inputs: torch.Tensor) -> int:
         dim = self.example_dim(inputs)
-        if dim is None or self._options.sharing == "reduce":
+        if dim is None or self._curvature.sharing == "reduce":
             return 1
         return inputs.shape[: -self._num_mapped].numel() // max(inputs.shape[dim], 1)
 
     def num_terms(self, inputs: torch.Tensor) -> int:
         return (
             inputs.shape[: -self._num_mapped].numel()
-            if self._options.loss_terms == "position"
+            if self._curvature.loss_terms == "position"
             else super().num_terms(inputs)
         )
 
     def _rows(self, tensor: torch.Tensor, how: Literal["mean", "sum"]) -> torch.Tensor:
         """Shape (rows, d): positions expanded, or reduced to one for each example."""
-        if self._options.sharing == "expand" or tensor.ndim < 3:
+        if self._curvature.sharing == "expand" or tensor.ndim < 3:
             return as_real(tensor.reshape(-1, tensor.shape[-1]))
         positions = as_real(tensor).movedim(min(self._batch_dim, tensor.ndim - 2), 0).flatten(1, -2)
         return positions.mean(dim=1) if how == "mean" else positions.sum(dim=1)
@@ -86,7 +79,7 @@ class LinearBlock(RowsBlock):
     that share their input.
 
     Args:
-        options: as for all blocks.
+        curvature: as for all blocks.
         groups: projections that share the input and lie one after the other in the weight.
         batch_dim: which dimension of the input counts examples.
         is_transposed: whether the weight has a row for each input, and not for each output.
@@ -97,7 +90,7 @@ class LinearBlock(RowsBlock):
         self,
         name: str,
         module: nn.Module,
-        options: FactorOptions,
+        curvature: Curvature,
         *,
         weight_name: str = "weight",
         bias_name: str | None,
@@ -111,7 +104,7 @@ class LinearBlock(RowsBlock):
         super().__init__(
             name,
             module,
-            options,
+            curvature,
             weight_name=weight_name,
             bias_name=bias_name,
             rows=rows,
@@ -125,7 +118,7 @@ class LinearBlock(RowsBlock):
             groups,
             num_outputs // groups,
             num_inputs + self.has_bias,
-            options.max_dim,
+            curvature.max_dim,
             shares_inputs=True,
         )
         self.outputs = outputs or self.outputs
@@ -153,17 +146,17 @@ class BiasBlock(RowsBlock):
     """The bias of a linear layer, alone: the only input is 1."""
 
     def __init__(
-        self, name: str, module: nn.Module, options: FactorOptions, *, bias_name: str
+        self, name: str, module: nn.Module, curvature: Curvature, *, bias_name: str
     ) -> None:
         super().__init__(
             name,
             module,
-            options,
+            curvature,
             weight_name=bias_name,
             bias_name=None,
-            batch_dim=options.batch_dim,
+            batch_dim=curvature.batch_dim,
         )
-        self._lay_out(1, self._weight_shape[0], 1, options.max_dim, shares_inputs=True)
+        self._lay_out(1, self._weight_shape[0], 1, curvature.max_dim, shares_inputs=True)
 
     def fits(self, inputs: torch.Tensor) -> bool:
         return self.keeps_shape()
@@ -189,7 +182,7 @@ class ConvBlock(LayerBlock):
         self,
         name: str,
         module: nn.Conv1d | nn.Conv2d,
-        options: FactorOptions,
+        curvature: Curvature,
         *,
         bias_name: str | None,
     ) -> None:
@@ -204,13 +197,13 @@ class ConvBlock(LayerBlock):
             groups,
             num_outputs // groups,
             per_group * self._taps[0] * self._taps[1] + self.has_bias,
-            options.max_dim,
+            curvature.max_dim,
             shares_inputs=False,
         )
         # A factor that is cut is cut between rows of taps, if that makes pieces small enough.
         in_a_row = per_group * self._taps[1]
         whole = self.inputs.dim == self.matrix_shape[2]
-        self._is_cut_by_rows = not whole and not self.has_bias and in_a_row <= options.max_dim
+        self._is_cut_by_rows = not whole and not self.has_bias and in_a_row <= curvature.max_dim
         if self._is_cut_by_rows:
             self.inputs = FactorShape(groups=groups * self._taps[0], dim=in_a_row)
 
@@ -288,15 +281,15 @@ class EmbeddingBlock(LayerBlock):
     Positions that hold the padding index are inputs of zero, through which no gradient flows.
     """
 
-    def __init__(self, name: str, module: nn.Embedding, options: FactorOptions) -> None:
+    def __init__(self, name: str, module: nn.Embedding, curvature: Curvature) -> None:
         super().__init__(name, module, bias_name=None)
-        self._options = options
+        self._curvature = curvature
         self._padding = module.padding_idx
         self.masks_outputs = self._padding is not None
         num_rows, num_outputs = self._weight_shape
         self.matrix_shape = 1, num_outputs, num_rows
         self.inputs = FactorShape(groups=1, dim=num_rows, is_diagonal=True)
-        self.outputs = factor_shape(1, num_outputs, options.max_dim)
+        self.outputs = factor_shape(1, num_outputs, curvature.max_dim)
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.mT[None]
@@ -305,7 +298,7 @@ class EmbeddingBlock(LayerBlock):
         return self.keeps_shape()
 
     def example_dim(self, inputs: torch.Tensor) -> int | None:
-        return None if inputs.ndim == 0 else min(self._options.batch_dim, inputs.ndim - 1)
+        return None if inputs.ndim == 0 else min(self._curvature.batch_dim, inputs.ndim - 1)
 
     def num_positions(self, inputs: torch.Tensor) -> int:
         dim = self.example_dim(inputs)
@@ -313,7 +306,9 @@ class EmbeddingBlock(LayerBlock):
 
     def num_terms(self, inputs: torch.Tensor) -> int:
         return (
-            inputs.numel() if self._options.loss_terms == "position" else super().num_terms(inputs)
+            inputs.numel()
+            if self._curvature.loss_terms == "position"
+            else super().num_terms(inputs)
         )
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:

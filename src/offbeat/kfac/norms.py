@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.kfac.blocks import Block, FactorShape, LayerBlock, Moment, as_real
+from offbeat.kfac.blocks import Block, LayerBlock, Moment, as_real
+from offbeat.kfac.curvature import Curvature
+from offbeat.kfac.factors import FactorShape
 from offbeat.kfac.layers import RowsBlock
-from offbeat.kfac.options import FactorOptions
 
 LAST_DIMS = nn.LayerNorm, nn.RMSNorm
 """Layers whose channels are the last dimensions."""
@@ -70,7 +71,7 @@ class LastDimsNormBlock(RowsBlock):
         self,
         name: str,
         module: nn.Module,
-        options: FactorOptions,
+        curvature: Curvature,
         *,
         bias_name: str | None,
         normalise: Normalise,
@@ -78,9 +79,9 @@ class LastDimsNormBlock(RowsBlock):
         super().__init__(
             name,
             module,
-            options,
+            curvature,
             bias_name=bias_name,
-            batch_dim=options.batch_dim,
+            batch_dim=curvature.batch_dim,
             num_mapped=module.get_parameter("weight").ndim,
         )
         self._normalise = normalise
@@ -204,7 +205,7 @@ def _from_sums(sums: torch.Tensor, squares: torch.Tensor, num: int, *, has_bias:
 
 
 def norm_block(
-    name: str, module: Any, options: FactorOptions, *, bias_name: str | None
+    name: str, module: Any, curvature: Curvature, *, bias_name: str | None
 ) -> LastDimsNormBlock | SecondDimNormBlock:
     """The block of a normalisation, `module`, whose scale is trained."""
     if isinstance(module, SECOND_DIM):
@@ -215,4 +216,4 @@ def norm_block(
         if isinstance(module, nn.LayerNorm)
         else partial(F.rms_norm, normalized_shape=dims, eps=_epsilon(module))
     )
-    return LastDimsNormBlock(name, module, options, bias_name=bias_name, normalise=normalise)
+    return LastDimsNormBlock(name, module, curvature, bias_name=bias_name, normalise=normalise)

@@ -31,12 +31,17 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from offbeat.kfac.blocks import Block, BlockGradient, FactorShape
-from offbeat.kfac.eigen import Eigendecomposition
+from offbeat.kfac.blocks import Block, BlockGradient
+from offbeat.kfac.curvature import Grafting
+from offbeat.kfac.factors import (
+    FactorShape,
+    multiply_columns,
+    multiply_rows,
+    padded,
+    unpack,
+    unpack_triangles,
+)
 from offbeat.kfac.inverses import InverseForm, form_for, has_inverse, is_asynchronous
-from offbeat.kfac.options import Grafting
-from offbeat.kfac.pieces import multiply_columns, multiply_rows, padded
-from offbeat.kfac.symmetric import unpack, unpack_triangles
 
 
 @dataclass(frozen=True)
@@ -104,53 +109,6 @@ def _from_left(symmetric: torch.Tensor, matrices: torch.Tensor, form: InverseFor
     return symmetric * matrices if symmetric.shape[1] == 1 else torch.bmm(symmetric, matrices)
 
 
-@dataclass(frozen=True)
-class EigenPair:
-    """Eigendecompositions of one block's factors, A's and G's.
-
-    Attributes:
-        damping: of their product, or of each.
-        damps_each: which of the two.
-    """
-
-    inputs: Eigendecomposition
-    outputs: Eigendecomposition
-    damping: float
-    damps_each: bool = False
-
-    @cached_property
-    def exists(self) -> torch.Tensor:
-        """As of `InversePair`."""
-        return (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
-
-    def apply(
-        self, gradient: torch.Tensor, inputs: FactorShape, outputs: FactorShape
-    ) -> torch.Tensor:
-        """As of `InversePair`."""
-        _, num_outputs, num_inputs = gradient.shape
-        right, left = self.inputs.vectors, self.outputs.vectors
-        turned = padded(gradient, outputs, inputs)
-        rows, columns = turned.shape[1:]
-        if left is not None:
-            turned = multiply_rows(turned, outputs, lambda some: left.mT @ some)
-        if right is not None:
-            turned = multiply_columns(turned, inputs, lambda some: some @ right)
-        of_g = self.outputs.values.view(-1, rows, 1)
-        of_a = self.inputs.values.view(-1, 1, columns)
-        if self.damps_each:
-            turned = turned / ((of_g + self.damping) * (of_a + self.damping))
-        else:
-            turned = turned / (of_g * of_a + self.damping)
-        if right is not None:
-            turned = multiply_columns(turned, inputs, lambda some: some @ right.mT)
-        if left is not None:
-            turned = multiply_rows(turned, outputs, lambda some: left @ some)
-        return turned[:, :num_outputs, :num_inputs]
-
-
-Curvature: TypeAlias = InversePair | EigenPair
-
-
 def kl_scale(change: torch.Tensor, kl_clip: float, grad_scale: float = 1.0) -> torch.Tensor:
     """nu: by what to multiply preconditioned gradients P, a scalar tensor in (0, 1].
 
@@ -181,7 +139,7 @@ def graft_(preconditioned: torch.Tensor, share: torch.Tensor, grafting: Grafting
 @torch.no_grad()
 def precondition_(
     blocks: Sequence[Block],
-    curvatures: Sequence[Curvature],
+    inverses: Sequence[InversePair],
     *,
     lrs: Sequence[float],
     kl_clip: float | None,
@@ -194,7 +152,7 @@ def precondition_(
 
     Args:
         blocks: not the retired ones.
-        curvatures: one for each block.
+        inverses: one for each block.
         lrs: learning rates, one for each block.
         kl_clip: the limit, > 0; None: no limit.
         grafting: whose length a layer's preconditioned gradient has. With "layer" give no limit.
@@ -208,14 +166,14 @@ def precondition_(
     done: list[_Preconditioned] = []
     change: torch.Tensor | float = 0.0
     live = [
-        _Live(block, curvature, lr)
-        for block, curvature, lr in zip(blocks, curvatures, lrs, strict=True)
+        _Live(block, inverse, lr)
+        for block, inverse, lr in zip(blocks, inverses, lrs, strict=True)
         if block.has_gradient()
         # on a GPU asking would make the host wait
-        and (is_asynchronous(curvature.exists.device) or curvature.exists)
+        and (is_asynchronous(inverse.exists.device) or inverse.exists)
     ]
     for each, gradient, matrix, preconditioned in _apply_each(live):
-        exists = each.curvature.exists
+        exists = each.inverse.exists
         may_ask = not is_asynchronous(exists.device)
         if not may_ask:
             preconditioned = torch.where(exists, preconditioned, matrix)
@@ -244,7 +202,7 @@ class _Live(NamedTuple):
     """A block that has a gradient, with its inverses and its learning rate."""
 
     block: Block
-    curvature: Curvature
+    inverse: InversePair
     lr: float
 
 
@@ -258,14 +216,14 @@ def _apply_each(live: Sequence[_Live]) -> Iterator[_Applied]:
     """
     norms: dict[object, list[_Live]] = {}
     for each in live:
-        block, curvature, _ = each
-        if isinstance(curvature, InversePair) and block.inputs.is_tiny and block.outputs.is_tiny:
+        block, inverse, _ = each
+        if block.inputs.is_tiny and block.outputs.is_tiny:
             kind = block.inputs.dim, block.outputs.dim, block.weight.dtype, block.weight.device
             norms.setdefault(kind, []).append(each)
             continue
         gradient = block.gradient()
         matrix = gradient.matrix()
-        yield each, gradient, matrix, curvature.apply(matrix, block.inputs, block.outputs)
+        yield each, gradient, matrix, inverse.apply(matrix, block.inputs, block.outputs)
     for some in norms.values():
         yield from _apply_together(some)
 
@@ -274,13 +232,12 @@ def _apply_together(norms: Sequence[_Live]) -> Iterator[_Applied]:
     gradients = [block.gradient() for block, _, _ in norms]
     matrices = [gradient.matrix() for gradient in gradients]
     sizes = [len(matrix) for matrix in matrices]
-    pairs = [curvature for _, curvature, _ in norms if isinstance(curvature, InversePair)]
+    first, inverse, _ = norms[0]
     together = InversePair(
-        torch.cat([pair.inputs for pair in pairs]),
-        torch.cat([pair.outputs for pair in pairs]),
-        pairs[0].form,
+        torch.cat([each.inverse.inputs for each in norms]),
+        torch.cat([each.inverse.outputs for each in norms]),
+        inverse.form,
     )
-    first = norms[0].block
     found = together.apply(
         torch.cat(matrices),
         replace(first.inputs, groups=sum(sizes)),

@@ -9,11 +9,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from torch import nn
 
 from offbeat.errors import ConfigError, nearest
-from offbeat.kfac.blocks import EVERYTHING, Block, LayerBlock, Use
+from offbeat.kfac.blocks import EVERYTHING, Block, LayerBlock, TiedBlock, Use
+from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.layers import BiasBlock, ConvBlock, EmbeddingBlock, LinearBlock
 from offbeat.kfac.norms import LAST_DIMS, SECOND_DIM, is_own_rms_norm, norm_block
-from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.tied import TiedBlock
 
 SUPPORTED: Final = (
     nn.Linear,
@@ -93,13 +92,14 @@ def percent(some: int, of_all: int) -> str:
     return f"{tenths / 10:g}%"
 
 
-def survey(model: nn.Module, options: FactorOptions) -> Survey:
+def survey(model: nn.Module, curvature: Curvature) -> Survey:
     """Find the blocks of `model`.
 
     Raises:
-        ConfigError: nothing in it can be preconditioned, or `options` names a module that is none.
+        ConfigError: nothing in it can be preconditioned, or `curvature` names a module that is
+            none.
     """
-    _check_names(model, options)
+    _check_names(model, curvature)
     holders = _holders(model)
     blocks: list[Block] = []
     plain: dict[str, str] = {}
@@ -119,15 +119,15 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
         if id(module) in claimed or not (own or isinstance(module, nn.MultiheadAttention)):
             continue
         if any(len(holders[id(parameter)]) > 1 for parameter in own.values()):
-            found, reasons, users = _blocks_of_shared(name, module, holders, options)
+            found, reasons, users = _blocks_of_shared(name, module, holders, curvature)
             blocks += found
             plain |= reasons
             claimed |= users
             continue
-        reason = _objection(name, module, options)
+        reason = _objection(name, module, curvature)
         if reason is None:
-            is_cross = id(module) in decoded or name in options.cross_attention
-            made = list(_blocks_of(name, module, options, is_cross=is_cross))
+            is_cross = id(module) in decoded or name in curvature.cross_attention
+            made = list(_blocks_of(name, module, curvature, is_cross=is_cross))
             blocks += made
             plain |= _left_over(name, module, made)
             if isinstance(module, nn.MultiheadAttention):
@@ -189,19 +189,19 @@ def _has_layers(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and not isinstance(module, SUPPORTED)
 
 
-def _check_names(model: nn.Module, options: FactorOptions) -> None:
+def _check_names(model: nn.Module, curvature: Curvature) -> None:
     modules = dict(model.named_modules())
     attentions = [
         name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)
     ]
-    for name in options.cross_attention:
+    for name in curvature.cross_attention:
         if name not in attentions:
             raise ConfigError(
                 f"cross_attention names {name!r}, which is no MultiheadAttention of the"
                 f" model{nearest(name, attentions)}; there is {', '.join(attentions) or 'none'}"
             )
     kinds = {type(module).__name__ for module in modules.values()}
-    for name in options.plain:
+    for name in curvature.plain:
         if name not in modules and name not in kinds:
             raise ConfigError(
                 f"plain names {name!r}, which is no layer of the model, nor a class of"
@@ -226,9 +226,9 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, (*LAST_DIMS, *SECOND_DIM)) or is_own_rms_norm(module)
 
 
-def _objection(name: str, module: nn.Module, options: FactorOptions) -> str | None:
+def _objection(name: str, module: nn.Module, curvature: Curvature) -> str | None:
     """Why `module` cannot be preconditioned, or should not be; None if it is."""
-    if name in options.plain or type(module).__name__ in options.plain:
+    if name in curvature.plain or type(module).__name__ in curvature.plain:
         return "as option plain says"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return (
@@ -256,38 +256,38 @@ def _objection(name: str, module: nn.Module, options: FactorOptions) -> str | No
 
 
 def _blocks_of(
-    name: str, module: nn.Module, options: FactorOptions, *, is_cross: bool
+    name: str, module: nn.Module, curvature: Curvature, *, is_cross: bool
 ) -> Iterator[Block]:
     if isinstance(module, nn.MultiheadAttention):
-        yield from _attention_blocks(name, module, options, is_cross=is_cross)
+        yield from _attention_blocks(name, module, curvature, is_cross=is_cross)
     else:
-        yield _layer_block(name, module, options, bias_name=_trained(module, "bias"))
+        yield _layer_block(name, module, curvature, bias_name=_trained(module, "bias"))
 
 
 def _layer_block(
-    name: str, module: Any, options: FactorOptions, *, bias_name: str | None
+    name: str, module: Any, curvature: Curvature, *, bias_name: str | None
 ) -> LayerBlock:
     """The block of a layer that has one."""
     if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return ConvBlock(name, module, options, bias_name=bias_name)
+        return ConvBlock(name, module, curvature, bias_name=bias_name)
     if isinstance(module, nn.Embedding):
-        return EmbeddingBlock(name, module, options)
+        return EmbeddingBlock(name, module, curvature)
     if _is_norm(module):
-        return norm_block(name, module, options, bias_name=bias_name)
+        return norm_block(name, module, curvature, bias_name=bias_name)
     if _trained(module, "weight") is None:
-        return BiasBlock(name, module, options, bias_name="bias")
+        return BiasBlock(name, module, curvature, bias_name="bias")
     return LinearBlock(
         name,
         module,
-        options,
+        curvature,
         bias_name=bias_name,
-        batch_dim=options.batch_dim,
+        batch_dim=curvature.batch_dim,
         is_transposed=is_transposed_linear(module),
     )
 
 
 def _blocks_of_shared(
-    name: str, module: nn.Module, holders: Holders, options: FactorOptions
+    name: str, module: nn.Module, holders: Holders, curvature: Curvature
 ) -> tuple[list[Block], dict[str, str], set[int]]:
     """The blocks of `module`, of which a parameter is also another module's own, and of the others
     that use its weight; what of them gets plain gradients, and all these modules, by their ids.
@@ -296,7 +296,7 @@ def _blocks_of_shared(
     users = [] if weight is None or not weight.requires_grad else holders[id(weight)]
     if len(users) < 2:
         users = [Holder(name, module, "weight")]
-    blocks, reason = _tied_block(users, holders, options)
+    blocks, reason = _tied_block(users, holders, curvature)
     plain: dict[str, str] = {}
     for user in users:
         covered = {id(parameter) for block in blocks for parameter in (block.weight, block.bias)}
@@ -307,7 +307,7 @@ def _blocks_of_shared(
         }
         bias = left.get("bias")
         if blocks and bias is not None and len(holders[id(bias)]) == 1:
-            blocks.append(BiasBlock(f"{user.name}.bias", user.module, options, bias_name="bias"))
+            blocks.append(BiasBlock(f"{user.name}.bias", user.module, curvature, bias_name="bias"))
             del left["bias"]
         plain |= {
             f"{user.name}.{own_name}".removeprefix("."): reason or "it is shared with another layer"
@@ -317,12 +317,12 @@ def _blocks_of_shared(
 
 
 def _tied_block(
-    users: Sequence[Holder], holders: Holders, options: FactorOptions
+    users: Sequence[Holder], holders: Holders, curvature: Curvature
 ) -> tuple[list[Block], str]:
     """The block of the weight that `users` share; none, and why."""
     for user in users:
         is_linear = isinstance(user.module, nn.Linear) or is_transposed_linear(user.module)
-        reason = _objection(user.name, user.module, options)
+        reason = _objection(user.name, user.module, curvature)
         if reason is None and not (is_linear or isinstance(user.module, nn.Embedding)):
             reason = f"{type(user.module).__name__} shares parameters"
         if reason is not None:
@@ -343,14 +343,14 @@ def _tied_block(
         modules, names = [user.module for user in some], [user.name for user in some]
         block: LayerBlock
         if isinstance(first.module, nn.Embedding):
-            block = EmbeddingBlock(first.name, first.module, options)
+            block = EmbeddingBlock(first.name, first.module, curvature)
         else:
             block = LinearBlock(
                 first.name,
                 first.module,
-                options,
+                curvature,
                 bias_name="bias" if has_one_bias else None,
-                batch_dim=options.batch_dim,
+                batch_dim=curvature.batch_dim,
                 is_transposed=is_transposed_linear(first.module),
                 outputs=uses[0].block.inputs if uses else None,
             )
@@ -395,7 +395,7 @@ def _left_over(name: str, module: nn.Module, found: Sequence[Block]) -> dict[str
 
 
 def _attention_blocks(
-    name: str, module: nn.MultiheadAttention, options: FactorOptions, *, is_cross: bool
+    name: str, module: nn.MultiheadAttention, curvature: Curvature, *, is_cross: bool
 ) -> Iterator[Block]:
     """Self-attention's three projections share an A; others have one each. Then the output
     projection.
@@ -407,7 +407,7 @@ def _attention_blocks(
         yield LinearBlock(
             f"{prefix}in_proj",
             module,
-            options,
+            curvature,
             weight_name=packed,
             bias_name=bias,
             batch_dim=1,
@@ -421,7 +421,7 @@ def _attention_blocks(
                 yield LinearBlock(
                     f"{prefix}{which}_proj",
                     module,
-                    options,
+                    curvature,
                     weight_name=weight_name,
                     bias_name=bias,
                     rows=EVERYTHING if packed is None else places,
@@ -431,7 +431,7 @@ def _attention_blocks(
     out = module.out_proj
     if _trained(out, "weight") is not None:
         yield LinearBlock(
-            f"{prefix}out_proj", out, options, bias_name=_trained(out, "bias"), batch_dim=1
+            f"{prefix}out_proj", out, curvature, bias_name=_trained(out, "bias"), batch_dim=1
         )
 
 

@@ -1,24 +1,32 @@
-"""Batch sizes with which workers of any speed make the same number of updates in a mega-batch.
+"""What follows from the updates that workers have made in a mega-batch: batch sizes with which all
+make equally many, learning rates, and the weights with which their models are merged.
 
 In a mega-batch a worker that is free takes its next batch of b_i samples. A worker of twice the
 speed makes twice as many updates u_i, until its batches are twice as large. Between mega-batches a
 rule looks at u and chooses b:
 
-    paper          b_i + beta (u_i - mean u), if that lies within bounds, else b_i
-    reference      b_i + 32 sign(u_i - mean u)
-    hogbatch       2 b_i where u_i is above the mean of the peers, b_i / 2 where it is below
-    proportional   b_i (u_i / mean u)^kappa, scaled so that they sum to n b_base
+    proportional   b_i u_i / mean u, scaled so that they sum to n b_base
+    published      b_i + beta (u_i - mean u), if that lies within bounds, else b_i
 
-Adaptive SGD: arXiv 2110.07029; `reference` is its released code, `hogbatch` arXiv 2004.08771. The
-learning rate follows the size, eta_i = eta_0 b_i / b_base.
+Adaptive SGD: arXiv 2110.07029. The learning rate follows the size, eta_i = eta_0 b_i / b_base, and
+merge weights follow updates:
 
-**Differences from the papers.** `paper` and `reference` are theirs, but for rounding to whole
-samples and bounds of each worker. `paper` corrects b_i by beta u_i / b_i times what is needed,
-which oscillates above 2: with its beta of b_min / 2 and b_min of b_max / 8 that is a worker with
-u_i > 32 at b_max, or fewer at a smaller batch. Where the first step leads out of bounds it never
-makes one. `reference` needs a mega-batch for every 32 samples. `hogbatch` was asked at every batch,
-by workers that never wait for each other. Learning rates are derived from eta_0 each time, not
-multiplied on, so that they cannot drift.
+    alpha_i = u_i / sum u, or b_i / sum b where all made the same number of updates
+    as published, if every replica is regular, ||w_i|| / (number of parameters) < 0.1: the largest
+    alpha times 1.1, the smallest times 0.9, divided by their sum
+
+**Differences from the paper.** `PublishedRule` is its rule, but for rounding to whole samples and
+bounds of each worker. It corrects b_i by beta u_i / b_i times what is needed, which oscillates
+above 2: with its beta of b_min / 2 and b_min of b_max / 8 that is a worker with u_i > 32 at b_max,
+or fewer at a smaller batch. Where the first step leads out of bounds it never makes one. Learning
+rates are derived from eta_0 each time, not multiplied on, so that they cannot drift. Perturbed
+weights are divided by their sum: as published they sum to 1 + 0.1 (alpha_max - alpha_min), so the
+model grows in every merge. Equal weights are left alone: there is no largest and no smallest.
+
+In the paper all updates of a worker have b_i samples. Here the last one before a merge may have
+fewer or more: it counts as so many b_i-ths of an update. The u_i are equal if they are so when
+rounded, and then alpha_i = u_i b_i / sum u b. Where all updates have b_i samples this is the
+published rule.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,28 +102,17 @@ class BatchRule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Paper:
+class PublishedRule:
     """b_i + beta (u_i - mean u), rounded; a worker for which that is out of bounds stays as it is.
+    Beta is half the worker's smallest size.
 
-    Attributes:
-        beta: samples for each update of difference, > 0; None: half the worker's smallest size.
-
-    >>> Paper(beta=64).resize([1024, 1024], [40, 60], [Bounds(smallest=128, largest=2048)] * 2)
+    >>> PublishedRule().resize([1024, 1024], [40, 60], [Bounds(smallest=128, largest=2048)] * 2)
     (384, 1664)
-    >>> Paper(beta=64).resize([1024, 1024], [33, 67], [Bounds(smallest=128, largest=1024)] * 2)
+    >>> PublishedRule().resize([1024, 1024], [33, 67], [Bounds(smallest=128, largest=1024)] * 2)
     (1024, 1024)
     """
 
     only_ratios_count: ClassVar[bool] = False
-
-    beta: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.beta is not None and not 0 < self.beta < math.inf:
-            raise ConfigError(
-                f"beta is {self.beta}, allowed is any positive number, or None for half the"
-                " smallest batch"
-            )
 
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
@@ -123,105 +120,41 @@ class Paper:
         ahead = _ahead(batch_sizes, updates, bounds)
 
         def resized(size: int, ahead: float, bound: Bounds) -> int:
-            beta = bound.smallest / 2 if self.beta is None else self.beta
-            proposed = round(size + beta * ahead)
+            proposed = round(size + bound.smallest / 2 * ahead)
             return proposed if bound.hold(proposed) else size
 
         return tuple(map(resized, batch_sizes, ahead, bounds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
-    """A fixed step towards the mean.
-
-    Attributes:
-        step: in samples, >= 1.
-
-    >>> Reference().resize([1024, 1024], [33, 67], [Bounds(smallest=32, largest=1024)] * 2)
-    (992, 1024)
-    """
-
-    only_ratios_count: ClassVar[bool] = False
-
-    step: int = 32
-
-    def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ConfigError(f"step is {self.step}, allowed is 1 or more samples")
-
-    def resize(
-        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
-    ) -> tuple[int, ...]:
-        ahead = _ahead(batch_sizes, updates, bounds)
-        steps = zip(batch_sizes, ahead, bounds, strict=True)
-        return tuple(bound.clip(size + self.step * _sign(by)) for size, by, bound in steps)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hogbatch:
-    """Halved or doubled, within bounds.
-
-    >>> Hogbatch().resize([64, 64, 64], [10, 20, 15], [Bounds(largest=100)] * 3)
-    (32, 100, 64)
-    """
-
-    only_ratios_count: ClassVar[bool] = False
-
-    def resize(
-        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
-    ) -> tuple[int, ...]:
-        # A worker above the mean of all is above the mean of its peers too.
-        ahead = _ahead(batch_sizes, updates, bounds)
-
-        def resized(size: int, ahead: float, bound: Bounds) -> int:
-            return bound.clip(2 * size if ahead > 0 else size // 2 if ahead < 0 else size)
-
-        return tuple(map(resized, batch_sizes, ahead, bounds))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Proportional:
-    """b_i (u_i / mean u)^kappa, scaled and clipped. One step ends at equal updates if kappa is 1
-    and speeds stay what they are.
+    """b_i u_i / mean u, scaled and clipped. One step ends at equal updates if speeds stay what they
+    are.
 
-    The sizes sum to n b_base, as long as bounds permit: always when none binds; with `keeps="sum"`
-    whenever any sizes within
-    bounds do. With `keeps="ratio"` an upper bound that binds makes the other batches smaller too,
-    so that updates stay equal; the sum is less then. A lower bound that binds takes from the other
-    batches in both. Sizes are whole: fractions are dropped, and what is missing goes to the largest
-    fractions, among equals to the lowest rank.
+    The sizes sum to n b_base where no bound binds. An upper bound that binds makes the other
+    batches smaller too, so that updates stay equal; the sum is less then. A lower bound that binds
+    takes from the other batches. Sizes are whole: fractions are dropped, and what is missing goes
+    to the largest fractions, among equals to the lowest rank.
 
     Only ratios of updates count, so updates per second of computing do as well, and are less
     coarse.
 
     Attributes:
         base: b_base, the mean size, in samples, >= 1.
-        kappa: in (0, 1]: the part of a difference, in the logarithm, that one step removes. Above 1
-            it would overshoot.
-        keeps: what stays when an upper bound binds.
 
     >>> Proportional(base=96).resize([96, 96, 96], [40, 40, 20], [Bounds()] * 3)
     (115, 115, 58)
     >>> Proportional(base=96).resize([96, 96, 96], [40, 40, 20], [Bounds(largest=96)] * 3)
     (96, 96, 48)
-    >>> bounds = [Bounds(largest=100), Bounds(), Bounds()]
-    >>> Proportional(base=96, keeps="sum").resize([96, 96, 96], [40, 40, 20], bounds)
-    (100, 125, 63)
     """
 
     only_ratios_count: ClassVar[bool] = True
 
     base: int
-    kappa: float = 1.0
-    keeps: Literal["ratio", "sum"] = "ratio"
 
     def __post_init__(self) -> None:
         if self.base < 1:
             raise ConfigError(f"base is {self.base}, allowed is 1 or more samples")
-        if not 0 < self.kappa <= 1:
-            raise ConfigError(f"kappa is {self.kappa}, allowed is above 0 and up to 1")
-        if self.keeps not in ("ratio", "sum"):
-            raise ConfigError(f"keeps is {self.keeps!r}, allowed are 'ratio' and 'sum'")
 
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
@@ -229,14 +162,12 @@ class Proportional:
         mean = _mean(updates)
         total = self.base * len(batch_sizes)
         ratios = 1 + np.array(_ahead(batch_sizes, updates, bounds)) / mean
-        wanted = np.array(batch_sizes) * ratios**self.kappa
+        wanted = np.array(batch_sizes) * ratios
         smallest = np.array([bound.smallest for bound in bounds], dtype=np.float64)
         largest = np.array(
             [max(bound.smallest, min(bound.limit, total)) for bound in bounds], dtype=np.float64
         )
-        scale = _scale(wanted, smallest, largest, total)
-        if self.keeps == "ratio":
-            scale = min(scale, float(np.min(largest / wanted)))
+        scale = min(_scale(wanted, smallest, largest, total), float(np.min(largest / wanted)))
         return _whole(np.clip(scale * wanted, smallest, largest))
 
 
@@ -279,6 +210,71 @@ def square_root_rate(eta_0: float, batch_size: int, base: int, num_ranks: int) -
     return eta_0 * math.sqrt(num_ranks * batch_size / base)
 
 
+def normalised(shares: Sequence[float]) -> tuple[float, ...]:
+    """Shares divided by their sum.
+
+    Args:
+        shares: >= 0, not all zero.
+
+    >>> normalised([3, 1])
+    (0.75, 0.25)
+    """
+    total = sum(shares)
+    if not (all(share >= 0 for share in shares) and 0 < total < math.inf):
+        raise ConfigError(
+            f"merge weights are {list(shares)}, allowed are numbers from 0, not all zero"
+        )
+    return tuple(share / total for share in shares)
+
+
+def merge_weights(updates: Sequence[float], batch_sizes: Sequence[int]) -> tuple[float, ...]:
+    """Each worker's weight in the merge, by updates unless these are equal, and then by batch
+    sizes; they sum to 1. A worker that did nothing in this mega-batch has none.
+
+    Args:
+        updates: of each worker, counted by their samples: whole numbers where all its updates have
+            as many as its batch size.
+        batch_sizes: of each worker.
+
+    >>> merge_weights([30, 10], [64, 64])
+    (0.75, 0.25)
+    >>> merge_weights([20, 20], [96, 32])
+    (0.75, 0.25)
+    >>> merge_weights([20, 19.5], [64, 128])
+    (0.3389830508474576, 0.6610169491525424)
+    """
+    if len({round(made) for made in updates}) == 1:
+        return normalised([made * size for made, size in zip(updates, batch_sizes, strict=True)])
+    return normalised(updates)
+
+
+DELTA: Final = 0.1
+"""By which part the largest merge weight is raised, and the smallest lowered."""
+
+REGULAR_BELOW: Final = 0.1
+"""A replica is regular if its norm per parameter is less."""
+
+
+def perturbed(weights: Sequence[float], norms_per_parameter: Sequence[float]) -> tuple[float, ...]:
+    """More for the worker that did most and less for the one that did least, if no replica is
+    large.
+
+    Args:
+        weights: of each worker, summing to 1.
+        norms_per_parameter: ||w_i|| / (number of parameters), of each worker's model.
+
+    >>> [round(weight, 3) for weight in perturbed([0.5, 0.3, 0.2], [0.01] * 3)]
+    [0.534, 0.291, 0.175]
+    """
+    most, least = max(weights), min(weights)
+    if most == least or max(norms_per_parameter) >= REGULAR_BELOW:
+        return tuple(weights)
+    changed = list(weights)
+    changed[changed.index(most)] *= 1 + DELTA
+    changed[changed.index(least)] *= 1 - DELTA
+    return normalised(changed)
+
+
 def spread(updates: Sequence[float]) -> float:
     """How far workers' updates are apart: (largest - smallest) / mean; 0 where nobody made any.
 
@@ -313,10 +309,6 @@ def _ahead(
         raise ConfigError(f"updates are {list(updates)}, allowed are finite numbers from 0")
     mean = _mean(updates)
     return [made - mean if made else 0.0 for made in updates]
-
-
-def _sign(number: float) -> int:
-    return (number > 0) - (number < 0)
 
 
 def _scale(

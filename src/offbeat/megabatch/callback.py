@@ -16,24 +16,28 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
     Bounds,
+    Proportional,
+    PublishedRule,
     binding,
     learning_rate,
+    merge_weights,
+    perturbed,
     square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
-from offbeat.megabatch.loader import DispatchPolicy
 from offbeat.megabatch.merge import (
     MergedSnapshot,
+    MergeMomentum,
     MergeOutcome,
     MergeProtocol,
     ModelSnapshot,
 )
-from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.learning_rates import StepRates
@@ -46,6 +50,7 @@ from offbeat.weights.optimizer_state import (
 from offbeat.weights.statistics import warm
 
 RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
+Rule: TypeAlias = Literal["equal", "proportional", "published"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +58,11 @@ class MegaBatchPlan:
     """How mega-batches are shared out and merged.
 
     Attributes:
-        mega_batch: number of samples between merges, >= 1.
-        base: b_base, the batch size that the user's learning rate is for, >= 1.
-        bounds: of every rank's batch size.
-        rule: how batch sizes follow speeds; None: they stay, and each rank gets an equal share.
-        weighting: what merge weights follow.
-        delta: of the perturbation, in [0, 1); 0: none.
-        threshold: there is no perturbation where a model's norm per parameter reaches it.
-        momentum: gamma, in [0, 1).
+        mega_batch: number of batches between merges, of all ranks together, >= 1.
+        rule: what follows from the ranks' updates. "equal": nothing, and each rank gets an equal
+            share; "proportional": batch sizes and merge weights; "published": by the paper's rule,
+            with its perturbation of the weights and its momentum of merges.
+        smallest: batch, in samples, >= 1; None: an eighth of the base size, at least 2.
         merges_optimizer_state: whether momenta and second moments are merged as the weights are.
         rate_scaling: how learning rates follow batch sizes.
         warmup: so many steps of all ranks together let the updates that a rank makes between merges
@@ -70,38 +72,43 @@ class MegaBatchPlan:
     """
 
     mega_batch: int
-    base: int
-    bounds: Bounds
-    rule: BatchRule | None
-    weighting: Weighting
-    delta: float = 0.0
-    threshold: float = 0.1
-    momentum: float = 0.0
+    rule: Rule
+    smallest: int | None = None
     merges_optimizer_state: bool = False
     rate_scaling: RateScaling = "auto"
     warmup: int = 0
     overlap: Literal["all", "whole", "none"] = "none"
 
-    def samples_of_round(self, samples_before: int, num_ranks: int) -> int | None:
+    def bounds(self, base: int, memory_limit: int | None = None) -> Bounds:
+        """Of the batch size of a rank with this memory limit, where the base size is `base`."""
+        smallest = min(base, max(2, base // 8)) if self.smallest is None else self.smallest
+        return Bounds(smallest=smallest, largest=memory_limit)
+
+    def batch_rule(self, base: int) -> BatchRule | None:
+        """How batch sizes follow speeds; None: they stay what they are."""
+        rules: dict[Rule, BatchRule] = {
+            "proportional": Proportional(base=base),
+            "published": PublishedRule(),
+        }
+        return rules.get(self.rule)
+
+    def samples_of_round(self, samples_before: int, num_ranks: int, base: int) -> int | None:
         """How many samples are merged together after `samples_before` have been; None: a whole
         mega-batch.
 
-        >>> plan = MegaBatchPlan(
-        ...     mega_batch=100, base=4, bounds=Bounds(), rule=None, weighting="equal", warmup=10
-        ... )
-        >>> [plan.samples_of_round(steps * 2 * 4, 2) for steps in (0, 9, 10, 200)]
+        >>> plan = MegaBatchPlan(mega_batch=25, rule="equal", warmup=10)
+        >>> [plan.samples_of_round(steps * 2 * 4, 2, base=4) for steps in (0, 9, 10, 200)]
         [8, 8, 16, None]
         """
         if not self.warmup:
             return None
-        step = num_ranks * self.base
+        step = num_ranks * base
         samples = (1 + samples_before // (self.warmup * step)) * step
-        return samples if samples < self.mega_batch else None
+        return samples if samples < self.mega_batch * base else None
 
-    @property
-    def smallest_claim(self) -> int:
+    def smallest_claim(self, base: int) -> int:
         """In samples. A layer that normalises over the batch cannot train on a single one."""
-        return max(self.bounds.smallest, min(2, self.base))
+        return max(self.bounds(base).smallest, min(2, base))
 
 
 class ScaledLearningRate:
@@ -109,35 +116,30 @@ class ScaledLearningRate:
 
     Args:
         optimizer: the user's.
-        base: b_base.
         by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
             the optimizer divides by the root of squared gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, base: int, by: RateScaling) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, by: RateScaling) -> None:
         self._rates = StepRates(optimizer)
-        self._base = base
         self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
 
-    def scale(self, num_samples: int, num_ranks: int) -> None:
+    def scale(self, num_samples: int, num_ranks: int, base: int) -> None:
         if self.is_linear:
-            self._rates.scale(lambda eta_0: learning_rate(eta_0, num_samples, self._base))
+            self._rates.scale(lambda eta_0: learning_rate(eta_0, num_samples, base))
         else:
-            self._rates.scale(
-                lambda eta_0: square_root_rate(eta_0, num_samples, self._base, num_ranks)
-            )
+            self._rates.scale(lambda eta_0: square_root_rate(eta_0, num_samples, base, num_ranks))
 
     def restore(self) -> None:
         self._rates.restore()
 
 
-class MegaBatchCallback(DispatchPolicy):
+class MegaBatchCallback(Callback):
     """Merges models when the loader says that a mega-batch was computed, with all that are members
     of the run then.
 
-    Without a loader the user's loop feeds each rank, with batches of b_base samples as far as this
-    part knows. Then models are merged after every `mega_batch / (ranks x b_base)` steps, with equal
-    weights, and batch sizes stay what they are.
+    Without a loader the user's loop feeds each rank. Then models are merged after every
+    `mega_batch / ranks` steps, with equal weights, and batch sizes stay what they are.
 
     Args:
         weights: what is merged.
@@ -155,7 +157,12 @@ class MegaBatchCallback(DispatchPolicy):
 
     Attributes:
         ranks: who takes part, ascending.
-        batch_sizes: how many samples each of them claims at a time.
+        base: b_base, the batch size that the learning rate is for; None until a loader has said so.
+        batch_sizes: how many samples each rank claims at a time; without a loader nobody does.
+        batch_size: how many this rank claims at a time.
+        largest_batch: how many samples a batch of this rank may have.
+        smallest_claim: no claim has fewer samples, where there are as many; the same on all ranks.
+        samples_of_mega_batch: how many samples a mega-batch has, about.
         joined_by: the merge by which this rank has joined the run, until its loader has taken note
             of it; None: it was there.
         start_step: the step at which this rank joined.
@@ -180,11 +187,9 @@ class MegaBatchCallback(DispatchPolicy):
         record_wait: Callable[[float, float], None],
         mega_batches_merged: Callable[[int], None],
     ) -> None:
-        self.mega_batch, self.base_batch_size = plan.mega_batch, plan.base
-        self.smallest_claim = plan.smallest_claim
-        self.shares_equally = plan.rule is None
+        self.shares_equally = plan.rule == "equal"
         self.ranks: tuple[int, ...] = tuple(range(world_size))
-        self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
+        self.base: int | None = None
         self.joined_by: MergedRound | None = None
         self.start_step = 0
         self._weights, self._plan, self._rank = weights, plan, rank
@@ -192,7 +197,8 @@ class MegaBatchCallback(DispatchPolicy):
         self._group, self._record_wait = group, record_wait
         self._tell_user = mega_batches_merged
         self._memory_limit: int | None = None
-        self._learning_rate = ScaledLearningRate(optimizer, plan.base, plan.rate_scaling)
+        self._set_batch_sizes([1] * world_size)
+        self._learning_rate = ScaledLearningRate(optimizer, plan.rate_scaling)
         self._num_claimed = 0
         self._has_loader = self._has_finished = False
         self._num_steps = self._merged_at_step = 0
@@ -205,9 +211,7 @@ class MegaBatchCallback(DispatchPolicy):
         self._pace_before = Pace()  # without what is being merged
         self._binding: Mapping[int, str] = {}
         self._said_that_rates_differ = self._said_what_stays_local = False
-        self._momentum = (
-            MergeMomentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
-        )
+        self._momentum = MergeMomentum(weights.parameters) if plan.rule == "published" else None
         self._protocol = MergeProtocol(
             weights,
             group=group,
@@ -228,7 +232,7 @@ class MegaBatchCallback(DispatchPolicy):
             self._generations = enter()
             if group.is_new:
                 # Other parts and the user's loop need the model of the run from the beginning.
-                self._merge(None, None)
+                self._merge_now()
         except BaseException:
             self._close()
             raise
@@ -236,19 +240,19 @@ class MegaBatchCallback(DispatchPolicy):
     # What the loader calls
 
     @property
-    @override
-    def batch_size(self) -> int:
-        """How many samples this rank claims at a time."""
-        sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
-        return self._bounds(self._memory_limit).clip(sizes.get(self._rank, self._plan.base))
+    def _base(self) -> int:
+        return self.base or 1
+
+    def _set_batch_sizes(self, sizes: Sequence[int]) -> None:
+        """Of all ranks; what the loader has to know follows from them."""
+        self.batch_sizes = tuple(sizes)
+        mine = dict(zip(self.ranks, self.batch_sizes, strict=True)).get(self._rank, self._base)
+        bounds = self._bounds(self._memory_limit)
+        self.batch_size, self.largest_batch = bounds.clip(mine), bounds.limit
+        self.smallest_claim = self._plan.smallest_claim(self._base)
+        self.samples_of_mega_batch = self._plan.mega_batch * self._base
 
     @property
-    @override
-    def largest_batch(self) -> int:
-        return self._bounds(self._memory_limit).limit
-
-    @property
-    @override
     def is_left_out(self) -> bool:
         """Whether its peers went on without this rank, so that what it has computed since the last
         merge is lost.
@@ -256,11 +260,10 @@ class MegaBatchCallback(DispatchPolicy):
         return self._group.is_new
 
     @property
-    @override
     def has_newcomers(self) -> bool:
+        """Whether a worker is on its way in, and waits for a merge."""
         return self._group.has_newcomers
 
-    @override
     def gather(self, value: Any) -> dict[int, Any] | None:
         """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
         merges.
@@ -272,7 +275,7 @@ class MegaBatchCallback(DispatchPolicy):
             return None
         outcome = self._protocol.agree(self._report(None, None), json.dumps(value))
         if outcome.kind == "merge":
-            self._adopt(outcome)
+            self._adopt(outcome, self._num_steps)
             return None
         values = {
             proposal.rank: json.loads(proposal.payload)
@@ -281,14 +284,15 @@ class MegaBatchCallback(DispatchPolicy):
         }
         sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
         self.ranks = tuple(sorted(values))
-        self.batch_sizes = tuple(sizes.get(rank, self._plan.base) for rank in self.ranks)
+        self._set_batch_sizes([sizes.get(rank, self._base) for rank in self.ranks])
         return {rank: values[rank] for rank in self.ranks}
 
-    @override
-    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
+    def feed(self, base: int, limits: Mapping[int, int | None]) -> None:
         """A loader feeds this rank from now on.
 
         Args:
+            base: the batch size with which ranks begin, and which the learning rate is for, >= 1;
+                the same on all ranks.
             limits: how many samples fit into a rank's memory at once, by rank, at least for this
                 one; None: any number.
 
@@ -299,18 +303,19 @@ class MegaBatchCallback(DispatchPolicy):
             raise ConfigError(
                 "the session has a loader already, which merges the models; attach once for each"
             )
-        smallest = self._plan.bounds.smallest
+        smallest = self._plan.bounds(base).smallest
+        if base < smallest:
+            raise ConfigError(
+                f"the loader's batches have {base} samples, but min_batch_size is {smallest}; lower"
+                " it, or raise the batch size"
+            )
         for rank, limit in limits.items():
             if limit is not None and limit < smallest:
                 raise ConfigError(
                     f"rank {rank} can hold batches of {limit} samples, but min_batch_size is"
                     f" {smallest}; lower it"
                 )
-        if (
-            self._plan.rule is not None
-            and not self._learning_rate.is_linear
-            and len(self.ranks) > 1
-        ):
+        if not self.shares_equally and not self._learning_rate.is_linear and len(self.ranks) > 1:
             why = (
                 f", since {type(self._optimizer).__name__} takes shorter steps with a rank's own"
                 " gradients; rate_scaling='linear' leaves that out"
@@ -319,14 +324,14 @@ class MegaBatchCallback(DispatchPolicy):
             )
             self._notify(
                 f"learning rates are those of S-SGD times sqrt({len(self.ranks)} ranks x batch /"
-                f" {self._plan.base}){why}"
+                f" {base}){why}"
             )
         self._memory_limit = limits[self._rank]
+        # One that has joined a run under way has its peers' sizes, and their base.
+        sizes = self.batch_sizes if self.base == base else (base,) * len(self.ranks)
+        self.base, self._has_loader = base, True
         bounds = [self._bounds(limits.get(rank)) for rank in self.ranks]
-        self.batch_sizes = tuple(
-            bound.clip(size) for bound, size in zip(bounds, self.batch_sizes, strict=True)
-        )
-        self._has_loader = True
+        self._set_batch_sizes([bound.clip(size) for bound, size in zip(bounds, sizes, strict=True)])
 
     @override
     def on_batch_claimed(self, num_samples: int) -> None:
@@ -334,65 +339,76 @@ class MegaBatchCallback(DispatchPolicy):
         if self._has_loader:
             self._num_claimed += num_samples
 
-    @override
     def samples_of_round(self, samples_before: int) -> int | None:
-        return self._plan.samples_of_round(samples_before, len(self.ranks))
+        """How many samples the ranks compute together until models are merged next, about; None: a
+        whole mega-batch. The same on all ranks.
 
-    @override
+        Args:
+            samples_before: that were merged in the run before, over all passes.
+        """
+        return self._plan.samples_of_round(samples_before, len(self.ranks), self._base)
+
     def overlaps_merge(self, *, is_whole: bool) -> bool:
+        """Whether ranks may go on while a round is merged; the same on all ranks.
+
+        Args:
+            is_whole: whether the round is a whole mega-batch.
+        """
         return self._plan.overlap == "all" or (self._plan.overlap == "whole" and is_whole)
 
-    @override
     def synchronize(self) -> None:
+        """Return when what this rank has begun to compute is done."""
         # A CUDA device computes in the background: without waiting for it, this rank would claim
         # more than it gets done, and look as fast as it can launch kernels.
         device = next(iter(self._weights.parameters.values())).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    @override
     def mega_batches_merged(self, count: int) -> None:
+        """So many further mega-batches are in this rank's model, all of each of them."""
         if count:
             self._tell_user(count)
 
-    @override
     def begin_merge(
-        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound | None
     ) -> None:
-        assert self._under_way is None, "one merge at a time"
+        """A round has come to its end: let a snapshot of this rank's model be merged with those of
+        all ranks that live. Collective, and no other method that is collective is called until
+        `end_merge`.
+
+        Args:
+            share: what this rank has computed since it began the last merge.
+            claim_round: the round.
+            following: the round with which this rank goes on, the same on all ranks, while a thread
+                merges; None: it waits, by `end_merge` at once.
+        """
         self._pace_before = self._pace
         if claim_round.retry == 0 and not self._missed_rounds:
             self._pace = self._pace.plus(share)
-        report = replace(self._report(share, claim_round), following=following)
-        with torch.no_grad():
-            snapshot = self._protocol.freeze(report)
-        self._under_way = _MergeUnderWay(self._protocol, snapshot)
+        self._begin_merge(replace(self._report(share, claim_round), following=following))
 
     @property
-    @override
     def merge_is_over(self) -> bool:
+        """Whether a merge was begun and `end_merge` would not wait for it."""
         return self.merge_is_taken or (self._under_way is not None and self._under_way.is_over())
 
     @property
-    @override
     def merge_is_taken(self) -> bool:
+        """Whether a merge was begun that is in this rank's model already, because something else
+        needed it.
+        """
         return self._taken is not None
 
-    @override
     def end_merge(self) -> MergedRound | None:
+        """Wait for the merge that was begun last, if it is not over, and take its outcome over.
+
+        Returns:
+            The round that was merged. None: the peers have gone on without this rank, and
+            `joined_by` is what they merged then.
+        """
         self._end_merge()
         taken, self._taken = self._taken, None
         return taken
-
-    @override
-    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
-        if claim_round.retry == 0 and not self._missed_rounds:
-            self._pace = self._pace.plus(share)
-        with torch.no_grad():
-            merged = self._merge(share, claim_round)
-        self.joined_by = None
-        assert merged is not None, "a rank with a loader merges with ranks that have one"
-        return merged
 
     # Events
 
@@ -408,8 +424,8 @@ class MegaBatchCallback(DispatchPolicy):
         if self._momentum is not None:
             self._momentum.begin()
         self._protocol.rows.note_sparse_gradients()
-        if self._num_claimed and self._plan.rule is not None:
-            self._learning_rate.scale(self._num_claimed, len(self.ranks))
+        if self._num_claimed and not self.shares_equally:
+            self._learning_rate.scale(self._num_claimed, len(self.ranks), self._base)
 
     @override
     def on_closure(self) -> None:
@@ -422,15 +438,15 @@ class MegaBatchCallback(DispatchPolicy):
         self._num_steps += 1
         if self._has_loader:
             return
-        period = max(1, round(self.mega_batch / (len(self.ranks) * self._plan.base)))
+        period = max(1, round(self._plan.mega_batch / len(self.ranks)))
         if self.is_left_out or self._num_steps - self._merged_at_step >= period:
             num_merges = self._protocol.num_merges
-            self._merge(None, None)
-            if self._plan.rule is not None:
+            self._merge_now()
+            if not self.shares_equally:
                 self._warn(
                     "no loader of this session feeds the run: each rank computes the batches of its"
                     " own loop, and batch sizes and merge weights follow nothing. Models are"
-                    f" averaged after every mega_batch / (ranks x batch_size) = {period} steps, as"
+                    f" averaged after every mega_batch / ranks = {period} steps, as"
                     " by LocalSGD; take batches from session.loader(DataLoader or dataset), made"
                     " before the first step"
                 )
@@ -470,22 +486,37 @@ class MegaBatchCallback(DispatchPolicy):
         outcome = self._protocol.mean_into(weights, self._report(None, None))
         self._protocol.encode_s = encode_s  # Only training counts.
         if outcome.kind == "merge":
-            self._adopt(outcome)
+            self._adopt(outcome, self._num_steps)
         return frozenset()
 
     @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
 
-    # A merge that is under way
+    # One merge
+
+    def _merge_now(self) -> None:
+        self._begin_merge(self._report(None, None))
+        self._end_merge()
+
+    def _begin_merge(self, report: TrainerReport) -> None:
+        assert self._under_way is None, "one merge at a time"
+        if self._momentum is not None and not self.is_left_out:
+            # Without a batch this rank has not yet noted where the first mega-batch began.
+            self._momentum.begin()
+        with torch.no_grad():
+            snapshot = self._protocol.freeze(report)
+        self._under_way = _MergeUnderWay(self._protocol, snapshot)
 
     def _end_merge(self) -> None:
         """Wait for the merge that is under way, if any, and take it over."""
         if self._under_way is None:
             return
         begin_s = time.monotonic()
-        self._under_way.wait()
-        self._record_wait(begin_s, time.monotonic())
+        encode_s = self._under_way.wait()
+        # Laying vectors out is work of this rank, and no wait.
+        self._protocol.encode_s += encode_s
+        self._record_wait(begin_s, time.monotonic() - encode_s)
         with torch.no_grad():
             self._take()
 
@@ -500,11 +531,9 @@ class MegaBatchCallback(DispatchPolicy):
             return
         then = merged.snapshot.report.num_steps
         self._protocol.take(merged, num_steps=self._num_steps - then)
-        taken = self._adopt(merged.outcome, at_step=then)
+        taken = self._adopt(merged.outcome, then)
         # One that is new finds the round in `joined_by`.
         self._taken = None if merged.outcome.mine.is_new else taken
-
-    # One merge
 
     def _report(
         self, share: MegaBatchShare | None, claim_round: ClaimRound | None
@@ -518,6 +547,7 @@ class MegaBatchCallback(DispatchPolicy):
             pace=self._pace,
             claim_round=claim_round,
             memory_limit=self._memory_limit,
+            base=self.base,
             num_steps=self._num_steps,
             since_merge=self._num_steps - self._merged_at_step,
             learning_rates=tuple(
@@ -525,22 +555,13 @@ class MegaBatchCallback(DispatchPolicy):
             ),
         )
 
-    def _merge(
-        self, share: MegaBatchShare | None, claim_round: ClaimRound | None
-    ) -> MergedRound | None:
-        begin_s, encode_s = time.monotonic(), self._protocol.encode_s
-        outcome = self._protocol.merge(self._report(share, claim_round))
-        # Laying vectors out is work of this rank, and no wait.
-        self._record_wait(begin_s, time.monotonic() - (self._protocol.encode_s - encode_s))
-        return self._adopt(outcome)
-
-    def _adopt(self, outcome: MergeOutcome, *, at_step: int | None = None) -> MergedRound | None:
+    def _adopt(self, outcome: MergeOutcome, at_step: int) -> MergedRound | None:
         """Take over from a merge what all members go on with: who they are, their batch sizes, and
         the round that is over.
 
         Args:
             outcome: of the merge.
-            at_step: the steps that this rank had taken when its model was merged; None: all.
+            at_step: the steps that this rank had taken at its snapshot.
         """
         assert outcome.mean is not None
         claim_round = outcome.reference.report.claim_round
@@ -549,6 +570,8 @@ class MegaBatchCallback(DispatchPolicy):
             key=lambda proposal: proposal.rank,
         )
         self.ranks = tuple(proposal.rank for proposal in staying)
+        if outcome.mine.is_new:
+            self.base = outcome.reference.report.base
         self._compare_learning_rates(staying)
         self._tell_what_stays_local()
         merged = self._merged_round(outcome)
@@ -560,7 +583,7 @@ class MegaBatchCallback(DispatchPolicy):
             # What departed workers had claimed is given out again in small rounds, which say
             # nothing about speeds. Where models are merged within a mega-batch, all of it tells
             # more than one round.
-            self.batch_sizes = tuple(proposal.report.share.batch_size for proposal in staying)
+            self._set_batch_sizes([*map(self._size_of, staying)])
         if ends or outcome.mine.is_new:
             # One that comes in between the rounds of a mega-batch would look slow by the updates
             # of those that are left. Rules leave the batch of a rank without updates as it is.
@@ -570,12 +593,16 @@ class MegaBatchCallback(DispatchPolicy):
             self._missed_rounds = is_late or has_rest
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = outcome.reference.report.num_steps
-        is_old = at_step is not None and not outcome.mine.is_new
-        self._merged_at_step = at_step if at_step is not None and is_old else self._num_steps
+        self._merged_at_step = self._num_steps if outcome.mine.is_new else at_step
         self._went_on = outcome.reference.report.following is not None
         self._num_claimed = 0
         self.joined_by = merged if outcome.mine.is_new else self.joined_by
         return merged
+
+    def _size_of(self, proposal: MergeProposal) -> int:
+        """Of a rank's batches, for one that has joined without a loader so far too."""
+        report = proposal.report
+        return report.share.batch_size if report.base else self._base
 
     def _merged_round(self, outcome: MergeOutcome) -> MergedRound | None:
         """The round that a merge has ended; None without a loader."""
@@ -635,22 +662,20 @@ class MegaBatchCallback(DispatchPolicy):
             # Nobody has claims: loops feed the ranks, or the run ends within a mega-batch.
             steps = [float(proposal.report.since_merge) for proposal in proposals]
             return steps if any(steps) else (1.0,) * len(shares)
-        weights = merge_weights(
-            self._plan.weighting,
-            updates=updates,
-            batch_sizes=[share.batch_size for share in shares],
-            samples=[share.samples for share in shares],
-        )
-        norms = [proposal.norm for proposal in proposals]
-        return perturbed(weights, norms, delta=self._plan.delta, threshold=self._plan.threshold)
+        if self.shares_equally:
+            return (1.0,) * len(shares)
+        weights = merge_weights(updates, [share.batch_size for share in shares])
+        if self._plan.rule == "proportional":
+            return weights
+        return perturbed(weights, [proposal.norm for proposal in proposals])
 
     def _resize(self, proposals: Sequence[MergeProposal]) -> None:
-        shares = [proposal.report.share for proposal in proposals]
         bounds = [self._bounds(proposal.report.memory_limit) for proposal in proposals]
-        sizes = [bound.clip(share.batch_size) for bound, share in zip(bounds, shares, strict=True)]
-        rule = self._plan.rule
+        of_ranks = zip(bounds, map(self._size_of, proposals), strict=True)
+        sizes = [bound.clip(size) for bound, size in of_ranks]
+        rule = self._plan.batch_rule(self._base)
         if rule is None or all(proposal.report.claim_round is None for proposal in proposals):
-            self.batch_sizes = tuple(sizes)
+            self._set_batch_sizes(sizes)
             return
         # Where only ratios count, updates per second of computing say the same as updates do, and
         # are less coarse.
@@ -661,7 +686,7 @@ class MegaBatchCallback(DispatchPolicy):
             pace.updates / pace.busy_s if by_time and pace.updates else pace.whole_updates
             for pace in paces
         ]
-        self.batch_sizes = rule.resize(sizes, updates, bounds)
+        self._set_batch_sizes(rule.resize(sizes, updates, bounds))
         now_binding = {
             self.ranks[number]: end for number, end in binding(self.batch_sizes, bounds).items()
         }
@@ -678,13 +703,11 @@ class MegaBatchCallback(DispatchPolicy):
 
     def _bounds(self, memory_limit: int | None) -> Bounds:
         """Of the batch size of a rank with this memory limit."""
-        given = self._plan.bounds
-        limit = given.limit if memory_limit is None else min(memory_limit, given.limit)
-        return Bounds(smallest=given.smallest, largest=None if limit == Bounds().limit else limit)
+        return self._plan.bounds(self._base, memory_limit)
 
     def _norm(self) -> float:
         """||w|| / (number of parameters); 0 where the plan does not ask for it."""
-        if not self._plan.delta:
+        if self._plan.rule != "published":
             return 0.0
         parameters = [p.detach() for p in self._weights.parameters.values() if p.numel()]
         return float(torch.nn.utils.get_total_norm(parameters)) / sum(p.numel() for p in parameters)
@@ -729,7 +752,7 @@ class MegaBatchCallback(DispatchPolicy):
         # With another number of workers, sizes begin anew: other workers have other speeds. Older
         # checkpoints have no pace.
         if len(sizes) == len(self.batch_sizes):
-            self.batch_sizes = sizes
+            self._set_batch_sizes(sizes)
             self._pace = Pace(
                 updates=float(local.get("updates", 0.0)), busy_s=float(local.get("busy_s", 0.0))
             )
@@ -755,7 +778,8 @@ class MegaBatchCallback(DispatchPolicy):
 
 
 class _MergeUnderWay:
-    """A merge of a snapshot, carried out by a thread of its own.
+    """A merge of a snapshot: by a thread of its own where ranks go on meanwhile, else by whoever
+    waits for it.
 
     Args:
         protocol: of this rank.
@@ -769,19 +793,29 @@ class _MergeUnderWay:
         self.is_dropped = False
         self._protocol, self._snapshot = protocol, snapshot
         self._merged: Future[MergedSnapshot] = Future()
-        self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if snapshot.report.following is not None:
+            self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
+            self._thread.start()
 
     def is_over(self) -> bool:
         """Whether `merged` would return, or raise, at once."""
         return self._merged.done()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self) -> float:
+        """Returns the seconds that the caller has spent on laying vectors out."""
+        if self._thread is not None:
+            self._thread.join()
+            return 0.0
+        if not self._merged.done():
+            self._run()
+        if self._merged.exception() is not None:
+            return 0.0
+        mean = self._merged.result().outcome.mean
+        return 0.0 if mean is None else mean.encode_s
 
     def merged(self) -> MergedSnapshot:
-        """What came of it. Raises as `MergeProtocol.merge_snapshot`."""
-        self._thread.join()
+        """What came of it, after `wait`. Raises as `MergeProtocol.merge_snapshot`."""
         return self._merged.result()
 
     def _run(self) -> None:

@@ -16,10 +16,9 @@ at most: none is a remnant, and a dataset with fewer than M samples is one mega-
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, ClassVar
 
@@ -28,7 +27,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
-from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError
+from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
@@ -47,167 +47,6 @@ from offbeat.megabatch.claims import (
 from offbeat.megabatch.fetching import Fetcher, require_map_style
 
 
-class DispatchPolicy(Callback, ABC):
-    """The part of a strategy that shares samples out: what it says to the loader.
-
-    Attributes:
-        mega_batch: number of samples after which batch sizes are chosen anew. Models are merged
-            then, and between them where `samples_of_round` says so.
-        base_batch_size: with which batches begin, and which the learning rate is for.
-        ranks: who takes part, ascending.
-        batch_sizes: how many samples each of them claims at a time.
-        smallest_claim: no claim has fewer samples, where there are as many; the same on all ranks.
-        shares_equally: whether each rank gets an equal share of each mega-batch, in place of what
-            it claims.
-        joined_by: the merge by which this rank has joined a run that was under way, until the
-            loader has taken note of it.
-    """
-
-    mega_batch: int
-    base_batch_size: int
-    ranks: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    smallest_claim: int
-    shares_equally: bool
-    joined_by: MergedRound | None
-
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """How many samples this rank claims at a time."""
-
-    @property
-    @abstractmethod
-    def largest_batch(self) -> int:
-        """How many samples a batch of this rank may have."""
-
-    @property
-    @abstractmethod
-    def is_left_out(self) -> bool:
-        """Whether the peers have gone on without this rank: what it has claimed counts no more."""
-
-    @property
-    def has_newcomers(self) -> bool:
-        """Whether a worker is on its way in, and waits for a merge."""
-        return False
-
-    @abstractmethod
-    def gather(self, value: Any) -> Mapping[int, Any] | None:
-        """Every living rank's value, of JSON's kinds, by rank, ascending. Collective over the ranks
-        that live.
-
-        None where the peers have gone on without this rank meanwhile; `joined_by` is what they
-        merged then.
-        """
-
-    @abstractmethod
-    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
-        """A loader begins.
-
-        Args:
-            limits: how many samples fit into a rank's memory at once, by rank; None: any number.
-
-        Raises:
-            ConfigError: less fits than the smallest batch allowed, or there is a loader already.
-        """
-
-    @abstractmethod
-    def samples_of_round(self, samples_before: int) -> int | None:
-        """How many samples the ranks compute together until models are merged next, about; None: a
-        whole mega-batch. The same on all ranks.
-
-        Args:
-            samples_before: that were merged in the run before, over all passes.
-        """
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Return when what this rank has begun to compute is done."""
-
-    @abstractmethod
-    def mega_batches_merged(self, count: int) -> None:
-        """So many further mega-batches are in this rank's model, all of each of them."""
-
-    @abstractmethod
-    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
-        """Merge models after a round and choose new batch sizes. Collective over the ranks that
-        live.
-
-        Args:
-            share: what this rank has computed since the last merge.
-            claim_round: the round that has come to its end.
-
-        Returns:
-            The round that was merged: another one than `claim_round` where the peers had gone on
-            without this rank.
-        """
-
-    def overlaps_merge(self, *, is_whole: bool) -> bool:
-        """Whether ranks may go on while a round is merged, by `begin_merge`; the same on all ranks.
-
-        Args:
-            is_whole: whether the round is a whole mega-batch.
-        """
-        return False
-
-    # Only of a policy that overlaps merges
-
-    def begin_merge(
-        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
-    ) -> None:
-        """Let models be merged after a round, beside this rank's training. All ranks that live call
-        it, and no other method that is collective until `end_merge`.
-
-        Args:
-            share: what this rank has computed since it began the last merge.
-            claim_round: the round that has come to its end.
-            following: the round with which this rank goes on, the same on all ranks.
-        """
-        raise NotImplementedError
-
-    @property
-    def merge_is_over(self) -> bool:
-        """Whether a merge was begun and `end_merge` would not wait for it."""
-        return False
-
-    @property
-    def merge_is_taken(self) -> bool:
-        """Whether a merge was begun that is in this rank's model already, because something else
-        needed it.
-        """
-        return False
-
-    def end_merge(self) -> MergedRound | None:
-        """Wait for the merge that was begun last, if it is not over, and take its outcome over.
-
-        Returns:
-            The round that was merged. None: none was begun, or the peers have gone on without this
-            rank, and `joined_by` is what they merged then.
-        """
-        return None
-
-
-@dataclass(kw_only=True)
-class Recording:
-    """Who claimed what, to be repeated. All values are of JSON's kinds, so that what
-    `dataclasses.asdict` returns can be written to a file.
-
-    Attributes:
-        num_samples: length of the dataset.
-        seed: of the order.
-        world_size: number of ranks.
-        shuffles: whether the order is drawn anew for each epoch.
-        mega_batches: by epoch and number, such as "0/3": the batch sizes, and each rank's claims as
-            lists of spans.
-    """
-
-    num_samples: int
-    seed: int
-    world_size: int
-    shuffles: bool = True
-    mega_batches: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
 def order_of(
     num_samples: int, *, seed: int, epoch: int, shuffles: bool = True
 ) -> NDArray[np.int64]:
@@ -223,7 +62,7 @@ def mega_batch_span(num_samples: int, mega_batch: int, number: int) -> SampleRan
     """Where mega-batch `number` of an epoch lies in its order.
 
     >>> [mega_batch_span(10, 4, number) for number in (0, 1)]
-    [SampleRange(begin=0, end=5), SampleRange(begin=5, end=10)]
+    [SampleRange(begin=0, end=3), SampleRange(begin=3, end=6)]
     """
     count = num_mega_batches(num_samples, mega_batch)
     return SampleRange(num_samples * number // count, num_samples * (number + 1) // count)
@@ -242,7 +81,7 @@ def data_description(
     batch_size: int | None,
     max_batch_size: int | None,
     claims: bool,
-    recorded: bool,
+    claims_ahead: int | None,
 ) -> dict[str, Any]:
     """What of a loader must be the same on all ranks, as JSON.
 
@@ -252,8 +91,9 @@ def data_description(
         shuffles: whether the order is drawn anew for each epoch.
         batch_size: given to the loader.
         max_batch_size: given to the loader.
-        claims: whether the strategy has batch sizes of its own, and samples are claimed.
-        recorded: whether claims are to be recorded, replayed or made ahead.
+        claims: whether samples are claimed, in batches whose size the strategy changes; all ranks
+            begin with the same.
+        claims_ahead: given to the loader.
 
     Raises:
         ConfigError: this cannot work.
@@ -264,22 +104,21 @@ def data_description(
     for name, size in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}")
-    if claims and batch_size is not None:
+    if batch_size is None:
         raise ConfigError(
-            f"the strategy has a batch_size of its own, so the loader takes none, got {batch_size};"
-            " leave it out"
+            "nothing says how large a batch is: pass batch_size=..., or a DataLoader that has one"
         )
-    if not claims and batch_size is None:
+    if not claims and (max_batch_size is not None or claims_ahead is not None):
         raise ConfigError(
-            "the strategy has no batch size: pass batch_size=..., which may differ between ranks"
+            "max_batch_size and claims_ahead are for strategies that claim samples, such as"
+            " offbeat.AdaptiveSGD()"
         )
-    if not claims and (max_batch_size is not None or recorded):
-        raise ConfigError(
-            "max_batch_size, claims_ahead, record and replay are for strategies that claim"
-            " samples, such as offbeat.AdaptiveSGD()"
-        )
-    description = {"samples": num_samples, "seed": seed}
-    return {"data": description if shuffles else description | {"shuffles": False}}
+    description: dict[str, Any] = {"samples": num_samples, "seed": seed}
+    if not shuffles:
+        description["shuffles"] = False
+    if claims:
+        description["batch_size"] = batch_size
+    return {"data": description}
 
 
 class DispatchLoader(Callback):
@@ -298,8 +137,6 @@ class DispatchLoader(Callback):
         shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
         rank: this rank.
         notify: for remarks.
-        record: keep `recording`.
-        replay: claims to repeat.
         clock: returns seconds, monotonic.
 
     Attributes:
@@ -307,7 +144,6 @@ class DispatchLoader(Callback):
         mega_batch: number of merged mega-batches of the pass under way.
         batch_position: how many samples of the pass stand before those of the batch handed out
             last, which says how far the run is.
-        recording: of this loader's mega-batches so far; None unless asked for.
         last: what each worker computed of the mega-batch merged last, for the workers in that
             merge, by rank; empty before the first merge. A worker that came in within that
             mega-batch knows what was computed since then.
@@ -320,41 +156,19 @@ class DispatchLoader(Callback):
         fetcher: Fetcher,
         *,
         log: ClaimLog,
-        policy: DispatchPolicy,
+        policy: MegaBatchCallback,
         seed: int,
         rank: int,
         notify: Callable[[str], None],
         shuffles: bool = True,
-        record: bool = False,
-        replay: Recording | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = self.mega_batch = self.batch_position = 0
         self.last: Sequence[MegaBatchShare] = ()
-        world_size = len(policy.ranks)
-        self.recording = (
-            Recording(
-                num_samples=fetcher.num_samples,
-                seed=seed,
-                world_size=world_size,
-                shuffles=shuffles,
-            )
-            if record
-            else None
-        )
-        if replay is not None:
-            _require_fit(
-                replay,
-                num_samples=fetcher.num_samples,
-                seed=seed,
-                world_size=world_size,
-                shuffles=shuffles,
-            )
         self._fetcher, self._num_samples = fetcher, fetcher.num_samples
         self._seed, self._shuffles = seed, shuffles
         self._log, self._policy, self._notify, self._clock = log, policy, notify, clock
         self._rank = rank
-        self._replay = replay
         self._order: tuple[int, NDArray[np.int64]] | None = None
         self._open_round: ClaimRound | None = None
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
@@ -404,7 +218,7 @@ class DispatchLoader(Callback):
     @property
     def num_mega_batches(self) -> int:
         """How many mega-batches an epoch has. There may be more merges than these."""
-        return num_mega_batches(self._num_samples, self._policy.mega_batch)
+        return num_mega_batches(self._num_samples, self._policy.samples_of_mega_batch)
 
     @property
     def num_merged(self) -> int:
@@ -563,16 +377,8 @@ class DispatchLoader(Callback):
         self._open_round, self._retry = claim_round, claim_round.retry
         self._fixed_claims, self._batches, self._is_cut_short = None, None, False
         self._ahead.clear()
-        if self._replay is not None:
-            self._fixed_claims = self._replayed(claim_round.spans)
-        elif self._policy.shares_equally:
+        if self._policy.shares_equally:
             self._fixed_claims = iter(self._equal_share(claim_round.spans))
-
-    def _open_next(self, following: ClaimRound) -> None:
-        if self._replay is not None and self._name not in self._replay.mega_batches:
-            self._open_round = None  # There may be nothing more to do.
-        else:
-            self._open(following)
 
     def _rest_of_round(self) -> Iterator[Any]:
         """This rank's batches of the open round that are still to come."""
@@ -645,9 +451,6 @@ class DispatchLoader(Callback):
         return claim
 
     def _batches_of(self, claim: Claim) -> Iterator[Claim]:
-        if self._replay is not None:
-            yield claim  # It was divided when it was recorded.
-            return
         size, smallest = self._policy.batch_size, self._policy.smallest_claim
         for batch in claim.batches(size, smallest=smallest):
             # One that took what was left behind it may be too large for this rank.
@@ -689,7 +492,7 @@ class DispatchLoader(Callback):
             batch_size=self._policy.batch_size,
             busy_s=self._busy_s,
         )
-        over = self._open_round
+        over, following = self._open_round, None
         # What is given out again, or is to be with this merge, is all of one kind.
         is_first = over.retry == 0 and not self._lost
         share = replace(share, is_cut_short=self._is_cut_short and is_first)
@@ -702,11 +505,22 @@ class DispatchLoader(Callback):
             and self._goes_on
             and not self._log.ends_cut_short(is_cut_short=share.is_cut_short)
         ):
-            self._begin_merge(replace(share, is_cut_short=False))
+            share, following = replace(share, is_cut_short=False), self._following(over)
+        ranks = self._policy.ranks
+        self._policy.begin_merge(share, over, following)
+        if following is not None:
+            self._in_merge = _RoundInMerge(
+                claim_round=over, share=share, ranks=ranks, following=following
+            )
+            self._reset_share()
+            self._move_to(following)
+            self._open(following)
             return
-        ranks, sizes = self._policy.ranks, self._policy.batch_sizes
-        merged = self._policy.merge(share, over)
-        self._note(merged, ranks, sizes)
+        merged = self._policy.end_merge()
+        if merged is None:
+            self._begin()
+            return
+        self._note_other_workers(ranks, merged)
         self._go_on_after(merged)
 
     @property
@@ -720,29 +534,14 @@ class DispatchLoader(Callback):
         may = self._policy.overlaps_merge(is_whole=is_whole) and not self._policy.is_left_out
         return over.retry == 0 and may
 
-    def _begin_merge(self, share: MegaBatchShare) -> None:
-        """Go on with the round that follows where no claim is lost in the merge."""
-        over = self._open_round
-        assert over is not None
+    def _following(self, over: ClaimRound) -> ClaimRound:
+        """The round after `over`, where no claim of it is lost in its merge."""
         following = over.after([Claim(over.spans)], self._whole, self.num_mega_batches)
         position = self.epoch, self.mega_batch, self._merged
         self._move_to(following)
         following = self._cut(following)
         self.epoch, self.mega_batch, self._merged = position
-        self._policy.begin_merge(share, over, following)
-        self._in_merge = _RoundInMerge(
-            claim_round=over,
-            share=share,
-            ranks=self._policy.ranks,
-            batch_sizes=self._policy.batch_sizes,
-            following=following,
-        )
-        self._reset_share()
-        self._move_to(following)
-        if self.recording is not None or self._replay is not None:
-            # At which step a merge is over is not recorded.
-            self._settle()
-        self._open_next(following)
+        return following
 
     def _settle(self) -> None:
         """Wait for the merge that is under way, if any, and take note of what came of it."""
@@ -753,7 +552,7 @@ class DispatchLoader(Callback):
         if self._policy.joined_by is not None:
             return
         assert merged is not None, "the merge was begun"
-        self._note(merged, in_merge.ranks, in_merge.batch_sizes)
+        self._note_other_workers(in_merge.ranks, merged)
         self._add_shares(merged, in_merge.following)
         self._lose(merged)
 
@@ -765,29 +564,6 @@ class DispatchLoader(Callback):
         shift = (over.epoch - self.epoch) * self._num_samples
         self._lost = tuple(_moved(span, shift) for span in merged.left)
         self._merged = without(self._merged, self._lost)
-
-    def _note(self, merged: MergedRound, ranks: Sequence[int], sizes: Sequence[int]) -> None:
-        """Keep what was claimed of a round, and say who has come or gone.
-
-        Args:
-            merged: the round that was merged.
-            ranks: who took part when its merge began.
-            sizes: of their batches.
-        """
-        if merged.ranks != ranks:
-            self._note_other_workers(ranks, merged)
-        if self.recording is not None:
-            over = merged.claim_round
-            name = f"{over.epoch}/{over.mega_batch}"
-            claims = [
-                [[list(span) for span in claim.spans] for claim in share.claims]
-                for share in merged.shares
-            ]
-            so_far = self.recording.mega_batches.get(name, {}).get("claims", [[]] * len(ranks))
-            self.recording.mega_batches[name] = {
-                "batch_sizes": list(sizes),
-                "claims": [earlier + new for earlier, new in zip(so_far, claims, strict=True)],
-            }
 
     def _go_on_after(self, merged: MergedRound) -> None:
         """A round is over: go on with the one after it."""
@@ -810,7 +586,7 @@ class DispatchLoader(Callback):
             self._lose(merged)
         elif following.retry == 0:
             following = self._cut(following)
-        self._open_next(following)
+        self._open(following)
         self._tell()
 
     def _move_to(self, following: ClaimRound) -> None:
@@ -845,7 +621,8 @@ class DispatchLoader(Callback):
             over = self._in_merge.claim_round
             merged = over.epoch * self.num_mega_batches + over.mega_batch
         count, self._num_told = merged - self._num_told, merged
-        self._policy.mega_batches_merged(count)
+        if count:
+            self._policy.mega_batches_merged(count)
 
     def _note_waiting(self) -> None:
         """A round is over: say so if much of it was spent on waiting for data."""
@@ -863,18 +640,7 @@ class DispatchLoader(Callback):
         self._waited_s = 0.0
 
     def _note_other_workers(self, ranks: Sequence[int], merged: MergedRound) -> None:
-        """The workers of the next round are not `ranks`, those of the last one."""
-        if self._replay is not None:
-            raise PeerError(
-                f"a recording of workers {list(ranks)} cannot be replayed by workers"
-                f" {list(merged.ranks)}"
-            )
-        if self.recording is not None:
-            self.recording = None
-            self._notify(
-                "the recording is given up, since workers have joined or departed: claims of"
-                " others cannot be replayed"
-            )
+        """Say so where the workers of the next round are not `ranks`, those of the last one."""
         departed = sorted(set(ranks) - {share.rank for share in merged.shares})
         over, left = merged.claim_round, num_positions(merged.left)
         if departed and left:
@@ -887,7 +653,7 @@ class DispatchLoader(Callback):
             )
 
     def _whole(self, epoch: int, number: int) -> SampleRanges:
-        return (mega_batch_span(self._num_samples, self._policy.mega_batch, number),)
+        return (mega_batch_span(self._num_samples, self._policy.samples_of_mega_batch, number),)
 
     def _equal_share(self, spans: SampleRanges) -> Iterator[Claim]:
         """This rank's equal share of `spans`, in batches."""
@@ -901,22 +667,6 @@ class DispatchLoader(Callback):
             end = end_of_claim(begin, size, last, smallest=smallest)
             yield Claim(part_of(spans, begin, end))
             begin = end
-
-    def _replayed(self, spans: SampleRanges) -> Iterator[Claim]:
-        """What this rank claimed of `spans`. Raises `ConfigError` if no rank has."""
-        assert self._replay is not None
-        recorded = self._replay.mega_batches.get(self._name, {"claims": []})
-        claims = [
-            [claim for claim in _claims_of(each) if not without(claim.spans[:1], spans)]
-            for each in recorded["claims"]
-        ]
-        if not any(claims):
-            raise ConfigError(
-                f"the recording ends before mega-batch {self._name} (epoch/number), or within it;"
-                " train for less, or without it"
-            )
-        self._policy.batch_sizes = tuple(recorded["batch_sizes"])
-        yield from claims[self._rank]
 
     def _indices(self, claim: Claim) -> list[int]:
         """The samples of a claim. Positions below 0 belong to the pass before."""
@@ -935,10 +685,6 @@ class DispatchLoader(Callback):
             )
             self._order = epoch, order
         return self._order[1]
-
-    @property
-    def _name(self) -> str:
-        return f"{self.epoch}/{self.mega_batch}"
 
     # State
 
@@ -996,12 +742,6 @@ class DispatchLoader(Callback):
         }
         self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
         self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
-        if self.recording is not None and tuple(sorted(self._earlier_shares)) == self._policy.ranks:
-            earlier = [self._earlier_shares[rank] for rank in self._policy.ranks]
-            self.recording.mega_batches[self._name] = {
-                "batch_sizes": [share.batch_size for share in earlier],
-                "claims": [_spans_of(share.claims) for share in earlier],
-            }
         self._open_round, self._batches = None, None
         self._ahead.clear()
 
@@ -1018,14 +758,13 @@ class _RoundInMerge:
     Attributes:
         claim_round: the round.
         share: what this rank computed of it.
-        ranks, batch_sizes: of those who took part when the merge began.
+        ranks: of those who took part when the merge began.
         following: the round that is open meanwhile.
     """
 
     claim_round: ClaimRound
     share: MegaBatchShare
     ranks: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
     following: ClaimRound
 
 
@@ -1052,11 +791,3 @@ _RECENT = 9
 
 _MUCH = 0.25
 """The part of its time that a rank may wait for data before it says so."""
-
-
-def _require_fit(replay: Recording, **here: int) -> None:
-    for name, value in here.items():
-        if (recorded := getattr(replay, name)) != value:
-            raise ConfigError(
-                f"the recording to replay was made with {name} {recorded}, here it is {value}"
-            )

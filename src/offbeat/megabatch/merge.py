@@ -19,32 +19,43 @@ end of its training goes on to take part, also with weight 0, until all have, si
 need every member. What members agree on without averaging, such as the place at which a loader
 begins, they put into their proposals.
 
-A merge may go on beside training: the trainer lets a copy of its model be merged (`freeze`,
-`merge_snapshot`), and adds to the outcome what it has done since (`take`), which is exact whatever
-the weights of later merges are: model = merged + (model - snapshot). A merge that is void is made
-again from the same copy.
+What is merged is a snapshot of the model (`freeze`, `merge_snapshot`). The trainer waits for it, or
+goes on meanwhile; either way it adds to the outcome what it has done since (`take`), which is exact
+whatever the weights of later merges are: model = merged + (model - snapshot). A merge that is void
+is made again from the same snapshot.
+
+As published a merge has a momentum. There is none in the first one: the released code reads a
+buffer there that nothing has been written to.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
+import safetensors
+import safetensors.torch
 import torch
+from numpy.typing import NDArray
 
 from offbeat.codec.model_wire import Counters, Values, no_counters
 from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
+from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.errors import ConfigError, MismatchError, PeerError, WireError
+from offbeat.errors import CheckpointError, ConfigError, PeerError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup
-from offbeat.megabatch.merge_weights import MergeMomentum
-from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
+from offbeat.megabatch.proposal import (
+    MergeProposal,
+    ProposalKind,
+    TrainerReport,
+    agreed_kind,
+    hold_the_same,
+)
 from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper, touched_rows
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
@@ -60,6 +71,8 @@ from offbeat.weights.staging import Staging
 from offbeat.weights.statistics import merge_running_average_, merge_statistics, merge_sums_
 
 _NEARLY_ALL: Final = 0.95
+
+ModelT = TypeVar("ModelT", float, NDArray[np.float64], torch.Tensor)
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
 """The merge weights of the members that propose to merge, in the order of their proposals."""
@@ -82,6 +95,7 @@ class ModelMean:
         counters: the largest that any member has counted in each integer buffer.
         weights: of each member's model in the mean, by position in the generation.
         joiner_state: what a member that is new needs besides the model; None elsewhere.
+        encode_s: seconds that were spent on laying vectors out.
     """
 
     values: Values
@@ -94,6 +108,7 @@ class ModelMean:
     counters: Counters
     weights: Sequence[float]
     joiner_state: Payload | None
+    encode_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -134,7 +149,7 @@ class MergeOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelSnapshot:
-    """A rank's model as it was when its trainer let it be merged, and went on training.
+    """A rank's model as it was when its trainer let it be merged.
 
     Attributes:
         report: what the trainer had done.
@@ -172,13 +187,17 @@ class MergedSnapshot:
     Attributes:
         snapshot: that was merged.
         outcome: of the merge.
-        merged: the mean, as tensors like those of `outcome.mean.tensors`, or wider.
+        before: what of the snapshot was merged.
+        merged: what became of it, as tensors like those of `before`, or wider.
+        rows: where a tensor in `before` is some rows of one, which rows, by position.
         copies: of the sparse parameters, as the merge left them, by position.
     """
 
     snapshot: ModelSnapshot
     outcome: MergeOutcome
+    before: Sequence[torch.Tensor]
     merged: Sequence[torch.Tensor]
+    rows: Mapping[int, torch.Tensor]
     copies: Mapping[int, torch.Tensor]
 
 
@@ -198,7 +217,7 @@ class MergeProtocol:
         rows: those that have changed since the last merge.
         num_merges: number of merges in the run so far.
         num_exchanges: number of merges that this rank took part in.
-        encode_s: seconds spent on laying vectors out and writing results.
+        encode_s: seconds that the trainer spent on laying vectors out and writing results.
     """
 
     def __init__(
@@ -233,18 +252,18 @@ class MergeProtocol:
             MismatchError: the members' proposals do not go together.
             NonFiniteError: this rank's weights hold an infinity or a NaN.
         """
-        return self._join_merge(partial(self._propose, "merge", report))
+        return self._take_at_once(self.freeze(report), "merge")
 
     def agree(self, report: TrainerReport, payload: str) -> MergeOutcome:
         """Exchange `payload`, JSON, with all members. A rank that is new merges instead."""
-        return self._join_merge(partial(self._propose, "agree", report, payload))
+        return self._take_at_once(self.freeze(report), "agree", payload)
 
     def finish(self, report: TrainerReport) -> None:
         """Take part until all members have come to the end of their training, and merge what any of
         them has computed since the last merge. All hold the same model then.
         """
         while True:
-            outcome = self._run_once(partial(self._propose, "finish", report))
+            outcome = self._take_at_once(self.freeze(report), "finish")
             if outcome.kind == "finish":
                 break
             if outcome.kind == "merge":
@@ -259,12 +278,13 @@ class MergeProtocol:
         """Write the mean of all members' models into `weights`, a copy of this rank's model. A rank
         that is new merges first, and then has the mean.
         """
-        layout = Staging(weights.tensors())
-        outcome = self._join_merge(
-            partial(self._propose, "mean", report, copy=weights, copy_layout=layout)
+        snapshot, tensors = self.freeze(report), weights.tensors()
+        copy = replace(
+            snapshot, tensors=tensors, layout=Staging(tensors), counters=weights.own_counters()
         )
+        outcome = self._take_at_once(snapshot, "mean", copy=copy)
         if outcome.kind == "merge":
-            for source, target in zip(self._weights.tensors(), weights.tensors(), strict=False):
+            for source, target in zip(self._weights.tensors(), tensors, strict=False):
                 target.copy_(source)
         elif outcome.mean is not None:
             assert outcome.mean.staging is not None
@@ -272,7 +292,23 @@ class MergeProtocol:
             weights.write_counters(outcome.mean.counters)
         return outcome
 
-    # Beside training
+    def _take_at_once(
+        self,
+        snapshot: ModelSnapshot,
+        kind: ProposalKind,
+        payload: str = "",
+        *,
+        copy: ModelSnapshot | None = None,
+    ) -> MergeOutcome:
+        """Propose to do `kind`, wait for what comes of it, and take over what was merged."""
+        outcome = self._join_merge(partial(self._propose, snapshot, kind, payload, copy))
+        if outcome.mean is not None:
+            self.encode_s += outcome.mean.encode_s
+        if outcome.kind == "merge":
+            self.take(self._laid_out(snapshot, outcome), num_steps=0)
+        return outcome
+
+    # The three steps of a merge, of which the second may go on beside training
 
     def freeze(self, report: TrainerReport) -> ModelSnapshot:
         """A copy of this rank's model, for `merge_snapshot`."""
@@ -304,25 +340,45 @@ class MergeProtocol:
         """As `merge`, of the snapshot. Changes nothing that a trainer uses, so that another thread
         may call it; until it has returned, no other method that communicates is called.
         """
-        outcome = self._join_merge(partial(self._propose_snapshot, snapshot), self._run)
+        outcome = self._join_merge(partial(self._propose, snapshot, "merge"))
+        return self._laid_out(snapshot, outcome)
+
+    def _laid_out(self, snapshot: ModelSnapshot, outcome: MergeOutcome) -> MergedSnapshot:
         mean = outcome.mean
         assert mean is not None
         assert mean.staging is not None
+        before, rows, whole = [*mean.tensors], dict(mean.rows), mean.whole
         merged = [
-            torch.empty_like(before, dtype=torch.promote_types(before.dtype, torch.float32))
-            for before in mean.tensors
+            torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+            for tensor in before
         ]
         mean.staging.write_(mean.values, merged)
+        if self._momentum is not None:
+            # It moves all rows, the merged ones and the others.
+            for number in rows.keys() & range(len(self._parameters)):
+                some, merged[number] = merged[number], whole[number].to(merged[number].dtype)
+                merged[number] = merged[number].index_copy(0, rows.pop(number), some)
+                before[number] = whole[number]
+            if mean.joiner_state is not None:
+                self._momentum.from_bytes(mean.joiner_state)
+            merged = [*self._momentum.added_to(merged), *merged[len(self._parameters) :]]
         copies = {}
         for number in {number for each in outcome.proposals for number in each.sparse}:
-            whole, rows = mean.whole[number], mean.rows.get(number)
-            if rows is None:
-                copies[number] = merged[number].to(whole.dtype, copy=True)
+            if number in rows:
+                # The snapshot's memory, since of these rows `before` has a copy.
+                some = merged[number].to(whole[number].dtype)
+                copies[number] = whole[number].index_copy_(0, rows[number], some)
             else:
-                # The snapshot's memory, since of these rows `mean.tensors` has a copy.
-                copies[number] = whole.index_copy_(0, rows, merged[number].to(whole.dtype))
+                copies[number] = merged[number].to(whole[number].dtype, copy=True)
         _synchronize(merged)
-        return MergedSnapshot(snapshot=snapshot, outcome=outcome, merged=merged, copies=copies)
+        return MergedSnapshot(
+            snapshot=snapshot,
+            outcome=outcome,
+            before=before,
+            merged=merged,
+            rows=rows,
+            copies=copies,
+        )
 
     def take(self, over: MergedSnapshot, *, num_steps: int) -> None:
         """The model of a merge that is final, and what this rank has done since the snapshot, are
@@ -358,9 +414,9 @@ class MergeProtocol:
             ]
             live = [*live, *states[name]]
         for number, (tensor, before, theirs) in enumerate(
-            zip(live, mean.tensors, over.merged, strict=True)
+            zip(live, over.before, over.merged, strict=True)
         ):
-            rows, target = mean.rows.get(number), tensor.detach()
+            rows, target = over.rows.get(number), tensor.detach()
             mine = target if rows is None else target.index_select(0, rows)
             if outcome.mine.is_new:
                 mine.copy_(theirs)
@@ -381,6 +437,8 @@ class MergeProtocol:
         if not outcome.mine.is_new and counters.size:
             counters = counters + (self._weights.read_counters() - over.snapshot.counted)
         self._weights.write_counters(counters)
+        if self._momentum is not None:
+            self._momentum.move_to(over.merged)
         self.num_merges = outcome.reference.num_merges + 1
         self.num_exchanges += 1
         self.rows.keep(over.copies, self.num_merges)
@@ -389,29 +447,19 @@ class MergeProtocol:
 
     # The pipeline
 
-    def _join_merge(
-        self,
-        propose: Callable[[], _OwnProposal],
-        run: Callable[[Callable[[], _OwnProposal]], MergeOutcome] | None = None,
-    ) -> MergeOutcome:
+    def _join_merge(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
         """Run the pipeline until it has done something for this rank. One that is new has to wait
         for the first merge, since nothing else brings it the model.
         """
         while True:
-            outcome = (run or self._run_once)(propose)
-            if outcome.kind == "merge" or not outcome.mine.is_new:
+            outcome = self._run(propose)
+            own = outcome.mine
+            if outcome.kind == "merge" or not own.is_new or own.kind == "finish":
                 return outcome
             if outcome.kind == "finish":
                 raise ConfigError(
                     "the run ended while this worker was on its way in; start a new one"
                 )
-
-    def _run_once(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
-        """Propose, agree, average, commit; and then write the model, if it was merged."""
-        outcome = self._run(propose)
-        if outcome.kind == "merge":
-            self._write(outcome)
-        return outcome
 
     def _run(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
         """Propose, agree, average, commit."""
@@ -446,85 +494,41 @@ class MergeProtocol:
 
     def _propose(
         self,
+        snapshot: ModelSnapshot,
         kind: ProposalKind,
-        report: TrainerReport,
         payload: str = "",
-        *,
-        copy: ModelWeights | None = None,
-        copy_layout: Staging | None = None,
+        copy: ModelSnapshot | None = None,
     ) -> _OwnProposal:
         """Step 1: this rank's proposal, and what of it stays here.
 
         Args:
+            snapshot: of this rank's model.
             kind: what this rank wants to do.
-            report: what its trainer has done.
             payload: what it tells its peers, as JSON.
             copy: the model in whose place the mean is wanted; None: this rank's own.
-            copy_layout: its layout; None: that of this rank's own.
         """
         is_new = self._group.is_new
         if is_new and kind in ("mean", "agree"):
             # It has nothing to contribute, and must be given the run's model first.
-            kind, copy, copy_layout = "merge", None, None
-        model, layout = copy or self._weights, copy_layout or self._layout
-        touched = {} if is_new else self.rows.touched()
+            kind, copy = "merge", None
+        touched = {} if is_new else touched_rows(snapshot.copies, snapshot.tensors)
+        wanted = copy or snapshot
         proposal = MergeProposal(
             kind=kind,
             is_new=is_new,
-            report=report,
-            norm=0.0 if is_new else self._norm(),
-            num_elements=layout.num_elements,
-            dtype=layout.dtype.name,
-            num_counters=model.read_counters().size,
-            num_merges=self.num_merges,
-            rows_known_since=None if is_new else self.rows.known_since,
-            sparse=tuple(sorted(self.rows.sparse)),
-            touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
-            states=packed(self._states.presence()) if self._states and kind == "merge" else (),
-            payload=payload,
-        )
-        return _OwnProposal(
-            proposal=proposal,
-            tensors=model.tensors,
-            layout=layout,
-            touched=touched,
-            states=None if self._states is None else self._states.tensors,
-            counters=model.own_counters,
-        )
-
-    def _propose_snapshot(self, snapshot: ModelSnapshot) -> _OwnProposal:
-        """Step 1, of a snapshot."""
-        is_new = self._group.is_new
-        touched = {} if is_new else touched_rows(snapshot.copies, snapshot.tensors)
-        proposal = MergeProposal(
-            kind="merge",
-            is_new=is_new,
             report=snapshot.report,
             norm=0.0 if is_new else snapshot.norm,
-            num_elements=snapshot.layout.num_elements,
-            dtype=snapshot.layout.dtype.name,
-            num_counters=snapshot.counters.size,
+            num_elements=wanted.layout.num_elements,
+            dtype=wanted.layout.dtype.name,
+            num_counters=wanted.counters.size,
             num_merges=snapshot.num_merges,
             rows_known_since=None if is_new else snapshot.rows_known_since,
             sparse=snapshot.sparse,
             touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
-            states=snapshot.presence,
+            states=snapshot.presence if kind == "merge" else (),
+            payload=payload,
         )
-        merged = self._states
-
-        def states(name: str) -> Sequence[torch.Tensor]:
-            assert merged is not None
-            return snapshot.states.get(name) or merged.zeros(name)
-
-        return _OwnProposal(
-            proposal=proposal,
-            tensors=lambda: snapshot.tensors,
-            layout=snapshot.layout,
-            touched=touched,
-            states=None if merged is None else states,
-            counters=lambda: snapshot.counters,
-            is_beside=True,
-        )
+        return _OwnProposal(proposal=proposal, model=wanted, touched=touched)
 
     def _average(
         self, outcome: MergeOutcome, own: _OwnProposal, position: int
@@ -543,6 +547,7 @@ class MergeProtocol:
         tensors: Sequence[torch.Tensor] = ()
         rows: dict[int, torch.Tensor] = {}
         states: dict[str, list[torch.Tensor]] = {}
+        encode_s = 0.0
         shares = shares_of_states(
             [each.states for each in proposals], weights, num_parameters=len(self._parameters)
         )
@@ -550,14 +555,18 @@ class MergeProtocol:
             if outcome.kind == "merge":
                 rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
-            whole = own.tensors()
+            whole = own.model.tensors
             names = names_of_merged(shares)
             for name in names if outcome.kind == "merge" else ():
-                assert own.states is not None, "all ranks merge states, or none does"
+                assert self._states is not None, "all ranks merge states, or none does"
                 # One that nobody with a weight has is left as it is.
                 states[name] = [
                     state if share else torch.zeros_like(state)
-                    for state, share in zip(own.states(name), shares[name], strict=True)
+                    for state, share in zip(
+                        own.model.states.get(name) or self._states.zeros(name),
+                        shares[name],
+                        strict=True,
+                    )
                 ]
                 # Of a state the same rows are merged as of its parameter. A single number, such as
                 # that of steps, has no rows, and Adafactor's means of columns are of all rows.
@@ -571,13 +580,17 @@ class MergeProtocol:
                 tensor.detach().index_select(0, rows[number]) if number in rows else tensor
                 for number, tensor in enumerate(whole)
             ]
-            layout = Staging(tensors) if rows or names else own.layout
+            layout = Staging(tensors) if rows or names else own.model.layout
             num_elements, dtype = layout.num_elements, layout.dtype
-            self._count_encoding(own, begin_s)
+            encode_s += time.perf_counter() - begin_s
         values = None
         if weights[position]:
             assert layout is not None, "a member with a weight has proposed what is done"
-            values = self._read(own, layout, tensors)
+            begin_s = time.perf_counter()
+            values = layout.read(tensors)
+            # Checked before anything is sent: one bad model would spoil the models of all peers.
+            require_finite([torch.from_numpy(values)], rank=self._rank)
+            encode_s += time.perf_counter() - begin_s
         mean = yield from weighted_mean(
             position, weights, values, num_elements=num_elements, dtype=dtype
         )
@@ -586,7 +599,7 @@ class MergeProtocol:
             _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
         counters = no_counters()
         if outcome.reference.num_counters:
-            counters = yield from _largest_counters(parties, own.counters(), position)
+            counters = yield from _largest_counters(parties, own.model.counters, position)
         joiner_state = yield from self._send_to_joiners(outcome, position)
         return ModelMean(
             values=mean,
@@ -599,6 +612,7 @@ class MergeProtocol:
             counters=counters,
             weights=weights,
             joiner_state=joiner_state,
+            encode_s=encode_s,
         )
 
     def _union_of_rows(
@@ -629,18 +643,6 @@ class MergeProtocol:
                     union[number] = torch.from_numpy(rows).to(parameter.device)
         return union
 
-    def _read(self, own: _OwnProposal, layout: Staging, tensors: Sequence[torch.Tensor]) -> Values:
-        begin_s = time.perf_counter()
-        values = layout.read(tensors)
-        # Checked before anything is sent: one bad model would spoil the models of all peers.
-        require_finite([torch.from_numpy(values)], rank=self._rank)
-        self._count_encoding(own, begin_s)
-        return values
-
-    def _count_encoding(self, own: _OwnProposal, begin_s: float) -> None:
-        if not own.is_beside:  # Else the trainer computes meanwhile.
-            self.encode_s += time.perf_counter() - begin_s
-
     def _send_to_joiners(self, outcome: MergeOutcome, position: int) -> Collective[Payload | None]:
         """The reference member sends the state of the momentum to the members that are new."""
         joiners = [number for number, each in enumerate(outcome.proposals) if each.is_new]
@@ -655,32 +657,6 @@ class MergeProtocol:
             return state
         return None
 
-    def _write(self, outcome: MergeOutcome) -> None:
-        """After step 4: the merge is final, so this rank's model becomes the merged one."""
-        begin_s = time.perf_counter()
-        mean = outcome.mean
-        assert mean is not None
-        assert mean.staging is not None
-        mean.staging.write_(mean.values, mean.tensors)
-        for number, rows in mean.rows.items():
-            mean.whole[number].detach().index_copy_(0, rows, mean.tensors[number])
-        if self._states is not None:
-            self._states.take(mean.states, mean.shares)
-        self._weights.write_counters(mean.counters)
-        if self._momentum is not None:
-            if mean.joiner_state is not None:
-                self._momentum.from_bytes(mean.joiner_state)
-            self._momentum.add_()
-        self.num_merges = outcome.reference.num_merges + 1
-        self.num_exchanges += 1
-        # Last, since rows are compared with what the momentum has left too.
-        self.rows.copy(
-            {number for proposal in outcome.proposals for number in proposal.sparse},
-            self.num_merges,
-        )
-        self._group.caught_up(outcome.generation)
-        self.encode_s += time.perf_counter() - begin_s
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _OwnProposal:
@@ -688,67 +664,13 @@ class _OwnProposal:
 
     Attributes:
         proposal: that is sent.
-        tensors: of the model whose mean it wants.
-        layout: of these tensors.
+        model: whose mean it wants.
         touched: the rows that have changed, by the parameter's position.
-        states: of the optimizer, by name; None: they are not merged.
-        counters: what it has counted itself in the model's integer buffers.
-        is_beside: whether its trainer goes on training meanwhile.
     """
 
     proposal: MergeProposal
-    tensors: Callable[[], Sequence[torch.Tensor]]
-    layout: Staging
+    model: ModelSnapshot
     touched: Mapping[int, RowSet]
-    states: Callable[[str], Sequence[torch.Tensor]] | None
-    counters: Callable[[], Counters]
-    is_beside: bool = False
-
-
-# Step 2: what members conclude from their proposals, each of them alone.
-
-_ACTIONS: Final[dict[ProposalKind, str]] = {
-    "merge": "merge",
-    "mean": "call averaged_model()",
-    "agree": "begin with a loader",
-}
-
-
-def agreed_kind(proposals: Sequence[MergeProposal]) -> ProposalKind | None:
-    """What members with these proposals do. None: nothing, since all of them are new, so that
-    nobody has a model.
-
-    Members that have finished, or are new, go along with their peers.
-
-    Raises:
-        MismatchError: the proposals do not go together.
-        ConfigError: a member's clock cannot be used.
-    """
-    for proposal in proposals:
-        busy_s = proposal.report.share.busy_s + proposal.report.pace.busy_s
-        if not math.isfinite(busy_s):
-            raise ConfigError(f"a rank was busy for {busy_s} seconds; its clock cannot be used")
-    knowing = [proposal for proposal in proposals if not proposal.is_new]
-    kinds = {proposal.kind for proposal in knowing}
-    if len(kinds & _ACTIONS.keys()) > 1:
-        ranks = {kind: sorted(each.rank for each in knowing if each.kind == kind) for kind in kinds}
-        different = " while ".join(
-            f"ranks {ranks[kind]} {action}" for kind, action in _ACTIONS.items() if kind in kinds
-        )
-        raise MismatchError(f"{different}; do the same on all ranks, after the same merge")
-    merging = [each.report for each in knowing if each.kind == "merge"]
-    claim_rounds = {report.claim_round for report in merging}
-    if len(claim_rounds) > 1:
-        raise MismatchError(
-            f"ranks merge different rounds, {claim_rounds}; do all of them iterate over the loader?"
-        )
-    if len({report.following for report in merging}) > 1:
-        raise MismatchError(
-            "some ranks wait for this merge, and others go on beside it; iterate over the loader in"
-            " the same way on all ranks"
-        )
-    order: tuple[ProposalKind, ...] = (*_ACTIONS, "finish")
-    return next((kind for kind in order if kind in kinds), None)
 
 
 def needs_mean(outcome: MergeOutcome) -> bool:
@@ -756,17 +678,6 @@ def needs_mean(outcome: MergeOutcome) -> bool:
     if outcome.kind == "mean":
         return not hold_the_same(outcome.proposals)
     return outcome.kind == "merge"
-
-
-def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
-    """Whether no model has changed since the last merge, which left them all the same."""
-    knowing = [proposal for proposal in proposals if not proposal.is_new]
-    merged = {proposal.num_merges for proposal in knowing}
-    return (
-        len(merged) == 1
-        and 0 not in merged
-        and not any(proposal.report.since_merge for proposal in knowing)
-    )
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
@@ -816,3 +727,131 @@ def _largest_counters(
         [np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0
     )
     return largest
+
+
+# The momentum of merges, as published: w' = sum_i alpha_i w_i + gamma (w - w_before)
+
+GAMMA: Final = 0.9
+"""Of the momentum of merges."""
+
+
+def with_momentum(
+    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = GAMMA
+) -> ModelT:
+    """sum_i alpha_i w_i + gamma (w - w_before).
+
+    Args:
+        merged: the weighted mean of the replicas.
+        latest: the model that they began this mega-batch with.
+        before: the model that they began the last one with; None in the first.
+        gamma: in [0, 1).
+
+    >>> with_momentum(3.0, 2.0, 1.0, gamma=0.5), with_momentum(3.0, 2.0, None)
+    (3.5, 3.0)
+    """
+    return merged if before is None else merged + gamma * (latest - before)
+
+
+class MergeMomentum:
+    """The models of the last two merges, in float32 or float64, the same on every rank.
+
+    Args:
+        parameters: by name.
+        gamma: in [0, 1).
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float = GAMMA) -> None:
+        self._parameters = parameters
+        self._gamma = gamma
+        self._latest: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """The first mega-batch begins with the parameters as they are now, unless a merge has
+        already said with which it began.
+        """
+        if not self._latest:
+            self._latest = {
+                name: _widened(parameter).clone() for name, parameter in self._parameters.items()
+            }
+
+    def added_to(self, merged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What becomes of the merged parameters, in the model's order, in the type in which means
+        are computed. One that was frozen meanwhile stays at the mean.
+        """
+        return [
+            with_momentum(mean, self._latest[name], self._before.get(name), gamma=self._gamma)
+            if parameter.requires_grad
+            else mean
+            for (name, parameter), mean in zip(self._parameters.items(), merged, strict=False)
+        ]
+
+    def move_to(self, merged: Sequence[torch.Tensor]) -> None:
+        """A merge is final, and `merged` is what it has made of the parameters."""
+        self._before = self._latest
+        self._latest = {
+            name: model.clone() for name, model in zip(self._parameters, merged, strict=False)
+        }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The models, with keys "latest/<name>" and "before/<name>". Tensors are live ones."""
+        models = {"latest": self._latest, "before": self._before}
+        return {
+            f"{model}/{name}": tensor
+            for model, tensors in models.items()
+            for name, tensor in tensors.items()
+        }
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
+        models: dict[str, dict[str, torch.Tensor]] = {"latest": {}, "before": {}}
+        for key, tensor in state.items():
+            model, _, name = key.partition("/")
+            if (
+                model not in models
+                or name not in self._parameters
+                or tensor.shape != self._parameters[name].shape
+            ):
+                raise CheckpointError(
+                    f"the merges' momentum was saved with another model or strategy: see {key!r}"
+                )
+            models[model][name] = tensor.to(_widened(self._parameters[name])).clone()
+        for model, tensors in models.items():
+            if tensors and (missing := self._parameters.keys() - tensors.keys()):
+                raise CheckpointError(
+                    "the merges' momentum was saved with another model or strategy: it lacks"
+                    f" '{model}/{min(missing)}'"
+                )
+        self._latest, self._before = (
+            {name: tensors[name] for name in self._parameters if tensors}
+            for tensors in (models["latest"], models["before"])
+        )
+
+    def to_bytes(self) -> bytes:
+        """The state in the format of safetensors, for a worker that joins the run."""
+        # The format has no complex128, so complex numbers travel as pairs.
+        real = {
+            key: torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            for key, tensor in self.state().items()
+        }
+        return to_bytes(real)
+
+    def from_bytes(self, payload: Payload) -> None:
+        """Inverse of `to_bytes`. Raises `WireError` for what does not fit the parameters."""
+        try:
+            state = safetensors.torch.load(bytes(payload))
+            for key, tensor in state.items():
+                parameter = self._parameters.get(key.partition("/")[2])
+                if parameter is not None and parameter.is_complex() and tensor.shape[-1:] == (2,):
+                    state[key] = torch.view_as_complex(tensor)
+            self.load(state)
+        except (safetensors.SafetensorError, CheckpointError) as error:
+            raise WireError(
+                f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
+                f" the model; do all ranks train the same model? ({error})"
+            ) from error
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type in which means are computed: at least float32."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))

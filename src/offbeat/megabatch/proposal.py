@@ -1,16 +1,17 @@
-"""The message with which each member of the run begins a merge: what it proposes to do, and what
-its peers need to know about it.
+"""The message with which each member of the run begins a merge, what it proposes to do and what its
+peers need to know about it; and what all of them conclude from these messages.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.codec.json_objects import build
-from offbeat.errors import MALFORMED, WireError
+from offbeat.errors import MALFORMED, ConfigError, MismatchError, WireError
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare
 from offbeat.transport.operations import Payload
 
@@ -56,6 +57,7 @@ class TrainerReport:
         since_merge: how many of these after its last merge.
         learning_rates: of the groups of its optimizer, as the user or a scheduler has set them.
         pace: what it has done since batch sizes were chosen.
+        base: the batch size that learning rates are for; None: no loader has said so here.
         following: the round with which it goes on while this merge is under way; None: it waits.
     """
 
@@ -66,6 +68,7 @@ class TrainerReport:
     since_merge: int
     learning_rates: tuple[float, ...] = ()
     pace: Pace = Pace()
+    base: int | None = None
     following: ClaimRound | None = None
 
     @property
@@ -146,3 +149,60 @@ def _fields_of(part: Any) -> dict[str, Any]:
 
 def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in values.items()}
+
+
+# What members conclude from their proposals, each of them alone.
+
+_ACTIONS: Final[dict[ProposalKind, str]] = {
+    "merge": "merge",
+    "mean": "call averaged_model()",
+    "agree": "begin with a loader",
+}
+
+
+def agreed_kind(proposals: Sequence[MergeProposal]) -> ProposalKind | None:
+    """What members with these proposals do. None: nothing, since all of them are new, so that
+    nobody has a model.
+
+    Members that have finished, or are new, go along with their peers.
+
+    Raises:
+        MismatchError: the proposals do not go together.
+        ConfigError: a member's clock cannot be used.
+    """
+    for proposal in proposals:
+        busy_s = proposal.report.share.busy_s + proposal.report.pace.busy_s
+        if not math.isfinite(busy_s):
+            raise ConfigError(f"a rank was busy for {busy_s} seconds; its clock cannot be used")
+    knowing = [proposal for proposal in proposals if not proposal.is_new]
+    kinds = {proposal.kind for proposal in knowing}
+    if len(kinds & _ACTIONS.keys()) > 1:
+        ranks = {kind: sorted(each.rank for each in knowing if each.kind == kind) for kind in kinds}
+        different = " while ".join(
+            f"ranks {ranks[kind]} {action}" for kind, action in _ACTIONS.items() if kind in kinds
+        )
+        raise MismatchError(f"{different}; do the same on all ranks, after the same merge")
+    merging = [each.report for each in knowing if each.kind == "merge"]
+    claim_rounds = {report.claim_round for report in merging}
+    if len(claim_rounds) > 1:
+        raise MismatchError(
+            f"ranks merge different rounds, {claim_rounds}; do all of them iterate over the loader?"
+        )
+    if len({report.following for report in merging}) > 1:
+        raise MismatchError(
+            "some ranks wait for this merge, and others go on beside it; iterate over the loader in"
+            " the same way on all ranks"
+        )
+    order: tuple[ProposalKind, ...] = (*_ACTIONS, "finish")
+    return next((kind for kind in order if kind in kinds), None)
+
+
+def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
+    """Whether no model has changed since the last merge, which left them all the same."""
+    knowing = [proposal for proposal in proposals if not proposal.is_new]
+    merged = {proposal.num_merges for proposal in knowing}
+    return (
+        len(merged) == 1
+        and 0 not in merged
+        and not any(proposal.report.since_merge for proposal in knowing)
+    )

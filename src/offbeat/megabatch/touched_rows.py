@@ -13,7 +13,7 @@ merge.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -58,16 +58,6 @@ class TouchedRows:
             if parameter.grad is not None and parameter.grad.is_sparse and parameter.dtype in _BITS:
                 self.sparse.add(position)
 
-    def copy(self, positions: Iterable[int], merge: int) -> None:
-        """The parameters hold the result of merge number `merge`: copy those at `positions`, and
-        all whose gradient was sparse here.
-        """
-        self.sparse.update(positions)
-        self.keep(
-            {position: self._parameters[position].detach().clone() for position in self.sparse},
-            merge,
-        )
-
     def keep(self, copies: Mapping[int, torch.Tensor], merge: int) -> None:
         """`copies`, by position, are the result of merge number `merge`. The parameters may be
         ahead of it.
@@ -79,10 +69,6 @@ class TouchedRows:
     def forget(self) -> None:
         """The parameters hold something else, which other ranks may not hold."""
         self.copies, self.known_since = {}, None
-
-    def touched(self) -> dict[int, RowSet]:
-        """The rows that have changed since the copy, by the parameter's position."""
-        return touched_rows(self.copies, self._parameters)
 
 
 def touched_rows(

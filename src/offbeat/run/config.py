@@ -61,7 +61,6 @@ class RunConfig:
         eval_every: steps between measurements of the metric; None: only at the end.
         cluster: the description of what is emulated; None: this machine as it is.
         emulation: how, see `offbeat_lab.emulation.emulate`.
-        replay: path of the record of a run whose claims are to be repeated.
         script: what runs in the place of a task; None for a task.
         log_to: who hears metrics while training runs: "tensorboard", "wandb", "mlflow".
         batch_shares: each worker's part of a step's samples, in proportion; empty: all the same.
@@ -79,7 +78,6 @@ class RunConfig:
     eval_every: Number | None = None
     cluster: Mapping[str, object] | None = None
     emulation: EmulationMode = "auto"
-    replay: str | None = None
     script: ScriptCommand | None = None
     log_to: Sequence[str] = field(default_factory=list)
     batch_shares: Sequence[float] = field(default_factory=list)

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from offbeat.callbacks.callback import Callback
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
+from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import ClaimLog
 from offbeat.megabatch.fetching import MapStyle
-from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, Recording, data_description
+from offbeat.megabatch.loader import DispatchLoader, data_description
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.session.data_source import DataSource, data_source
 from offbeat.session.lockstep_loader import LockstepLoader
@@ -60,40 +61,36 @@ class LoaderFactory:
         max_batch_size: int | None,
         claims_ahead: int | None,
         collate: Callable[[list[Any]], Any] | None,
-        record: bool,
-        replay: Recording | None,
     ) -> DispatchLoader | LockstepLoader:
         """A loader for this rank, as `Session.loader` says. Collective.
 
         Args:
             dataset: of map style, the same on all ranks; or a DataLoader of one.
             seed: of the order, >= 0.
-            batch_size: of this rank, >= 1; None where the strategy or the DataLoader has one.
+            batch_size: of this rank, >= 1; None where the DataLoader has one.
             max_batch_size: what fits into this rank's memory, in samples; None: any number.
             claims_ahead: how many claims worker processes read ahead; None: one.
             collate: makes a batch of a list of samples; torch's `default_collate` if None.
-            record: keep who claimed what.
-            replay: a recording to be repeated.
 
         Raises:
             ConfigError: this cannot work, with the reason. Every rank raises.
             MismatchError: the ranks disagree on the data.
         """
-        policy = next((part for part in self.parts if isinstance(part, DispatchPolicy)), None)
+        policy = next((part for part in self.parts if isinstance(part, MegaBatchCallback)), None)
         source: DataSource | None = None
         description: OffbeatError | dict[str, Any]
         try:
             source = data_source(dataset, batch_size=batch_size, collate=collate)
             if policy is not None:
-                _require_claims(source, policy, claims_ahead)
+                _require_claims(source, claims_ahead)
             description = data_description(
                 source.dataset,
                 seed=seed,
                 shuffles=source.shuffles,
-                batch_size=batch_size if policy is not None else source.batch_size,
+                batch_size=source.batch_size,
                 max_batch_size=max_batch_size,
                 claims=policy is not None,
-                recorded=record or replay is not None or claims_ahead is not None,
+                claims_ahead=claims_ahead,
             )
         except ConfigError as error:
             description = error
@@ -112,8 +109,10 @@ class LoaderFactory:
                 shuffles=source.shuffles,
             )
         store = store_of(self.network)
-        policy.set_memory_limits(self._memory_limits(policy, store, description, max_batch_size))
+        limits = self._memory_limits(policy, store, description, max_batch_size)
         assert source is not None, "else `_memory_limits` raises"
+        assert source.batch_size is not None, "its description has it"
+        policy.feed(source.batch_size, limits)
         self._note_drop_last(source)
         return DispatchLoader(
             source.fetcher(claims_ahead=claims_ahead or 1, seed=seed, rank=rank),
@@ -123,8 +122,6 @@ class LoaderFactory:
             rank=rank,
             notify=self.notify,
             shuffles=source.shuffles,
-            record=record,
-            replay=replay,
         )
 
     def _note_drop_last(self, source: DataSource) -> None:
@@ -136,7 +133,7 @@ class LoaderFactory:
 
     def _memory_limits(
         self,
-        policy: DispatchPolicy,
+        policy: MegaBatchCallback,
         store: Store,
         mine: OffbeatError | dict[str, Any],
         max_batch_size: int | None,
@@ -163,15 +160,9 @@ class LoaderFactory:
         return {rank: answer["fits"] for rank, answer in answers.items()}
 
 
-def _require_claims(source: DataSource, policy: DispatchPolicy, claims_ahead: int | None) -> None:
-    """Raise `ConfigError` unless samples can be claimed for this source."""
+def _require_claims(source: DataSource, claims_ahead: int | None) -> None:
+    """Raise `ConfigError` unless so many claims can be read ahead from this source."""
     num_workers = 0 if source.loader is None else source.loader.num_workers
-    if source.loader is not None and source.batch_size != policy.base_batch_size:
-        raise ConfigError(
-            f"the DataLoader has batches of {source.batch_size}, the strategy begins with"
-            f" batch_size={policy.base_batch_size}, for which the learning rate is; give both the"
-            " same"
-        )
     if claims_ahead is None:
         return
     is_number = isinstance(claims_ahead, int) and not isinstance(claims_ahead, bool)

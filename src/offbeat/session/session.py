@@ -33,7 +33,7 @@ from offbeat.errors import (
     UnsupportedError,
 )
 from offbeat.megabatch.fetching import MapStyle
-from offbeat.megabatch.loader import DispatchLoader, Recording
+from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.session import at_exit
@@ -375,8 +375,6 @@ class Session:
         max_batch_size: int | None = None,
         claims_ahead: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        record: bool = False,
-        replay: Recording | None = None,
     ) -> DispatchLoader | LockstepLoader:
         """Batches of `dataset`, each sample once an epoch over all ranks. Collective.
 
@@ -397,8 +395,9 @@ class Session:
             dataset: of map style, the same on all ranks, and in an order drawn from `seed`; or a
                 DataLoader of such a dataset.
             seed: of the order, >= 0.
-            batch_size: of this rank, >= 1; needed where neither the strategy nor the DataLoader has
-                one, and refused where one of them has.
+            batch_size: of this rank, >= 1; needed unless a DataLoader says it. Where the strategy
+                chooses sizes it is the one to begin with, which the learning rate is for, and the
+                same on all ranks.
             max_batch_size: what fits into this rank's memory, in samples; where the strategy
                 chooses sizes.
             claims_ahead: how many claims a rank holds beside the one that it computes with, each
@@ -406,8 +405,6 @@ class Session:
                 reading, and let a slow rank hold up its peers for longer at a merge.
             collate: makes a batch of a list of samples; torch's `default_collate` if None. A
                 DataLoader has its own.
-            record: keep in `loader.recording` who claimed what; where samples are claimed.
-            replay: such a recording, to be repeated bit for bit.
 
         Raises:
             ConfigError: this cannot work, with the reason. Every rank raises. Of DataLoaders those
@@ -430,8 +427,6 @@ class Session:
             max_batch_size=max_batch_size,
             claims_ahead=claims_ahead,
             collate=collate,
-            record=record,
-            replay=replay,
         )
         self._parts.append(made)  # from now on it gets events, and its position is state
         return made

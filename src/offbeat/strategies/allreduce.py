@@ -12,8 +12,10 @@ step; buffers are broadcast once, when attached, and not before each forward pas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -43,6 +45,10 @@ class AllReduce(GradientStrategy):
         super().__post_init__()
         require_positive("bucket_mib", self.bucket_mib)
         require_positive("first_bucket_mib", self.first_bucket_mib)
+
+    @override
+    def as_first_steps(self) -> Self:
+        return replace(self, replica_check_interval=0)
 
     def parts(
         self, context: Context, counts: ExchangeCounts

@@ -67,10 +67,9 @@ class Strategy(ABC):
         super().__init_subclass__(**options)
         complete_docstring(cls)
 
-    @property
-    def samples_between_merges(self) -> int | None:
-        """How many samples ranks share out before they merge their models; None unless
-        `shares_samples`.
+    def samples_between_merges(self, batch_size: int) -> int | None:
+        """How many samples ranks share out before they merge their models, where batches begin with
+        `batch_size` of them; None unless `shares_samples`.
         """
         return None
 
@@ -79,6 +78,13 @@ class Strategy(ABC):
         nothing of offbeat, so that its learning rate was chosen for plain gradients.
         """
         return self
+
+    def as_first_steps(self) -> Self | None:
+        """The same strategy for the first steps of a run whose replicas part afterwards, so that
+        nothing compares them; None where it has no use there, or would owe gradients when these
+        steps are over.
+        """
+        return None
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if the strategy cannot work with these. Runs before any

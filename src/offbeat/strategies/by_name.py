@@ -17,14 +17,12 @@ from typing import Any, Final, TypeVar
 
 from offbeat.codec.option_value import OptionValue
 from offbeat.errors import ConfigError, nearest
-from offbeat.strategies.docstrings import describe_options
+from offbeat.strategies.docstrings import OptionDescription, describe_options
 from offbeat.strategies.registry import REGISTRY
 
 S = TypeVar("S")
 
-FROM_LOADER: Final = "batch_size"
-"""An option of strategies that share samples out, which whoever makes the batches knows."""
-
+_NAMES: Final = tuple[str, ...]
 _TRUTH: Final = {"true": True, "false": False}
 
 
@@ -67,22 +65,28 @@ def build_strategy(
         ConfigError: no such strategy or option, or a value that is not allowed.
     """
     kind = strategy_type(name, kinds)
-    described = {option.name: option for option in describe_options(kind)}
+    known = _options_by_name(kind)
     values: dict[str, object] = {}
+    of_objects: dict[str, dict[str, object]] = {}
     for option, value in options.items():
-        if option not in described:
+        if option not in known:
             raise ConfigError(
                 f"strategy {name!r} has no option {option!r}; allowed are"
-                f" {', '.join(described)}{nearest(option, described)}"
+                f" {', '.join(known)}{nearest(option, known)}"
             )
+        holder, described = known[option]
+        target = values if holder is None else of_objects.setdefault(holder, {})
         try:
-            values[option] = convert(described[option].hint, None if value == "none" else value)
+            target[option] = convert(described.hint, None if value == "none" else value)
         except (TypeError, ValueError):
-            allowed, meaning = type_text(described[option].hint), described[option].meaning
+            allowed, meaning = type_text(described.hint), described.meaning
             hint = f" ({meaning.rstrip('.')})" if meaning else ""
             raise ConfigError(
                 f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}"
             ) from None
+    usual: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for holder, chosen in of_objects.items():
+        values[holder] = dataclasses.replace(usual[holder], **chosen)
     return kind(**values)
 
 
@@ -121,7 +125,11 @@ def parse_spec(
 
 def strategy_values(strategy: object) -> dict[str, Any]:
     """Every option of `strategy` with its value."""
-    return {name: getattr(strategy, name) for name in _field_names(type(strategy))}
+    values: dict[str, Any] = {}
+    for name, (holder, _) in _options_by_name(type(strategy)).items():
+        value = getattr(strategy if holder is None else getattr(strategy, holder), name)
+        values[name] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 def options_of(kind: type[Any]) -> list[Option]:
@@ -130,19 +138,17 @@ def options_of(kind: type[Any]) -> list[Option]:
         Option(
             name=option.name,
             allowed=type_text(option.hint),
-            default=(
-                "required" if option.default is dataclasses.MISSING else str(option.default).lower()
-            ),
+            default="required" if option.default is dataclasses.MISSING else _text(option.default),
             help=option.meaning,
         )
-        for option in describe_options(kind)
+        for _, option in _options_by_name(kind).values()
         if option.name in asked_names(kind)
     ]
 
 
 def asked_names(kind: type[Any]) -> list[str]:
     """Names of the options that a command line takes."""
-    return [name for name in _field_names(kind) if name != FROM_LOADER]
+    return list(_options_by_name(kind))
 
 
 def convert(hint: Any, value: object) -> object:
@@ -159,6 +165,8 @@ def convert(hint: Any, value: object) -> object:
     if origin is typing.Literal:
         if value in arguments:
             return value
+    elif hint == _NAMES and isinstance(value, str):
+        return tuple(value.split(",")) if value else ()
     elif origin is tuple and isinstance(value, list | tuple):
         inner = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
         return tuple(convert(each, item) for each, item in zip(inner, value, strict=True))
@@ -198,6 +206,8 @@ def type_text(hint: object) -> str:
         bool: "true | false",
         type(None): "none",
     }
+    if hint == _NAMES:
+        return "names separated by commas"
     if typing.get_origin(hint) is typing.Annotated:
         return type_text(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
@@ -211,8 +221,22 @@ def type_text(hint: object) -> str:
     )
 
 
-def _field_names(kind: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind) if field.init]
+def _options_by_name(kind: type[Any]) -> dict[str, tuple[str | None, OptionDescription]]:
+    """The options of a strategy, each with the field that it is an option of, such as K-FAC's
+    `curvature`; None: of the strategy itself.
+    """
+    found: dict[str, tuple[str | None, OptionDescription]] = {}
+    for option in describe_options(kind):
+        if dataclasses.is_dataclass(option.default):
+            inner = describe_options(type(option.default))
+            found |= {each.name: (option.name, each) for each in inner}
+        else:
+            found[option.name] = None, option
+    return found
+
+
+def _text(default: object) -> str:
+    return ",".join(default) if isinstance(default, tuple) else str(default).lower()
 
 
 def _can_be_written(hint: object) -> bool:

@@ -1,8 +1,8 @@
 """Elastic SGD as Adaptive SGD's paper (arXiv 2110.07029) compares itself with it: equal batches,
 equal shares, equal weights.
 
-    for each mega-batch of M samples, on each of n ranks
-        M / n samples in batches of b:  w_i = w_i - eta gradient(w_i)
+    for each mega-batch of M batches of b samples, on each of n ranks
+        M / n batches:  w_i = w_i - eta gradient(w_i)
         w_i = sum over j of w_j / n
 
 The slowest rank decides when a mega-batch ends.
@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.megabatch.batch_sizes import Bounds
 from offbeat.megabatch.callback import MegaBatchPlan
 from offbeat.strategies.adaptive import MegaBatchStrategy
 
@@ -33,11 +32,9 @@ class ElasticSGD(MegaBatchStrategy):
 
     def plan(self) -> MegaBatchPlan:
         return MegaBatchPlan(
-            mega_batch=self.samples_between_merges,
-            base=self.batch_size,
-            bounds=Bounds(),
-            rule=None,
-            weighting="equal",
+            mega_batch=self.mega_batch,
+            rule="equal",
+            smallest=1,
             merges_optimizer_state=self.optimizer_state == "averaged",
             warmup=self.warmup,
         )

@@ -7,14 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import nan
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -42,12 +39,12 @@ def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
         )
 
 
-def refuse_idle(strategy: DataclassInstance, *names: str, because: str) -> None:
+def refuse_idle(strategy: Any, *names: str, because: str) -> None:
     """Refuse options that would do nothing beside the others, unless they are left as they are by
     default.
 
     Args:
-        strategy: whose options they are.
+        strategy: a dataclass, whose options they are.
         names: of the options.
         because: why they would do nothing, to stand after the word.
     """

@@ -185,32 +185,6 @@ def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
     console.print()
 
 
-def print_strategies(
-    own: Sequence[tuple[str, str, str]], native: Sequence[tuple[str, str]]
-) -> None:
-    """A line for each strategy.
-
-    Args:
-        own: name, summary and paper of offbeat's.
-        native: name and summary of those that torch ships.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for name, summary, paper in own:
-        table.add_row(name, f"{escape(summary)} [dim]({escape(paper)})[/dim]")
-    table.add_section()
-    for name, summary in native:
-        table.add_row(name, escape(summary))
-    console = Console()
-    console.print(table)
-    console.print(
-        "\nOptions of one: offbeat strategies gtopk. In other commands they follow after colons:"
-        " gtopk:density=0.01.",
-        highlight=False,
-    )
-
-
 def _work_of(run_directory: Path) -> Iterator[str]:
     """What the record says of work that was divided within steps, or between merges."""
     record = Record(run_directory)

@@ -107,17 +107,17 @@ def strategies(
     """List the strategies, a line each; or one of them, with its options, their meaning, what is
     allowed and the default.
     """
-    from offbeat.strategies import REGISTRY
+    from offbeat.run.command import option_lines, strategy_lines
     from offbeat.strategies.docstrings import first_sentence
     from offbeat_lab.cli import display
     from offbeat_lab.native import NATIVE
     from offbeat_lab.options import strategy_options, strategy_type
 
-    papers = {entry.name: entry.paper for entry in REGISTRY.entries.values()}
-    if name is not None:
-        kind = strategy_type(name)
-        paper = f" ({papers[name]})" if name in papers else ""
-        display.print_options(name, first_sentence(kind) + paper, strategy_options(name))
-        return
-    own = [(entry.name, entry.summary, entry.paper) for entry in REGISTRY.entries.values()]
-    display.print_strategies(own, [(name, first_sentence(kind)) for name, kind in NATIVE.items()])
+    if name is not None and name in NATIVE:
+        display.print_options(name, first_sentence(strategy_type(name)), strategy_options(name))
+    elif name is not None:
+        print("\n".join(option_lines(name)))
+    else:
+        print("\n".join(strategy_lines()), end="\n\n")
+        for native, kind in NATIVE.items():
+            print(f"{native:12}  {first_sentence(kind)}")

@@ -58,7 +58,10 @@ for _command, _group, _example in _COMMANDS:
     app.command(
         rich_help_panel=_group,
         epilog=f"Example: `{_example}`",
-        context_settings={"allow_interspersed_args": _command is not run},
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+        if _command is run
+        else None,
+        add_help_option=_command is not run,
     )(_command)
 lab.command(epilog="Example: `offbeat lab clean`")(clean)
 app.add_typer(data, name="data", rich_help_panel=_DATA)

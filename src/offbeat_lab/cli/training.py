@@ -91,12 +91,6 @@ def train(
         Path | None,
         typer.Option(help="Go on with the run recorded in this directory.", rich_help_panel=OUTPUT),
     ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            hidden=True, help="Repeat the claims of this record; see docs/methods/adaptive.md."
-        ),
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a task on local workers, or as one rank where torchrun or srun started this command."""
@@ -119,7 +113,6 @@ def train(
         eval_every=eval_every,
         cluster=cluster_of(cluster, workers, link, speeds, delay, step_time),
         emulation=emulation_mode(emulation),
-        replay=replay,
         log_to=names_in(log_to),
     )
     planned = plan(request, out=out, resume=resume)
@@ -149,75 +142,16 @@ def train(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def run(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="As for python.", show_default=False),
-    ] = None,
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="How workers exchange, with options after colons: gtopk:density=0.01."
-            " `offbeat strategies` lists them.",
-            rich_help_panel=WHAT,
-            autocompletion=complete_strategy,
-        ),
-    ] = "allreduce",
-    workers: Workers = None,
-    as_module: Annotated[
-        bool,
-        typer.Option(
-            "--module", "-m", help="SCRIPT is a module, as for python -m.", rich_help_panel=WHAT
-        ),
-    ] = False,
-    restarts: Annotated[
-        int,
-        typer.Option(help="How often workers that die are started again.", rich_help_panel=CLUSTER),
-    ] = 0,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="End the script after so many optimizer steps.", rich_help_panel=LENGTH),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT of the first of several hosts.", rich_help_panel=CLUSTER),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(help="How many hosts there are.", rich_help_panel=CLUSTER)
-    ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(help="Which of them this is, from 0.", rich_help_panel=CLUSTER)
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            help="Which logged value counts (default: the first that is not the loss).",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    log_to: LogTo = None,
-    out: Out = None,
-) -> None:
+def run(context: typer.Context) -> None:
     """Run your own script with a strategy. It needs no change if it uses DistributedDataParallel.
     Under torchrun or srun this process is one rank.
     """
-    from offbeat.run.hosts import meeting
-    from offbeat_lab.cli import running
+    from offbeat.run.command import run_command
 
-    sys.exit(
-        running.run(
-            words or [],
-            strategy=strategy,
-            workers=workers,
-            as_module=as_module,
-            restarts=restarts,
-            steps=steps,
-            metric=metric,
-            log_to=names_in(log_to),
-            where=meeting(rendezvous, nodes, node_rank),
-            out=out,
-        )
-    )
+    def show_page(directory: Path) -> None:
+        sys.stderr.write(f"page:   {write_page(directory)}\n")
+
+    raise typer.Exit(run_command(context.args, show_page))
 
 
 def compare(

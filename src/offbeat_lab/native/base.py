@@ -23,11 +23,13 @@ class Native(ABC):
     survives_death: ClassVar[bool] = False
     shares_samples: ClassVar[bool] = False
     weighs_samples: ClassVar[bool] = False
-    samples_between_merges: ClassVar[None] = None
     resumable: ClassVar[bool] = False
     """Whether a checkpoint of model and optimizer is all there is to keep."""
     ddp_options: ClassVar[Mapping[str, object]] = {}
     """Options of DistributedDataParallel that it needs."""
+
+    def samples_between_merges(self, batch_size: int) -> None:  # noqa: B027 - none of them do
+        """As `Strategy.samples_between_merges`: ranks share no samples out."""
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if it cannot work with these."""

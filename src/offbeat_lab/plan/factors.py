@@ -13,15 +13,16 @@ from typing import Any, Final
 import torch
 
 from offbeat.kfac.blocks import Block, slots_of
-from offbeat.kfac.exchange.costs import equivalent_dim, time_inversions
+from offbeat.kfac.costs import equivalent_dim, time_inversions
+from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.survey import survey
 from offbeat.session.session import Session
-from offbeat.strategies.spdkfac import SPDKFAC
+from offbeat.strategies.kfac import SPDKFAC
 from offbeat_lab.plan.kfac_iteration import Layer
 from offbeat_lab.plan.profile import ModelProfile, Source
 
 # Every step has factors; the first one, which inverts too and is not timed, is behind them all.
-STRATEGY: Final = SPDKFAC(factor_interval=1, ramp=False)
+STRATEGY: Final = SPDKFAC(factor_interval=1, curvature=Curvature(ramp=False))
 
 _STEPS: Final = 5
 
@@ -37,7 +38,7 @@ class FactorTimer:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._blocks: Sequence[Block] = survey(model, STRATEGY.options()).blocks
+        self._blocks: Sequence[Block] = survey(model, STRATEGY.curvature).blocks
         self._positions: dict[str, int] = {}
         self._factors_s: list[float] = []
         self._precondition_s: list[float] = []

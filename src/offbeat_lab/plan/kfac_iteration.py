@@ -12,13 +12,13 @@ They differ in two plans: how all-reduces are fused and when they start, and who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from offbeat.arithmetic.costs import LinkCost
-from offbeat.kfac.plans.overlap import fuse_for_earliest_end, last_end_s
-from offbeat.kfac.plans.placement import (
+from offbeat.arithmetic.costs import LinkCost, fit
+from offbeat.kfac.overlap import fuse_for_earliest_end
+from offbeat.kfac.placement import (
     InverseCosts,
     Owner,
     PlacementTime,
@@ -37,6 +37,38 @@ Fusion: TypeAlias = Callable[[Sequence[float], Sequence[int], LinkCost], list[li
 
 Placement: TypeAlias = Callable[[Sequence[int], int, InverseCosts], tuple[Owner, ...]]
 """`placement.place_for_shortest_phase`, or another with the same arguments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolynomialInversion:
+    """a + b d^2 + c d^3: launching, moving the matrix, operations.
+
+    Attributes:
+        constant_s: a, in seconds, >= 0.
+        square_s: b, in seconds for each element, >= 0.
+        cube_s: c, in seconds for each d^3, >= 0.
+    """
+
+    constant_s: float
+    square_s: float
+    cube_s: float
+
+    def time_s(self, dim: int) -> float:
+        return self.constant_s + self.square_s * dim**2 + self.cube_s * dim**3
+
+
+def fit_inversion(samples: Iterable[tuple[int, float]]) -> PolynomialInversion:
+    """The polynomial nearest to timed inversions, each (rows, seconds > 0), of three sizes or more.
+
+    >>> timed = [(d, 1e-3 + 2e-13 * d**3) for d in (64, 256, 1024, 4096)]
+    >>> fitted = fit_inversion(timed)
+    >>> round(fitted.constant_s, 9), round(fitted.cube_s, 18)
+    (0.001, 2e-13)
+    """
+    constant_s, square_s, cube_s = fit(
+        samples, [lambda _: 1.0, lambda dim: dim**2, lambda dim: dim**3]
+    )
+    return PolynomialInversion(constant_s=constant_s, square_s=square_s, cube_s=cube_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +131,58 @@ class Iteration:
     @property
     def total_s(self) -> float:
         return self.computing_s + self.gradients_s + self.factors_s + self.inverse.total_s
+
+
+def fuse_by_rule(
+    ready_s: Sequence[float], sizes_bytes: Sequence[int], link: LinkCost
+) -> list[list[int]]:
+    """The rule of SPD-KFAC (arXiv 2107.06533), that of MG-WFBP (arXiv 1912.09268): going forward,
+    message l waits for the next one if that is ready before l could be over its alpha, R_{l+1} <
+    s_l + alpha. Arguments and result are those of `kfac.overlap.fuse_for_earliest_end`.
+
+    >>> fuse_by_rule([0.0, 0.1, 5.0], [10, 10, 10], LinkCost(alpha_s=1.0, beta_s_per_byte=0.01))
+    [[0, 1], [2]]
+    """
+    groups: list[list[int]] = []
+    fused: list[int] = []
+    free_s = 0.0
+    for index, ready in enumerate(ready_s):
+        fused.append(index)
+        start_s = max(free_s, ready)
+        is_last = index + 1 == len(ready_s)
+        if is_last or not ready_s[index + 1] < start_s + link.alpha_s:
+            num_bytes = sum(sizes_bytes[i] for i in fused)
+            free_s = start_s + link.time_s(num_messages=1, num_bytes=num_bytes)
+            groups.append(fused)
+            fused = []
+    return groups
+
+
+def last_end_s(
+    groups: Sequence[Sequence[int]],
+    ready_s: Sequence[float],
+    sizes_bytes: Sequence[int],
+    link: LinkCost,
+) -> float:
+    """When the last group has been all-reduced; a group is sent when all of it is ready.
+
+    Args:
+        groups: indices of messages that are sent together, in the order in which they are sent.
+        ready_s: when each message is ready, in seconds.
+        sizes_bytes: of each message.
+        link: the all-reduce.
+
+    >>> link = LinkCost(alpha_s=1.0, beta_s_per_byte=0.1)
+    >>> last_end_s([[0, 1], [2]], [0.0, 0.5, 5.0], [10, 10, 10], link)
+    7.0
+    """
+    end_s = 0.0
+    for group in groups:
+        num_bytes = sum(sizes_bytes[index] for index in group)
+        end_s = max(end_s, max(ready_s[index] for index in group)) + link.time_s(
+            num_messages=1, num_bytes=num_bytes
+        )
+    return end_s
 
 
 def dkfac(layers: Sequence[Layer], world_size: int, costs: IterationCosts) -> Iteration:

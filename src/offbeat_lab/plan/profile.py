@@ -18,9 +18,9 @@ from typing import Final, Literal
 
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
-from offbeat.kfac.plans.inversion import PolynomialInversion, TabledInversion
+from offbeat.kfac.placement import TabledInversion
 from offbeat_lab.cluster.quantities import display_rate
-from offbeat_lab.plan.kfac_iteration import Layer
+from offbeat_lab.plan.kfac_iteration import Layer, PolynomialInversion
 
 FORMAT: Final = 1
 FLOAT_BYTES: Final = 4

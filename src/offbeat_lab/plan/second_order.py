@@ -1,4 +1,4 @@
-"""Steps of the K-FAC strategies, by the planner that they run themselves (`kfac.planning`)."""
+"""Steps of the K-FAC strategies, by the planner that they run themselves (`kfac.plans`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.errors import ConfigError
-from offbeat.kfac.options import KFACSettings
-from offbeat.kfac.plans.inversion import InversionCost
-from offbeat.kfac.plans.placement import InverseCosts, Owner, least_loaded, packed_bytes
+from offbeat.kfac.curvature import KFACSettings
+from offbeat.kfac.placement import InverseCosts, InversionCost, Owner, least_loaded, packed_bytes
 from offbeat_lab.plan.kfac_iteration import (
     Iteration,
     IterationCosts,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.errors import ConfigError
-from offbeat.strategies.by_name import FROM_LOADER, strategy_values
+from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.comparison import ComparedStrategy, read_comparison
 from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.plan.profile import ModelProfile
@@ -101,9 +101,7 @@ def _keyed(
 
 def _key(name: str, options: Mapping[str, object]) -> tuple[str, str]:
     """The same for strategies that do the same, however they were asked for."""
-    values = strategy_values(build_strategy(name, options))
-    values.pop(FROM_LOADER, None)  # in a comparison it is the task's, whatever the strategy is
-    return name, repr(sorted(values.items()))
+    return name, repr(sorted(strategy_values(build_strategy(name, options)).items()))
 
 
 def _steps(compared: ComparedStrategy) -> float | None:

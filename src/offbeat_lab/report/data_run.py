@@ -162,7 +162,6 @@ def _command(record: Record) -> str:
     words += ["--seed", str(config.seed)]
     words += ["--eval-every", str(config.eval_every)] if config.eval_every is not None else []
     words += ["--cluster", "cluster.toml"] if config.cluster is not None else []
-    words += ["--replay", str(config.replay)] if config.replay is not None else []
     for name, value in {**config.task_options, **config.strategy_options}.items():
         words += ["--set", f"{name}={_typed(value)}"] if value is not None else []
     return shlex.join(words)

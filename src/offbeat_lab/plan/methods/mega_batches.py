@@ -22,7 +22,7 @@ class MegaBatches(Method):
     no profile knows, a mega-batch is of another size.
 
     Args:
-        plan: how. A batch of its base size takes what the profile's batch takes.
+        plan: how. Batches begin with the size of the profile's.
     """
 
     extra_bytes = 3.0
@@ -34,14 +34,17 @@ class MegaBatches(Method):
     @override
     def simulate(self, setting: Setting) -> Simulated:
         profile, world_size = setting.profile, setting.world_size
-        step = world_size * self._plan.base  # samples of all ranks
-        whole = max(self._plan.mega_batch, step)
+        base = profile.batch.batch_size
+        step = world_size * base  # samples of all ranks
+        whole = max(self._plan.mega_batch * base, step)
         if setting.steps is None:
             rounds, merges_per_step = [range(whole)], step / whole
             merged: Sequence[range] = rounds
         else:
             first, last = setting.steps.start * step, setting.steps.stop * step
-            rounds = [one for one in self._rounds(last, whole, world_size) if one.stop > first]
+            rounds = [
+                one for one in self._rounds(last, whole, world_size, base) if one.stop > first
+            ]
             merged = [one for one in rounds if one.stop <= last]
             merges_per_step = len(merged) / len(setting.steps)
         computed_s = step * self._computed_s(setting, rounds) / sum(map(len, rounds))
@@ -72,13 +75,13 @@ class MegaBatches(Method):
             case "none":
                 return 0.0
 
-    def _rounds(self, until: int, whole: int, world_size: int) -> Iterator[range]:
+    def _rounds(self, until: int, whole: int, world_size: int, base: int) -> Iterator[range]:
         """The samples between merges, as `megabatch.loader` cuts mega-batches of `whole` samples,
         until `until` are merged.
         """
         begin = 0
         while begin < until:
-            size = self._plan.samples_of_round(begin, world_size)
+            size = self._plan.samples_of_round(begin, world_size, base)
             left = whole - begin % whole
             end = begin + (left if size is None or 2 * left < 3 * size else size)
             yield range(begin, end)
@@ -86,7 +89,7 @@ class MegaBatches(Method):
 
     def _computed_s(self, setting: Setting, rounds: Sequence[range]) -> float:
         """From the beginning of the first round to the end of the last, if merges took no time."""
-        base, late_s = self._plan.base, setting.late_s
+        base, late_s = setting.profile.batch.batch_size, setting.late_s
         computing_s = setting.durations_s - late_s
         num_claims = [0] * setting.world_size
 
@@ -102,7 +105,7 @@ class MegaBatches(Method):
                 claim_s(rank, rest) if rest else 0.0
             )
 
-        if self._plan.rule is None:
+        if self._plan.rule == "equal":
             ranks = range(setting.world_size)
             return sum(
                 max(share_s(rank, len(one) / setting.world_size) for rank in ranks)
@@ -110,7 +113,7 @@ class MegaBatches(Method):
             )
         # Batch sizes follow speeds, so that updates end together.
         speeds = (1 / setting.durations_s.mean(axis=0)).tolist()
-        equal, bounds = [base] * len(speeds), [self._plan.bounds] * len(speeds)
+        equal, bounds = [base] * len(speeds), [self._plan.bounds(base)] * len(speeds)
         sizes = Proportional(base=base).resize(equal, speeds, bounds)
         return sum(dispatch(sizes, len(one), claim_s).duration_s for one in rounds)
 

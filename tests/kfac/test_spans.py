@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.exchange.spans import MAX_SPANS, SpanRecorder
-from offbeat.kfac.options import has_few_digits
+from offbeat.kfac.curvature import has_few_digits
+from offbeat.kfac.spans import MAX_SPANS, SpanRecorder
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 4))

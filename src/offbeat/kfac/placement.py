@@ -6,8 +6,7 @@
                other factors, largest first, each go to the rank with the least load so far, which
                inverts and broadcasts them.
 
-The load of a factor of d rows is d, d^2, d^3 or its fitted time (`LoadMeasure`). SPD-KFAC: arXiv
-2107.06533.
+The load of a factor is the time of its inversion. SPD-KFAC: arXiv 2107.06533.
 
 **Differences from the paper:** it compares each factor's inversion with its broadcast alone
 (`place_by_rule`). That is right only if broadcasts are sent in sequence: where their latencies
@@ -21,17 +20,17 @@ code does neither: it compares d with a constant.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal, TypeAlias
+from itertools import accumulate, pairwise
+from typing import Protocol, TypeAlias
 
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.errors import ConfigError
-from offbeat.kfac.plans.inversion import InversionCost
-from offbeat.kfac.plans.overlap import fuse_for_earliest_end
+from offbeat.kfac.overlap import fuse_for_earliest_end
 
-LoadMeasure: TypeAlias = Literal["rows", "squares", "cubes", "time"]
 Owner: TypeAlias = int | None
 
 SAME_LENGTH_FACTOR = 1.03
@@ -136,9 +135,7 @@ def largest_first(loads: Sequence[float]) -> list[int]:
     return sorted(range(len(loads)), key=lambda index: -loads[index])
 
 
-def place_by_rule(
-    dims: Sequence[int], world_size: int, costs: InverseCosts, *, load: LoadMeasure = "time"
-) -> tuple[Owner, ...]:
+def place_by_rule(dims: Sequence[int], world_size: int, costs: InverseCosts) -> tuple[Owner, ...]:
     """SPD-KFAC as published: by every rank where t_inv(d) < t_bcast(d), the others by the least
     loaded.
 
@@ -146,7 +143,6 @@ def place_by_rule(
         dims: rows of each factor, >= 1.
         world_size: number of ranks, >= 1.
         costs: what is compared.
-        load: what is balanced.
     """
     broadcast = costs.broadcast.link
     shared = [
@@ -154,16 +150,13 @@ def place_by_rule(
         or world_size == 1
         for dim in dims
     ]
-    return _assigned(dims, world_size, shared, _loads(dims, costs, load))
+    return _assigned(world_size, shared, _times_s(dims, costs))
 
 
 def place_for_shortest_phase(
     dims: Sequence[int],
     world_size: int,
     costs: InverseCosts,
-    *,
-    load: LoadMeasure = "time",
-    same_devices: bool = True,
 ) -> tuple[Owner, ...]:
     """SPD-KFAC's placement with about the shortest predicted phase.
 
@@ -176,19 +169,17 @@ def place_for_shortest_phase(
         dims: rows of each factor, >= 1.
         world_size: number of ranks, >= 1.
         costs: what inverting and broadcasting cost.
-        load: what is balanced among the ranks.
-        same_devices: whether all ranks round alike. False: every factor has one owner, because
-            replicas that inverted for themselves would drift apart.
     """
     if world_size == 1:
         return by_every_rank(len(dims))
-    loads = _loads(dims, costs, load)
-    candidates = [round_robin(len(dims), world_size)]
-    if same_devices:
-        candidates.append(place_by_rule(dims, world_size, costs, load=load))
-    limits = sorted({0, *dims}, reverse=True) if same_devices else [0]
-    candidates += [
-        _assigned(dims, world_size, [dim <= limit for dim in dims], loads) for limit in limits
+    times_s = _times_s(dims, costs)
+    candidates = [
+        round_robin(len(dims), world_size),
+        place_by_rule(dims, world_size, costs),
+        *(
+            _assigned(world_size, [dim <= limit for dim in dims], times_s)
+            for limit in sorted({0, *dims}, reverse=True)
+        ),
     ]
 
     phases = {owners: placement_time(owners, dims, world_size, costs) for owners in candidates}
@@ -215,7 +206,7 @@ def placement_time(
         world_size: number of ranks, >= 1.
         costs: what inverting and broadcasting cost.
     """
-    times_s = [costs.inversion.time_s(dim) for dim in dims]
+    times_s = _times_s(dims, costs)
     of_owner: dict[Owner, list[int]] = {}
     for index in largest_first(times_s):
         of_owner.setdefault(owners[index], []).append(index)
@@ -256,12 +247,14 @@ def fused_messages(dims: Sequence[int], world_size: int, costs: InverseCosts) ->
     return fuse_for_earliest_end(ready_s, list(map(packed_bytes, dims)), shared)
 
 
-def _assigned(
-    dims: Sequence[int], world_size: int, shared: Sequence[bool], loads: Sequence[float]
-) -> tuple[Owner, ...]:
+def _times_s(dims: Sequence[int], costs: InverseCosts) -> list[float]:
+    return [costs.inversion.time_s(dim) for dim in dims]
+
+
+def _assigned(world_size: int, shared: Sequence[bool], loads: Sequence[float]) -> tuple[Owner, ...]:
     """`shared` factors to every rank, the others by the least loaded."""
-    sent = [index for index in range(len(dims)) if not shared[index]]
-    owners = list(by_every_rank(len(dims)))
+    sent = [index for index in range(len(loads)) if not shared[index]]
+    owners = list(by_every_rank(len(loads)))
     for index, owner in zip(
         sent, least_loaded([loads[index] for index in sent], world_size), strict=True
     ):
@@ -269,10 +262,70 @@ def _assigned(
     return tuple(owners)
 
 
-def _loads(dims: Sequence[int], costs: InverseCosts, load: LoadMeasure) -> list[float]:
-    if load == "time":
-        return [costs.inversion.time_s(dim) for dim in dims]
-    powers = {"rows": 1, "squares": 2, "cubes": 3}
-    if load not in powers:
-        raise ConfigError(f"load is {load!r}, allowed are 'rows', 'squares', 'cubes' and 'time'")
-    return [float(dim ** powers[load]) for dim in dims]
+class InversionCost(Protocol):
+    """Seconds as a function of the number of rows."""
+
+    def time_s(self, dim: int) -> float:
+        """How long the inversion of a matrix of shape (dim, dim) takes, dim >= 1."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TabledInversion:
+    """What was measured, straight lines in the logarithms between, cubes above the largest size.
+
+    Attributes:
+        dims: rows, ascending, at least one.
+        seconds: of each, > 0.
+    """
+
+    dims: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.dims or any(a >= b for a, b in pairwise(self.dims)) or self.dims[0] < 1:
+            raise ConfigError(
+                f"dims of the table are {self.dims}, allowed are one or more sizes from 1,"
+                " ascending"
+            )
+        if len(self.seconds) != len(self.dims) or not all(
+            0 < seconds < math.inf for seconds in self.seconds
+        ):
+            raise ConfigError(
+                f"seconds of the table are {self.seconds}, allowed is one positive number a size"
+            )
+
+    def time_s(self, dim: int) -> float:
+        """As measured; below the smallest size as long as it takes.
+
+        >>> TabledInversion(dims=(10, 1000), seconds=(1.0, 100.0)).time_s(100)
+        10.0
+        """
+        above = bisect_right(self.dims, dim)
+        if above == 0:
+            return self.seconds[0]
+        if above == len(self.dims):
+            return self.seconds[-1] * math.pow(dim / self.dims[-1], 3)
+        part = math.log(dim / self.dims[above - 1]) / math.log(
+            self.dims[above] / self.dims[above - 1]
+        )
+        return self.seconds[above - 1] * math.pow(
+            self.seconds[above] / self.seconds[above - 1], part
+        )
+
+
+def slowest(samples_of_ranks: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """What ranks that measured (rows -> seconds) agree on once each has everyone's: each size at
+    the slowest rank's time.
+
+    A rank that fits this has the same costs as all others, whatever it measured itself, and
+    everybody waits for the slowest.
+
+    >>> slowest([{64: 1.0, 128: 2.0}, {128: 3.0}])
+    {64: 1.0, 128: 3.0}
+    """
+    agreed: dict[int, float] = {}
+    for samples in samples_of_ranks:
+        for dim, seconds in samples.items():
+            agreed[dim] = max(seconds, agreed.get(dim, 0.0))
+    return dict(sorted(agreed.items()))

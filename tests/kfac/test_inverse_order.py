@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.arithmetic.costs import Channel, LinkCost
-from offbeat.kfac.plans.factor_plan import FactorCosts, FactorPlan, PlanInputs
-from offbeat.kfac.plans.inverse_order import inversion_order
-from offbeat.kfac.plans.inversion import PolynomialInversion
-from offbeat.kfac.plans.placement import InverseCosts
+from offbeat.kfac.placement import InverseCosts
+from offbeat.kfac.plans import FactorCosts, FactorPlan, PlanInputs, inversion_order
+from offbeat_lab.plan.kfac_iteration import PolynomialInversion
 
 COSTS = FactorCosts(
     all_reduce=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8),

@@ -17,23 +17,23 @@ ranks, because each message says which layers its sender has retired.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from offbeat.gradients.exchange import ExchangeListener
 from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.blocks import Block, FactorSlot, Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.exchange.costs import slowest_ready_s
-from offbeat.kfac.exchange.messages import FactorMessage
-from offbeat.kfac.exchange.spans import SpanRecorder
-from offbeat.kfac.options import KFACSettings
-from offbeat.kfac.plans.factor_plan import FactorPlan, launch_sequence
-from offbeat.transport.driver import Driver, Stream
+from offbeat.kfac.costs import slowest_ready_s
+from offbeat.kfac.curvature import KFACSettings
+from offbeat.kfac.plans import FactorPlan, launch_sequence
+from offbeat.kfac.spans import SpanRecorder
+from offbeat.transport.driver import Driver, Pending, Stream
 
 PROFILED_STEPS = range(1, 4)
 """Steps with factors in which is measured when each factor is ready, where the plan depends on it.
@@ -74,8 +74,7 @@ class FactorScheduler(ExchangeListener):
         slots: the factors of `blocks`.
         settings: the intervals, and how factors are counted.
         plan: which factors share a message, and whether messages leave during the passes.
-        replan: makes a new plan from when each factor is ready, in seconds, after
-            `PROFILED_STEPS`; None where the plan does not depend on it.
+        measures: whether the plan depends on when each factor is ready.
         first_parameters: for each block, the position of its first parameter in the model.
         bucket_firsts: for each bucket of gradients, in the order in which buckets are launched, the
             position of its first parameter.
@@ -108,7 +107,7 @@ class FactorScheduler(ExchangeListener):
         *,
         settings: KFACSettings,
         plan: FactorPlan,
-        replan: Callable[[Sequence[float]], FactorPlan] | None,
+        measures: bool,
         first_parameters: Sequence[int],
         bucket_firsts: Sequence[int],
         launch_order: LaunchOrder,
@@ -123,7 +122,7 @@ class FactorScheduler(ExchangeListener):
         self.is_training_pass = False
         self.own_increments: dict[int, Increment] = {}
         self.retired: set[int] = set()
-        self._slots, self._settings, self._replan = slots, settings, replan
+        self._slots, self._settings, self._measures = slots, settings, measures
         self._first_parameters = [first_parameters[slot.block_index] for slot in slots]
         self._bucket_firsts, self._launch_order = bucket_firsts, launch_order
         self._driver, self._stream, self._spans = driver, stream, spans
@@ -141,7 +140,7 @@ class FactorScheduler(ExchangeListener):
         self.capture = Capture(
             model,
             [blocks[index] for index in observed],
-            settings.options,
+            settings.curvature,
             warn=notify,
             grad_scale=grad_scale,
             added=lambda place, side, began_s: self._on_added(observed[place], side, began_s),
@@ -243,7 +242,7 @@ class FactorScheduler(ExchangeListener):
         self._launch_order.launch(("factors", number), begin)
 
     def _take(self, slot: int) -> Increment:
-        place = self.watched[self._slots[slot].block_index]
+        place = self.watched[slot // 2]
         return self.capture.take(place, self._slots[slot].side)
 
     def _nothing(self, slot: int) -> Increment:
@@ -309,18 +308,18 @@ class FactorScheduler(ExchangeListener):
         increments, self.own_increments = self.own_increments, {}
         return increments
 
-    def learn(self) -> FactorPlan | None:
+    def learn(self) -> Sequence[float] | None:
         """Remember what this step's passes added, once its factors have been taken in. Collective.
 
         Returns:
-            A new plan, where enough has been measured for one.
+            When each factor is ready, in seconds, once enough is known for a new plan.
         """
         self._expected = [
             max(pair) for pair in zip(self._expected, self._progress.num_added, strict=True)
         ]
         self._knows_expected = True
         self._num_profiled += 1
-        if self._replan is None or self._num_profiled > PROFILED_STEPS.stop:
+        if not self._measures or self._num_profiled > PROFILED_STEPS.stop:
             return None
         if self._num_profiled - 1 in PROFILED_STEPS:
             self._ready_s_of_steps.append(self._progress.ready_s)
@@ -331,11 +330,11 @@ class FactorScheduler(ExchangeListener):
         mine = [
             sorted(times)[len(times) // 2] for times in zip(*self._ready_s_of_steps, strict=True)
         ]
-        return self._replan(slowest_ready_s(self._driver, self._stream, mine))
+        return slowest_ready_s(self._driver, self._stream, mine)
 
     def is_retired_here(self, slot: int) -> bool:
         """Whether this rank has given up the layer of a factor."""
-        return self.capture.is_retired(self.watched[self._slots[slot].block_index])
+        return self.capture.is_retired(self.watched[slot // 2])
 
     def retire(self, block_indices: Iterable[int]) -> None:
         """Give blocks up, because some rank has given them up."""
@@ -398,3 +397,99 @@ class FactorScheduler(ExchangeListener):
     def close(self) -> None:
         """Take the hooks out."""
         self.capture.remove()
+
+
+class SummedFactor(NamedTuple):
+    """What all ranks together have seen of a factor in a step.
+
+    Attributes:
+        slot: which factor.
+        mean: weighted by ranks' weights, packed; zeros, or not a number, if the weight is 0.
+        weight: of all ranks, a scalar tensor.
+        num_retired: ranks that cannot watch the layer any more, a scalar tensor.
+    """
+
+    slot: int
+    mean: torch.Tensor
+    weight: torch.Tensor
+    num_retired: torch.Tensor
+
+
+class FactorMessage:
+    """The factors of one group: each times its weight, then the weights, then who was retired.
+
+    Args:
+        slots: which factors, all of one dtype and device.
+    """
+
+    def __init__(self, slots: Sequence[FactorSlot]) -> None:
+        self.slots = slots
+        sizes = [slot.shape.num_elements for slot in slots]
+        first = slots[0]
+        self._flat = torch.zeros(
+            sum(sizes) + 2 * len(slots), dtype=first.dtype, device=first.device
+        )
+        *parts, self._tail = self._flat.split([*sizes, 2 * len(slots)])
+        self._views = [
+            part.view(slot.shape.packed) for part, slot in zip(parts, slots, strict=True)
+        ]
+        self._sums: list[Pending[torch.Tensor]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.size_bytes for slot in self.slots)
+
+    def room(self, slot: int) -> torch.Tensor:
+        """Where the factor of `slot` leaves from: this rank's part may be made there."""
+        places = [each.index for each in self.slots]
+        view: torch.Tensor = self._views[places.index(slot)]
+        return view
+
+    def launch(
+        self,
+        driver: Driver,
+        stream: Stream,
+        take: Callable[[int], Increment],
+        is_retired: Callable[[int], bool],
+    ) -> Sequence[Pending[torch.Tensor]]:
+        """Begin to sum over all ranks.
+
+        Args:
+            driver: carries the sum out.
+            stream: its channels.
+            take: this rank's part of a slot.
+            is_retired: whether this rank has given up the layer of a slot.
+
+        Returns:
+            What is under way.
+        """
+        # A mean weighted by each rank's examples needs the sum of the weights too, which travels in
+        # the same message, as do the numbers of ranks that retired a layer.
+        numbers = []
+        for slot, view in zip(self.slots, self._views, strict=True):
+            packed, weight = take(slot.index)
+            torch.mul(packed, weight, out=view)
+            numbers += [weight, float(is_retired(slot.index))]
+        self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
+        self._sums = launch_sums(driver, stream, self._flat)
+        return self._sums
+
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once. Never blocks."""
+        return all(pending.poll() for pending in self._sums)
+
+    def wait(self) -> None:
+        """Until the sums are there."""
+        for pending in self._sums:
+            pending.wait()
+        self._sums = []
+
+    def read(self) -> Iterator[SummedFactor]:
+        """The sums of each slot, which must have been waited for. May be called once: means are
+        made in place of the sums.
+        """
+        numbers = self._tail.view(-1, 2)
+        for slot, view, (weight, num_retired) in zip(self.slots, self._views, numbers, strict=True):
+            yield SummedFactor(
+                slot.index, view.div_(torch.where(weight > 0, weight, 1.0)), weight, num_retired
+            )

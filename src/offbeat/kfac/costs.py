@@ -14,23 +14,18 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast, gather_values
-from offbeat.kfac.averages import RunningFactor
-from offbeat.kfac.blocks import FactorShape, FactorSlot
-from offbeat.kfac.eigen import StoredForm, form_of, make_inverter
-from offbeat.kfac.inverses import InversionTask
-from offbeat.kfac.lapack import lapack_version
-from offbeat.kfac.options import KFACSettings
-from offbeat.kfac.plans.factor_plan import FactorCosts, PlanInputs
-from offbeat.kfac.plans.inversion import TabledInversion, slowest
-from offbeat.kfac.plans.placement import InverseCosts
-from offbeat.kfac.symmetric import pack
+from offbeat.kfac.blocks import FactorSlot
+from offbeat.kfac.curvature import KFACSettings
+from offbeat.kfac.factors import FactorShape, lapack_version, pack
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter, form_of
+from offbeat.kfac.placement import InverseCosts, TabledInversion, slowest
+from offbeat.kfac.plans import FactorCosts, PlanInputs
 from offbeat.torch_private import has_avx512_bfloat16
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective
@@ -104,7 +99,6 @@ def gather_plan_inputs(
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         invert = partial(_invert_sample, first.dtype, form)
         costs = measure(driver, stream, dims=dims, like=like, invert=invert)
-        costs = _for_squares(costs) if form == "eigen" else costs
     return PlanInputs(
         world_size=driver.world_size,
         same_devices=same_devices,
@@ -132,27 +126,17 @@ def equivalent_dim(shape: FactorShape) -> int:
     return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
 
 
-def _for_squares(costs: FactorCosts) -> FactorCosts:
-    """Plans count the bytes of triangles; eigenvectors are squares, of about twice as many."""
-    broadcast = costs.inverse.broadcast
-    link = replace(broadcast.link, beta_s_per_byte=2 * broadcast.link.beta_s_per_byte)
-    return replace(costs, inverse=replace(costs.inverse, broadcast=replace(broadcast, link=link)))
-
-
-def _invert_sample(dtype: torch.dtype, form: StoredForm, matrix: torch.Tensor) -> None:
-    """Invert `matrix` as training does, to be timed. The running average is part of what training
-    does for each factor.
-    """
-    shape = FactorShape(groups=1, dim=matrix.shape[0])
-    factor = RunningFactor(shape, dtype=dtype, device=matrix.device)
+def _invert_sample(dtype: torch.dtype, form: InverseForm, matrix: torch.Tensor) -> None:
+    """Invert `matrix` as training does, to be timed."""
+    damping = torch.ones((), dtype=dtype, device=matrix.device)
     task = InversionTask(
         name="sample",
         packed=pack(matrix[None]),
-        shape=shape,
-        damping=torch.ones((), dtype=dtype, device=matrix.device),
-        valid=factor.mass >= 0,
+        shape=FactorShape(groups=1, dim=matrix.shape[0]),
+        damping=damping,
+        valid=damping > 0,
     )
-    make_inverter(form, lambda _: None).invert([task])
+    Inverter(lambda _: None, form).invert([task])
 
 
 def have_same_devices(driver: Driver, stream: Stream, device: torch.device) -> bool:

@@ -3,7 +3,7 @@ arrived, and is broadcast while the owner makes the next one; or every rank make
 
 1. `start` is called when gradients are final.
 2. `advance` is called whenever another message of factors has been taken in. What that completes is
-   inverted by its owners and sent, in the order that was planned (`kfac.planning.inverse_order`).
+   inverted by its owners and sent, in the order that was planned (`kfac.plans`).
    Messages are launched in this order on every rank.
 3. `fill` is called while the next message is still under way, and makes some of what every rank
    inverts.
@@ -25,10 +25,9 @@ import torch
 
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.kfac.blocks import FactorSlot
-from offbeat.kfac.eigen import Decomposer
-from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.inverses import MOST_AT_ONCE, InversionTask, Inverter, is_asynchronous
-from offbeat.kfac.plans.inverse_order import InverseBatch
+from offbeat.kfac.plans import InverseBatch
+from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -65,7 +64,7 @@ class InverseExchange:
             inverts.
         driver: carries broadcasts out.
         stream: of the broadcasts.
-        inverter: inverts, or decomposes.
+        inverter: inverts.
         spans: notes what is done when.
 
     Attributes:
@@ -82,7 +81,7 @@ class InverseExchange:
         travels: bool,
         driver: Driver,
         stream: Stream,
-        inverter: Inverter | Decomposer,
+        inverter: Inverter,
         spans: SpanRecorder,
     ) -> None:
         self.times, self._spans = InverseTimes(), spans

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from offbeat.arithmetic.costs import LinkCost
 from offbeat.errors import ConfigError
-from offbeat.kfac.plans.overlap import fuse_by_rule, fuse_for_earliest_end, last_end_s
+from offbeat.kfac.overlap import fuse_for_earliest_end
+from offbeat_lab.plan.kfac_iteration import fuse_by_rule, last_end_s
 
 
 def cases(max_size: int) -> st.SearchStrategy[tuple[list[float], list[int], LinkCost]]:
@@ -128,7 +129,7 @@ def test_messages_out_of_order_are_refused() -> None:
     with pytest.raises(ConfigError, match="sort them"):
         fuse_for_earliest_end([1.0, 0.0], [1, 1], LinkCost(alpha_s=1.0, beta_s_per_byte=1.0))
     with pytest.raises(ConfigError, match="2 messages .* 1 have a size"):
-        fuse_by_rule([0.0, 1.0], [1], LinkCost(alpha_s=1.0, beta_s_per_byte=1.0))
+        fuse_for_earliest_end([0.0, 1.0], [1], LinkCost(alpha_s=1.0, beta_s_per_byte=1.0))
 
 
 def test_nothing_to_send_is_no_group() -> None:

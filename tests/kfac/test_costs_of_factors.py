@@ -8,14 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.exchange.costs import (
-    LARGEST_DIM,
-    MAX_SIZES,
-    inversion_clock,
-    measure,
-    sizes_to_time,
-)
-from offbeat.kfac.plans.inversion import TabledInversion
+from offbeat.kfac.costs import LARGEST_DIM, MAX_SIZES, inversion_clock, measure, sizes_to_time
+from offbeat.kfac.placement import TabledInversion
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 

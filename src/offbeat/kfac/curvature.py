@@ -1,14 +1,14 @@
-"""What the Kronecker factors of a layer are taken over."""
+"""What the Kronecker factors of layers are taken over, and in which steps."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf, isfinite, nan
 from typing import Literal, SupportsFloat, TypeAlias
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, nearest
 
 Sharing = Literal["expand", "reduce"]
 Grafting: TypeAlias = Literal["none", "floor", "layer"]
@@ -21,8 +21,9 @@ from a part of the examples.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FactorOptions:
-    """How examples, positions and the loss are counted.
+class Curvature:
+    """How the curvature of a model is estimated: what its layers' Kronecker factors are taken over,
+    averaged over and damped by. The defaults fit a model whose loss is the mean over examples.
 
     With "mean" the loss whose gradient the optimizer gets is the mean over the step's examples, so
     the gradient of one example's loss is the number of examples times what the backward pass
@@ -30,66 +31,95 @@ class FactorOptions:
     several batches, that means each batch's mean loss divided by the number of batches, as with
     DistributedDataParallel.
 
-    Attributes:
-        loss: whether the loss is the "mean" or the "sum" over examples. Both give the same factors.
-        sharing: for layers that see several positions of each example (arXiv 2311.00636): "expand"
-            treats the positions as independent, "reduce" averages inputs and sums gradients over
-            them first. Convolutions and embeddings always expand.
-        loss_terms: what one term of the loss is. "example": the batch dimension counts. "position":
-            each position of a sequence has a loss of its own, as in language models; needs
-            "expand". The mean is then over the positions that get a gradient, so that padding
-            (`ignore_index`) is no term. It scales the gradients' factors only.
-        batch_dim: which dimension of the input of a Linear or Embedding counts examples; 0, or 1
-            where time comes first. MultiheadAttention knows by its own `batch_first`.
-        sample_stride: of the examples of each batch every n-th is looked at, >= 1; 1 looks at all.
-            Which ones changes from step to step; of a batch of fewer than n it is one. "auto":
-            every fourth where a layer sees at least `MANY_POSITIONS` positions of each, but no
-            fewer than `FEWEST_EXAMPLES` of a batch.
-        cross_attention: names of MultiheadAttention modules whose query, key and value are not one
-            and the same tensor, or that are called without a batch dimension. Those inside torch's
-            decoder layers are known.
-        max_dim: a factor of more rows is cut into pieces of about so many, along its diagonal, and
-            one that would need more than eight is kept as its diagonal: inverting takes max_dim
-            ** 3 operations for each piece.
-        plain: names of layers, or of classes of layers, that get plain gradients.
+    Args:
+        loss_terms: whether each "example" has a loss, or each "position", as in language models; a
+            position without a gradient, such as padding, has none.
+        loss: whether the loss is the "mean" or the "sum" over examples.
+        sharing: for layers that see several positions of an example (arXiv 2311.00636): "expand"
+            treats them as independent, "reduce" averages inputs and sums gradients first.
+            Convolutions and embeddings always expand.
+        batch_dim: which dimension of inputs counts examples; 0, or 1 where time comes first.
+        sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
+            "auto": of every fourth where a layer sees 16 positions of each or more, but of no fewer
+            than eight.
+        max_dim: a factor of more rows than this, >= 1, is cut into pieces of about so many along
+            its diagonal, and one that would need more than eight is kept as its diagonal:
+            inverting takes max_dim ** 3 operations for each piece.
+        plain: names of layers, or of classes such as BatchNorm2d, that get plain gradients.
+        cross_attention: names of MultiheadAttention modules whose query, key and value differ, or
+            that are called without a batch dimension. Those inside torch's decoder layers are
+            known.
+        decay: how much of the running averages each step with factors keeps, in [0, 1).
+        pi: whether the square root of the damping is divided between A and G by the ratio of their
+            mean eigenvalues, which comes near to damping their product; False: all of the damping
+            is added to each of them.
+        ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
+            inversions in steps 0, 1, 2, 4, 8, ... of the first `inverse_interval`.
     """
 
+    loss_terms: Literal["example", "position"] = "example"
     loss: Literal["mean", "sum"] = "mean"
     sharing: Sharing = "expand"
-    loss_terms: Literal["example", "position"] = "example"
     batch_dim: int = 0
     sample_stride: int | Literal["auto"] = "auto"
-    cross_attention: tuple[str, ...] = ()
     max_dim: int = 2048
     plain: tuple[str, ...] = ()
+    cross_attention: tuple[str, ...] = ()
+    decay: float = 0.95
+    pi: bool = True
+    ramp: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (
+            ("loss_terms", ("example", "position")),
             ("loss", ("mean", "sum")),
             ("sharing", ("expand", "reduce")),
-            ("loss_terms", ("example", "position")),
         ):
-            if getattr(self, name) not in allowed:
+            if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, allowed are"
-                    f" {' and '.join(map(repr, allowed))}"
+                    f"{name} must be one of {', '.join(map(repr, allowed))}, got"
+                    f" {value!r}{nearest(str(value), allowed)}"
                 )
         if self.loss_terms == "position" and self.sharing == "reduce":
             raise ConfigError(
                 'sharing="reduce" supposes one loss for each example, which loss_terms="position"'
                 ' denies; use sharing="expand"'
             )
-        for name, lowest in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
-            if (value := getattr(self, name)) != "auto" and value < lowest:
-                raise ConfigError(f"{name} is {value}, allowed is {lowest} or more")
+        for name, least in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
+            value = getattr(self, name)
+            is_auto = name == "sample_stride" and value == "auto"
+            if not is_auto and (type(value) is not int or value < least):
+                auto = ', or "auto"' if name == "sample_stride" else ""
+                raise ConfigError(
+                    f"{name} must be an integer of at least {least}{auto}, got {value!r}"
+                )
+        if not 0 <= _number_of(self.decay) < 1:
+            raise ConfigError(f"decay must be in [0, 1), got {self.decay!r}")
+        for name in ("plain", "cross_attention"):
+            names = getattr(self, name)
+            is_list = isinstance(names, tuple | list)
+            if not is_list or not all(isinstance(each, str) for each in names):
+                raise ConfigError(
+                    f'{name} must be a tuple of names, such as {name}=("first", "second"), got'
+                    f" {names!r}"
+                )
+            object.__setattr__(self, name, tuple(names))
+
+    def __repr__(self) -> str:
+        changed = (
+            f"{field.name}={value!r}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        )
+        return f"Curvature({', '.join(changed)})"
 
     def stride(self, num_examples: int, num_positions: int) -> int:
         """Of `num_examples`, of each of which a layer sees `num_positions`, every how-manieth is
         looked at.
 
-        >>> options = FactorOptions()
-        >>> options.stride(128, 1), options.stride(128, 64), options.stride(20, 64)
-        (1, 4, 2)
+        >>> curvature = Curvature()
+        >>> [curvature.stride(*each) for each in ((128, 1), (128, 64), (20, 64))]
+        [1, 4, 2]
         """
         if self.sample_stride != "auto":
             return max(min(self.sample_stride, num_examples), 1)
@@ -157,32 +187,23 @@ class KFACSettings:
 
     Attributes:
         damping: as of `kfac.averages.damping_of`, > 0; or a function of the step.
-        pi: the same.
-        eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped
-            then, without it each.
         bfloat16: whether inverses are kept in bfloat16; None: where that costs nothing
-            (`kfac.eigen.form_of`).
-        decay: how much of the running averages to keep in each step with factors, in [0, 1).
+            (`kfac.inverses.form_of`).
         kl_clip: limit of a step's predicted change, > 0, or a function of the step; None: no limit.
         grafting: whose length a layer's preconditioned gradient has; with "layer" nothing limits
             it.
         factor_steps: the steps with factors.
         inverse_steps: the steps with inversions.
-        ramp: whether the first steps, as many as an interval has, are denser.
-        options: how factors are counted.
+        curvature: how factors are taken, averaged and damped.
     """
 
     damping: float | OfStep
-    pi: bool
-    eigen: bool
     bfloat16: bool | None
-    decay: float
     kl_clip: float | OfStep | None
     grafting: Grafting
     factor_steps: StepsApart
     inverse_steps: StepsApart
-    ramp: bool
-    options: FactorOptions
+    curvature: Curvature
 
     def damping_at(self, step: int) -> float:
         """Raises `ConfigError` where a schedule's value is not allowed."""
@@ -197,12 +218,12 @@ class KFACSettings:
     def has_factors(self, step: int) -> bool:
         """Whether factors are averaged in `step`."""
         return self.factor_steps.index(step) is not None or (
-            self.ramp and step < self.factor_steps.first_interval
+            self.curvature.ramp and step < self.factor_steps.first_interval
         )
 
     def num_with_factors(self, step: int) -> int:
         """How many steps before `step`, which has factors, had them too."""
-        if self.ramp:
+        if self.curvature.ramp:
             first = self.factor_steps.first_interval
             return step if step < first else first - 1 + self.factor_steps.num_before(step)
         return self.factor_steps.num_before(step)
@@ -213,7 +234,7 @@ class KFACSettings:
         """
         is_power_of_two = not step & (step - 1)
         return self.inverse_steps.index(step) is not None or (
-            self.ramp and is_power_of_two and step < self.inverse_steps.first_interval
+            self.curvature.ramp and is_power_of_two and step < self.inverse_steps.first_interval
         )
 
     def is_noted(self, step: int) -> bool:

@@ -5,15 +5,13 @@ Message l, of p_l bytes, is ready at R_l. All-reduces start in this order, each 
 the one before, R), and take alpha + beta p. Fusing messages that follow one another saves alpha for
 each but delays those that were ready early.
 
-`fuse_by_rule` is the rule of SPD-KFAC (arXiv 2107.06533), that of MG-WFBP (arXiv 1912.09268): going
-forward, message l waits for the next one if that is ready before l could be over its alpha,
-R_{l+1} < s_l + alpha.
-
-**Difference from the paper:** the rule never ends later than no fusion or one message of all, but
-it weighs one wait at a time. Where messages follow each other at a distance of less than alpha,
-each waits for the next, and everything ends in one message behind the last. `fuse_for_earliest_end`
-finds the earliest end there is. With the published alpha of 64 GPUs and the factors of ResNet-50
-the rule leaves 124 ms exposed and the earliest end 12 ms.
+**Difference from SPD-KFAC** (arXiv 2107.06533), whose rule is that of MG-WFBP (arXiv 1912.09268):
+message l waits for the next one if that is ready before l could be over its alpha. The rule never
+ends later than no fusion or one message of all, but it weighs one wait at a time. Where messages
+follow each other at a distance of less than alpha, each waits for the next, and everything ends in
+one message behind the last. `fuse_for_earliest_end` finds the earliest end there is. With the
+published alpha of 64 GPUs and the factors of ResNet-50 the rule leaves 124 ms exposed and the
+earliest end 12 ms.
 """
 
 from __future__ import annotations
@@ -79,57 +77,6 @@ def fuse_for_earliest_end(
         groups.append(list(range(start, stop)))
         stop, deadline_s = start, begins_s[start]
     return groups[::-1]
-
-
-def fuse_by_rule(
-    ready_s: Sequence[float], sizes_bytes: Sequence[int], link: LinkCost
-) -> list[list[int]]:
-    """The published rule. Arguments and result as of `fuse_for_earliest_end`.
-
-    >>> fuse_by_rule([0.0, 0.1, 5.0], [10, 10, 10], LinkCost(alpha_s=1.0, beta_s_per_byte=0.01))
-    [[0, 1], [2]]
-    """
-    _check(ready_s, sizes_bytes)
-    groups: list[list[int]] = []
-    fused: list[int] = []
-    free_s = 0.0
-    for index, ready in enumerate(ready_s):
-        fused.append(index)
-        start_s = max(free_s, ready)
-        is_last = index + 1 == len(ready_s)
-        if is_last or not ready_s[index + 1] < start_s + link.alpha_s:
-            num_bytes = sum(sizes_bytes[i] for i in fused)
-            free_s = start_s + link.time_s(num_messages=1, num_bytes=num_bytes)
-            groups.append(fused)
-            fused = []
-    return groups
-
-
-def last_end_s(
-    groups: Sequence[Sequence[int]],
-    ready_s: Sequence[float],
-    sizes_bytes: Sequence[int],
-    link: LinkCost,
-) -> float:
-    """When the last group has been all-reduced; a group is sent when all of it is ready.
-
-    Args:
-        groups: indices of messages that are sent together, in the order in which they are sent.
-        ready_s: when each message is ready, in seconds.
-        sizes_bytes: of each message.
-        link: the all-reduce.
-
-    >>> link = LinkCost(alpha_s=1.0, beta_s_per_byte=0.1)
-    >>> last_end_s([[0, 1], [2]], [0.0, 0.5, 5.0], [10, 10, 10], link)
-    7.0
-    """
-    end_s = 0.0
-    for group in groups:
-        num_bytes = sum(sizes_bytes[index] for index in group)
-        end_s = max(end_s, max(ready_s[index] for index in group)) + link.time_s(
-            num_messages=1, num_bytes=num_bytes
-        )
-    return end_s
 
 
 def _check(ready_s: Sequence[float], sizes_bytes: Sequence[int]) -> None:

@@ -9,25 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
+from kfac_support.plans import ByThePapersRules, FactorsOfEveryone, Unfused
 from offbeat.arithmetic.costs import Channel, LinkCost
-from offbeat.kfac.plans.factor_plan import (
-    FactorCosts,
-    FactorPlan,
-    PlanInputs,
-    block_owners,
-    launch_sequence,
-)
-from offbeat.kfac.plans.inversion import PolynomialInversion
-from offbeat.kfac.plans.placement import InverseCosts
+from offbeat.kfac.placement import InverseCosts
+from offbeat.kfac.plans import FactorCosts, FactorPlan, PlanInputs, block_owners, launch_sequence
 from offbeat.strategies.kfac import KFACStrategy
+from offbeat_lab.plan.kfac_iteration import PolynomialInversion
 
 STRATEGIES: dict[str, KFACStrategy] = {
     "dkfac": offbeat.DKFAC(),
     "mpdkfac": offbeat.MPDKFAC(),
     "spdkfac": offbeat.SPDKFAC(),
-    "spdkfac by the paper's rules": offbeat.SPDKFAC(fusion="rule", placement="rule"),
-    "spdkfac, unfused": offbeat.SPDKFAC(fusion="none"),
-    "dpkfac": offbeat.DPKFAC(factors="everyone"),
+    "spdkfac by the paper's rules": ByThePapersRules(),
+    "spdkfac, unfused": Unfused(),
+    "dpkfac": FactorsOfEveryone(),
 }
 COSTS = FactorCosts(
     all_reduce=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8),
@@ -67,7 +62,7 @@ def plan_inputs(draw: st.DrawFn) -> PlanInputs:
 def test_every_factor_travels_once_and_is_inverted_by_somebody(
     name: str, inputs: PlanInputs
 ) -> None:
-    plan = STRATEGIES[name].plan(inputs)
+    plan = STRATEGIES[name].planner.plan(inputs)
     sent = [slot for group in plan.groups for slot in group]
     assert sorted(sent) == list(range(len(inputs.dims)))
     assert all(sent.index(slot) < sent.index(slot + 1) for slot in range(0, len(sent), 2)), (
@@ -75,7 +70,7 @@ def test_every_factor_travels_once_and_is_inverted_by_somebody(
     )
     assert all(len({inputs.kinds[slot] for slot in group}) == 1 for group in plan.groups)
     assert all(owner is None or 0 <= owner < inputs.world_size for owner in plan.owners)
-    assert plan == STRATEGIES[name].plan(replace(inputs))
+    assert plan == STRATEGIES[name].planner.plan(replace(inputs))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -83,7 +78,7 @@ def test_every_factor_travels_once_and_is_inverted_by_somebody(
 def test_the_launch_sequence_holds_everything_once_and_buckets_in_order(
     name: str, inputs: PlanInputs, num_buckets: int
 ) -> None:
-    plan = STRATEGIES[name].plan(inputs)
+    plan = STRATEGIES[name].planner.plan(inputs)
     firsts = [2 * slot for slot in range(len(inputs.dims))]
     order = launch_sequence(plan, firsts, [10 * number for number in reversed(range(num_buckets))])
     assert [number for kind, number in order if kind == "factors"] == list(range(len(plan.groups)))
@@ -104,13 +99,13 @@ def test_the_strategies_are_their_papers() -> None:
     inputs = PlanInputs(
         world_size=2, same_devices=True, dims=[3, 4, 5, 6], sizes_bytes=[1] * 4, kinds=["f32"] * 4
     )
-    assert offbeat.DKFAC().plan(inputs) == FactorPlan(
+    assert offbeat.DKFAC().planner.plan(inputs) == FactorPlan(
         groups=((0, 2), (3, 1)), streamed=False, owners=(None,) * 4
     )
-    assert offbeat.MPDKFAC().plan(inputs) == FactorPlan(
+    assert offbeat.MPDKFAC().planner.plan(inputs) == FactorPlan(
         groups=((0, 2), (3, 1)), streamed=False, owners=(0, 1, 0, 1)
     )
-    assert offbeat.SPDKFAC().plan(inputs).streamed
-    assert offbeat.DPKFAC().plan(inputs) == FactorPlan(
+    assert offbeat.SPDKFAC().planner.plan(inputs).streamed
+    assert offbeat.DPKFAC().planner.plan(inputs) == FactorPlan(
         groups=(), streamed=False, owners=(1, 1, 0, 0), by_owner=True
     )

@@ -9,34 +9,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
-from typing import Any
+from math import inf
+from statistics import median_high
+from typing import Any, Final
 
 import torch
 
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
 from offbeat.kfac.blocks import Block, FactorSlot
-from offbeat.kfac.eigen import Eigendecomposition, StoredForm, make_inverter
-from offbeat.kfac.exchange.inverses import InverseExchange
-from offbeat.kfac.exchange.spans import SpanRecorder
-from offbeat.kfac.inverses import dtype_of
-from offbeat.kfac.options import Grafting, KFACSettings
-from offbeat.kfac.pieces import is_whole
-from offbeat.kfac.plans.factor_plan import FactorPlan
-from offbeat.kfac.plans.inverse_order import InverseBatch
-from offbeat.kfac.precondition import (
-    Curvature,
-    EigenPair,
-    InversePair,
-    graft_,
-    kl_scale,
-    precondition_,
-    share_of,
-)
-from offbeat.kfac.step_scale import ShortLayers, StepScale
+from offbeat.kfac.curvature import Grafting, KFACSettings
+from offbeat.kfac.inverse_exchange import InverseExchange
+from offbeat.kfac.inverses import InverseForm, Inverter, dtype_of
+from offbeat.kfac.plans import FactorPlan, InverseBatch
+from offbeat.kfac.precondition import InversePair, graft_, kl_scale, precondition_, share_of
+from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Driver, Stream
+
+_WINDOW: Final = 50
+_SHORT: Final = 0.2
+_SHORTER: Final = 0.5
 
 
 class Preconditioner:
@@ -53,8 +46,7 @@ class Preconditioner:
         driver: carries the broadcasts out.
         stream: the channels of the broadcasts.
         spans: notes what is done when.
-        notify: is told of factors that have no inverse, of those that a checkpoint has whole, and
-            where steps are next to nothing.
+        notify: is told of factors that have no inverse, and where steps are next to nothing.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
@@ -68,7 +60,7 @@ class Preconditioner:
         blocks: Sequence[Block],
         slots: Sequence[FactorSlot],
         *,
-        form: StoredForm,
+        form: InverseForm,
         settings: KFACSettings,
         plan: FactorPlan,
         order: Sequence[InverseBatch],
@@ -83,13 +75,12 @@ class Preconditioner:
         self._blocks, self._slots, self._form, self._settings = blocks, slots, form, settings
         self._optimizer, self._driver, self._stream = optimizer, driver, stream
         self._spans = spans
-        self._has_tiny = any(slot.shape.is_tiny for slot in slots)
-        self._inverter, self._notify = make_inverter(form, notify), notify
+        self._inverter = Inverter(notify, form)
         self.step_scale = StepScale(optimizer, notify)
         self._short_layers = ShortLayers(optimizer, settings.grafting, notify)
         self._plan = plan
         self.inverses = self._room_for(plan, order)
-        self._curvatures: dict[int, Curvature | None] = {}
+        self._pairs: dict[int, InversePair | None] = {}
 
     def adopt(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> None:
         """Have what `plan` says, inverted in `order`. Inverses that this rank has already and keeps
@@ -98,13 +89,13 @@ class Preconditioner:
         inverses = self._room_for(plan, order)
         inverses.take_over(self.inverses)
         self._plan, self.inverses = plan, inverses
-        self._curvatures.clear()
+        self._pairs.clear()
 
     def finish_inversions(self) -> None:
         """Until all inverses are there."""
         self.inverses.finish()
         self.is_stale = False
-        self._curvatures.clear()
+        self._pairs.clear()
 
     def _room_for(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> InverseExchange:
         return InverseExchange(
@@ -128,7 +119,7 @@ class Preconditioner:
         self.precondition_s += time.perf_counter() - began_s
 
     def _precondition(self, retired: Collection[int], step: int) -> None:
-        kl_clip, damping = self._settings.kl_clip_at(step), self._settings.damping_at(step)
+        kl_clip = self._settings.kl_clip_at(step)
         lr_of = {
             id(parameter): float(group["lr"])
             for group in self._optimizer.param_groups
@@ -137,12 +128,12 @@ class Preconditioner:
         live = [index for index in range(len(self._blocks)) if index not in retired]
         blocks = [self._blocks[index] for index in live]
         lrs = [lr_of.get(id(block.weight), 0.0) for block in blocks]
-        curvatures = [self._curvature_of(index, damping) for index in live]
+        pairs = [self._pair_of(index) for index in live]
         shares: dict[str, torch.Tensor] | None = {} if self._short_layers.is_watching else None
         if not self._plan.by_owner:
             nu = precondition_(
                 blocks,
-                [curvature for curvature in curvatures if curvature is not None],
+                [pair for pair in pairs if pair is not None],
                 lrs=lrs,
                 kl_clip=kl_clip,
                 grafting=self._settings.grafting,
@@ -154,7 +145,7 @@ class Preconditioner:
             ]
             nu = precondition_by_owners_(
                 blocks,
-                curvatures,
+                pairs,
                 owners,
                 driver=self._driver,
                 stream=self._stream,
@@ -168,30 +159,18 @@ class Preconditioner:
         if shares is not None:
             self._short_layers.add(shares)
 
-    def _curvature_of(self, block_index: int, damping: float) -> Curvature | None:
+    def _pair_of(self, block_index: int) -> InversePair | None:
         """What this rank has of a block's inverses; None where only its owner has them. It is the
         same object until there are other inverses.
         """
-        if block_index not in self._curvatures:
-            self._curvatures[block_index] = self._new_curvature(block_index, damping)
-        found = self._curvatures[block_index]
-        if isinstance(found, EigenPair) and found.damping != damping:
-            found = self._curvatures[block_index] = replace(found, damping=damping)
-        return found
-
-    def _new_curvature(self, block_index: int, damping: float) -> Curvature | None:
-        a_slot, g_slot = self._slots[2 * block_index : 2 * block_index + 2]
-        inputs, outputs = self.inverses.packed[a_slot.index], self.inverses.packed[g_slot.index]
-        if inputs is None or outputs is None:
-            return None
-        if self._form != "eigen":
-            return InversePair(inputs, outputs, self._form)
-        return EigenPair(
-            Eigendecomposition.of(inputs, a_slot.shape),
-            Eigendecomposition.of(outputs, g_slot.shape),
-            damping,
-            damps_each=not self._settings.pi,
-        )
+        if block_index not in self._pairs:
+            inputs, outputs = self.inverses.packed[2 * block_index : 2 * block_index + 2]
+            self._pairs[block_index] = (
+                None
+                if inputs is None or outputs is None
+                else InversePair(inputs, outputs, self._form)
+            )
+        return self._pairs[block_index]
 
     # State
 
@@ -201,65 +180,31 @@ class Preconditioner:
             for slot, inverse in zip(self._slots, self.inverses.packed, strict=True)
             if inverse is not None
         }
-        kept |= {"form": self._form}
-        return kept | ({"has_tiny_inverses": True} if self._has_tiny else {})
+        return kept | {"form": self._form}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. An inverse that is not in `saved` is none, and so is each of
         another form.
         """
-        self.is_stale = self._is_of_another_form(saved)
-        self._curvatures.clear()
-        if whole := self._whole_here_cut(saved):
-            self._notify(
-                f"the checkpoint has {len(whole)} factors whole that have more rows than max_dim,"
-                f" such as {whole[0].name}: they are cut, and all inverses are made anew in the"
-                " next step"
-            )
+        self.is_stale = saved["form"] != self._form
+        self._pairs.clear()
         for slot, inverse in zip(self._slots, self.inverses.packed, strict=True):
             if inverse is not None:
                 none = torch.zeros_like(inverse)
                 inverse.copy_(none if self.is_stale else saved.get(f"{slot.key}/inverse", none))
 
-    def _is_of_another_form(self, saved: Mapping[str, Any]) -> bool:
-        """Whether what `saved` has of inverses means something else here. Version 0.1 had triangles
-        of matrices of any size.
-        """
-        return bool(
-            saved["form"] != self._form
-            or self._whole_here_cut(saved)
-            or (self._form == "triangle" and self._has_tiny and "has_tiny_inverses" not in saved)
-        )
-
-    def _whole_here_cut(self, saved: Mapping[str, Any]) -> list[FactorSlot]:
-        """The factors that `saved` has whole and that are cut here. Version 0.1 cut none."""
-        return [
-            slot
-            for slot in self._slots
-            if (total := saved.get(f"{slot.key}/sum")) is not None
-            and total.shape != slot.shape.packed
-            and total.ndim == 2
-            and is_whole(total.shape, slot.shape)
-        ]
-
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless every average and inverse in `saved` is of this model."""
         known = {f"{slot.key}/sum": slot.shape.packed for slot in self._slots}
-        known |= {
-            f"{slot.key}/sum": tuple(saved[f"{slot.key}/sum"].shape)
-            for slot in self._whole_here_cut(saved)
-        }
-        is_same_form = not self._is_of_another_form(saved)
-        if is_same_form:
+        if saved["form"] == self._form:
             known |= {
                 f"{slot.key}/inverse": self._inverter.stored_shape(slot.shape)
                 for slot in self._slots
             }
         for name, value in saved.items():
             key, _, what = name.rpartition("/")
-            if (what == "sum" or (what == "inverse" and is_same_form)) and tuple(
-                value.shape
-            ) != known.get(name):
+            is_known = what == "sum" or (what == "inverse" and saved["form"] == self._form)
+            if is_known and tuple(value.shape) != known.get(name):
                 here = known.get(name, "no such factor")
                 raise CheckpointError(
                     f"{what} of {key!r} was saved with shape {tuple(value.shape)}, here there is"
@@ -270,7 +215,7 @@ class Preconditioner:
 @torch.no_grad()
 def precondition_by_owners_(
     blocks: Sequence[Block],
-    inverses: Sequence[Curvature | None],
+    inverses: Sequence[InversePair | None],
     owners: Sequence[int],
     *,
     driver: Driver,
@@ -363,7 +308,7 @@ class _GradientMessage:
 
     def fill(
         self,
-        inverses: Sequence[Curvature],
+        inverses: Sequence[InversePair],
         lrs: Sequence[float],
         *,
         grafting: Grafting,
@@ -393,3 +338,116 @@ class _GradientMessage:
                     self._exists[number] > 0, preconditioned * scale, block.gradient_matrix()
                 )
             )
+
+
+class StepScale:
+    """Keeps nu of `kfac.precondition` over some steps. All ranks have the same nu, so all say the
+    same. Nothing of it is in checkpoints: a resumed run counts anew.
+
+    Args:
+        optimizer: takes the steps. Momentum makes up for some of what is lost. Adam and its like
+            take steps of the same length whatever nu is, so nothing is said of any but SGD.
+        notify: is told, once, of 50 steps of which more than half were shortened below a fifth, or
+            below what momentum makes a fifth.
+
+    Attributes:
+        last: nu of the last step, a scalar tensor in (0, 1]; None where nothing limits steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, notify: Callable[[str], None]) -> None:
+        self.last: torch.Tensor | None = None
+        self._optimizer, self._notify = optimizer, notify
+        self._window: list[torch.Tensor] = []
+        self._is_said = False
+
+    def add(self, nu: torch.Tensor | None, kl_clip: float | None) -> None:
+        """Of a step whose limit was `kl_clip`."""
+        self.last = nu
+        if nu is None or kl_clip is None or self._is_said:
+            return
+        self._window.append(nu)
+        if len(self._window) == _WINDOW:
+            # One transfer for all: on a GPU the host waits for each value that it asks for.
+            scales = torch.stack(self._window).tolist()
+            self._window.clear()
+            middle = median_high(scales)
+            self._is_said = middle * _gain_of(self._optimizer) < _SHORT
+            if self._is_said:
+                self._say(scales, middle, kl_clip)
+
+    def _say(self, scales: list[float], middle: float, kl_clip: float) -> None:
+        shortened = sum(scale < 1 for scale in scales)
+        self._notify(
+            f"kl_clip={kl_clip:g} shortened {shortened} of {_WINDOW} steps, more than half of them"
+            f" to {middle:.2g} of their length or less, so that the learning rate does not decide"
+            " how long they are. Where the loss hardly falls, set a larger kl_clip (ten times as"
+            " much makes such steps 3.2 times as long), or more momentum in the optimizer;"
+            " kl_clip=None sets no limit, and then the learning rate or the damping may have to"
+            " change"
+        )
+
+
+class ShortLayers:
+    """Compares preconditioned gradients with plain ones during the first steps. All ranks have the
+    same ones, so all say the same.
+
+    Args:
+        optimizer: takes the steps. As in `StepScale` nothing is said of any but SGD.
+        grafting: only with "none" may steps be shorter.
+        notify: is told, once, of layers whose preconditioned gradients were less than half as long
+            as the plain ones in more than half of 50 steps.
+
+    Attributes:
+        is_watching: whether `add` wants to know of the next step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grafting: Grafting,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.is_watching = grafting == "none" and isinstance(optimizer, torch.optim.SGD)
+        self._notify = notify
+        self._shares: dict[str, list[torch.Tensor]] = {}
+        self._num_steps = 0
+
+    def add(self, shares: Mapping[str, torch.Tensor]) -> None:
+        """Of a step: how long layers' preconditioned gradients are over plain ones."""
+        for name, share in shares.items():
+            self._shares.setdefault(name, []).append(share)
+        self._num_steps += 1
+        if self._num_steps == _WINDOW:
+            self.is_watching = False
+            middles = {
+                name: median_high(torch.stack(each).tolist()) for name, each in self._shares.items()
+            }
+            self._shares.clear()
+            short = sorted((middle, name) for name, middle in middles.items() if middle < _SHORTER)
+            if short:
+                self._say(short, len(middles))
+
+    def _say(self, short: list[tuple[float, str]], num_layers: int) -> None:
+        share, name = short[0]
+        self._notify(
+            f"the preconditioned gradients of {len(short)} of K-FAC's {num_layers} layers are"
+            f" shorter than plain ones, that of {name!r} {share:.2g} times as long in half of"
+            f" {_WINDOW} steps: at a learning rate that was chosen for plain gradients these layers"
+            ' are trained slowly. Set grafting="floor", which makes them as long as plain ones, or'
+            " a larger learning rate"
+        )
+
+
+def _gain_of(optimizer: torch.optim.Optimizer) -> float:
+    """By how much momentum lengthens what a gradient moves in all; inf where that does not depend
+    on the gradient's length.
+    """
+
+    def gain(momentum: float, dampening: float) -> float:
+        if not momentum:
+            return 1.0
+        return (1 - dampening) / (1 - momentum) if momentum < 1 else inf
+
+    if not isinstance(optimizer, torch.optim.SGD):
+        return inf
+    return min(gain(group["momentum"], group["dampening"]) for group in optimizer.param_groups)

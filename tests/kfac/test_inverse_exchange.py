@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offbeat.kfac.blocks import FactorShape, FactorSlot
-from offbeat.kfac.exchange.inverses import InverseExchange
-from offbeat.kfac.exchange.spans import SpanRecorder
+from offbeat.kfac.blocks import FactorSlot
+from offbeat.kfac.factors import FactorShape
+from offbeat.kfac.inverse_exchange import InverseExchange
 from offbeat.kfac.inverses import InversionTask, Inverter
-from offbeat.kfac.plans.inverse_order import InverseBatch
+from offbeat.kfac.plans import InverseBatch
+from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 

@@ -1,9 +1,11 @@
-"""`offbeat run` on the terminal. The script's own output comes first; offbeat says little."""
+"""A script is run, with workers of its own or as the rank that this process is, and what the user
+should know is said.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offbeat.errors import ConfigError
@@ -19,7 +21,6 @@ from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.rendezvous import launched
 from offbeat.run.supervise import run_script
 from offbeat.run.worker import run_launched
-from offbeat_lab.report.page import write_report
 
 
 def run(
@@ -34,6 +35,7 @@ def run(
     log_to: Sequence[str],
     where: Meeting | None,
     out: Path | None,
+    finished: Callable[[Path], None] = lambda directory: None,
 ) -> int:
     """Run a script, with workers of its own or as the rank that this process is. Returns the exit
     status.
@@ -42,6 +44,7 @@ def run(
         words: the script and its arguments.
         strategy, workers, as_module, restarts, steps, metric, log_to, out: as on the command line.
         where: the hosts of the run meet; None if this is the only one.
+        finished: is called with the directory of a record that is complete.
     """
     if restarts < 0:
         raise ConfigError(f"--restarts is {restarts}; allowed is 0 or more")
@@ -98,7 +101,7 @@ def run(
             say_once(notice)
         _say(f"record: {outcome.directory}")
         if host is None:
-            _say(f"page:   {write_report(outcome.directory)}")
+            finished(outcome.directory)
     return outcome.status
 
 
@@ -108,4 +111,5 @@ def _say_change(report: WorkerProgress | MembershipChange) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,1 +1,0 @@
-"""Factors, inverses and preconditioned gradients on their way between ranks."""

@@ -1,1 +1,0 @@
-"""Which factors travel together, who inverts them, and in which order."""

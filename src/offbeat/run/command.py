@@ -1,0 +1,157 @@
+"""`offbeat run` and `offbeat strategies`: what the command line offers with the library alone.
+
+The script's own output comes first; offbeat says little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import offbeat
+from offbeat.errors import ConfigError, OffbeatError
+from offbeat.strategies.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from offbeat.strategies.base import Strategy
+
+EXIT_FAILED: Final = 1
+EXIT_MISUSED: Final = 2
+
+_COMMANDS: Final = """\
+run [OPTIONS] SCRIPT [ARGUMENTS]...   run your own script with a strategy
+strategies [NAME]                     list the strategies, or one with its options"""
+
+
+def main(words: Sequence[str]) -> int:
+    """The command line of the library alone; returns the exit status.
+
+    Args:
+        words: after `offbeat`.
+
+    Raises:
+        ConfigError: no such command, or it cannot be carried out as asked.
+    """
+    command, *rest = words or ["--help"]
+    if command == "run":
+        return run_command(rest)
+    if command == "strategies":
+        return strategies_command(rest)
+    parser = argparse.ArgumentParser(
+        prog="offbeat",
+        usage="offbeat COMMAND ...",
+        description="Train PyTorch models on slow links and uneven devices.",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"offbeat {offbeat.__version__}")
+    parser.parse_args([command])
+    raise AssertionError("every word that is no command ends the parser")
+
+
+def main_and_exit() -> None:
+    """`main` as a process: what offbeat raises on purpose becomes one line and an exit status."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except OffbeatError as error:
+        sys.stderr.write(f"offbeat: {error}\n")
+        sys.exit(EXIT_MISUSED if isinstance(error, ConfigError) else EXIT_FAILED)
+
+
+def strategies_command(words: Sequence[str]) -> int:
+    """`offbeat strategies [NAME]`. Raises `ConfigError`: there is none of this name."""
+    parser = argparse.ArgumentParser(
+        prog="offbeat strategies",
+        description="List the strategies, a line each; or one of them, with its options, their"
+        " meaning, what is allowed and the default.",
+        epilog="Example: offbeat strategies gtopk",
+    )
+    parser.add_argument("name", nargs="?", help="only this one, such as gtopk")
+    name = parser.parse_args(words).name
+    sys.stdout.write("\n".join(strategy_lines() if name is None else option_lines(name)) + "\n")
+    return 0
+
+
+def strategy_lines() -> list[str]:
+    """A line for each strategy of the registry."""
+    entries = REGISTRY.entries.values()
+    width = max(len(entry.name) for entry in entries)
+    return [f"{entry.name:{width}}  {entry.summary} ({entry.paper})" for entry in entries]
+
+
+def option_lines(name: str) -> list[str]:
+    """A strategy and its options, as text. Raises `ConfigError`: there is none of this name."""
+    from offbeat.strategies.by_name import options_of, strategy_type  # which import torch
+
+    kind: type[Strategy] = strategy_type(name)
+    entry = REGISTRY.entries[name]
+    lines = [f"{name}  {entry.summary} ({entry.paper})"]
+    for option in options_of(kind):
+        default = " (required)" if option.default == "required" else f" = {option.default}"
+        lines += [f"  {option.name}{default}  {option.allowed}", f"      {option.help}"]
+    return lines
+
+
+def run_command(
+    words: Sequence[str], finished: Callable[[Path], None] = lambda directory: None
+) -> int:
+    """`offbeat run`; returns the exit status.
+
+    Args:
+        words: after `run`.
+        finished: is called with the directory of a record that is complete.
+
+    Raises:
+        ConfigError: it cannot be done as asked.
+        RecordError: the directory is in use.
+    """
+    parser = argparse.ArgumentParser(
+        prog="offbeat run",
+        usage="offbeat run [OPTIONS] SCRIPT [ARGUMENTS]...",
+        description="Run your own script with a strategy. It needs no change if it uses"
+        " DistributedDataParallel. Under torchrun or srun this process is one rank.",
+        epilog="Example: offbeat run --strategy gtopk:density=0.01 --workers 4 train.py --epochs 3",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    # fmt: off
+    add("--strategy", default="allreduce", metavar="NAME", help="how workers exchange, with options"
+        " after colons: gtopk:density=0.01; `offbeat strategies` lists them (default: allreduce)")
+    add("--workers", type=int, metavar="N", help="processes to start on this machine (default: 4)")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    add("--restarts", type=int, default=0, metavar="N",
+        help="how often workers that die are started again (default: 0)")
+    add("--steps", type=int, metavar="N", help="end the script after so many optimizer steps")
+    add("--rendezvous", metavar="HOST:PORT", help="of the first of several hosts")
+    add("--nodes", type=int, metavar="N", help="how many hosts there are")
+    add("--node-rank", type=int, metavar="N", help="which of them this is, from 0")
+    add("--metric", metavar="NAME",
+        help="which logged value counts (default: the first that is not the loss)")
+    add("--log-to", default="", metavar="NAMES",
+        help="live metrics: tensorboard, wandb or mlflow, or several with commas")
+    add("--out", type=Path, metavar="DIR",
+        help="new directory for the record (default: one below runs/)")
+    add("words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS]...", help="as for python")
+    # fmt: on
+    given = parser.parse_args(words)
+    # What imports torch is imported once the words are known to be right.
+    from offbeat.run.hosts import meeting
+    from offbeat.run.running import run
+
+    return run(
+        given.words,
+        strategy=given.strategy,
+        workers=given.workers,
+        as_module=given.module,
+        restarts=given.restarts,
+        steps=given.steps,
+        metric=given.metric,
+        log_to=[name.strip() for name in given.log_to.split(",") if name.strip()],
+        where=meeting(given.rendezvous, given.nodes, given.node_rank),
+        out=given.out,
+        finished=finished,
+    )
