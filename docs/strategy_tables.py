@@ -80,7 +80,10 @@ def _options(name: str, other: str | None) -> Iterator[str]:
 
 
 def _option_rows(name: str) -> dict[str, str]:
-    return {option.name: _option_row(option) for option in describe_options(OBJECTS.get(name) or REGISTRY[name])}
+    return {
+        option.name: _option_row(option)
+        for option in describe_options(OBJECTS.get(name) or REGISTRY[name])
+    }
 
 
 def _option_row(option: OptionDescription) -> str:
