@@ -222,9 +222,16 @@ def _name() -> str:
     return Path(sys.argv[0]).stem
 
 
+def script_command() -> str:
+    """How the script that runs is started from the root of the repository."""
+    script = Path(sys.argv[0]).resolve()
+    folder = "studies/" if script.parent.name == "studies" else ""
+    return f"python benchmarks/{folder}{script.name}"
+
+
 def _command() -> str:
     """The command line without what says where output goes, and without directories."""
-    words, options = [f"python benchmarks/{_name()}.py"], iter(sys.argv[1:])
+    words, options = [script_command()], iter(sys.argv[1:])
     for option in options:
         if option == "--results":
             next(options, None)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from _measure import Ratio, Row, add_output_options, figure_of, origin
+from _measure import Ratio, Row, add_output_options, figure_of, origin, script_command
 from _results import Figure, Origin, ResultFile
 from offbeat.run.records import Record
 from offbeat.strategies.base import Strategy
@@ -331,7 +331,7 @@ def source() -> Origin:
         if word in ("--images", "--text", "--steps", "--lr", "--workers"):
             kept += [word, Path(next(words)).name]
     here = origin(None)
-    return replace(here, command=" ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *kept]))
+    return replace(here, command=" ".join([script_command(), *kept]))
 
 
 def keep(kept: ResultFile | None, cell: str, rows: Sequence[Row]) -> None:

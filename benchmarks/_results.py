@@ -1,6 +1,6 @@
 """Result files, `results/NAME.jsonl`: lines of JSON, one that says where figures come from, and one
-for each of these figures. `pages.py` makes the tables of `docs/benchmarks` from them. This module
-needs Python's standard library alone.
+for each of these figures. `pages.py` makes the tables of `docs` from them. This module needs
+Python's standard library alone.
 
 A benchmark measures in cells, such as one task or one speed of the link. A cell's figures are
 written together when it is over, so a benchmark that was stopped goes on with the next cell.
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 DIRECTORY = Path(__file__).parent / "results"
+STUDIES = Path(__file__).parent / "studies" / "results"
+"""Of what was asked once."""
 CASES = "cases"
 """The table of those figures that have a goal and stand alone in their row."""
 

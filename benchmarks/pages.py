@@ -14,8 +14,9 @@ first column of another:
     <!-- last column: NAME/TABLE -->
     | [`Strategy`](...) | ... | is written here |
     <!-- end of table -->
- With `--check` nothing is written, and the exit status says whether a page
-is out of date.
+
+Results of studies stand in `studies/results`. With `--check` nothing is written, and the exit
+status says whether a page is out of date.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from _results import (
     DIRECTORY,
+    STUDIES,
     Origin,
     Result,
     ResultFile,
@@ -62,17 +64,22 @@ def written(page: Path) -> str:
     Raises:
         PageError: a mark names a table that does not exist.
     """
+    told: list[str] = []
 
     def table(mark: re.Match[str]) -> str:
         name, title = mark[1] or page.stem, mark[2]
-        results = tables_of(ResultFile(DIRECTORY / f"{name}.jsonl").results).get(title)
+        results = tables_of(_results(name)).get(title)
         if results is None:
             raise PageError(f"{page.name} asks for {name}/{title}, which no result file has")
         opening = mark[0].partition("\n")[0]
-        return "\n".join([opening, *_table(results), "", *_origins(results), _END])
+        origins = [*_origins(results)]
+        # What the table above says of itself need not be said again.
+        lines = [] if origins == told else origins
+        told[:] = origins
+        return "\n".join([opening, *_table(results), "", *lines, _END])
 
     def column(mark: re.Match[str]) -> str:
-        results = tables_of(ResultFile(DIRECTORY / f"{mark[1]}.jsonl").results).get(mark[2], [])
+        results = tables_of(_results(mark[1])).get(mark[2], [])
         told = {result.figure.case: shown(result.figure) for result in results}
         return _ROW.sub(lambda row: f"{row[1]} {told.get(row[2], '')} |", mark[0])
 
@@ -80,16 +87,25 @@ def written(page: Path) -> str:
     return _LIST.sub(lambda mark: "\n".join([mark[0].partition("\n")[0], *_list(), _END]), text)
 
 
-def unused(name: str) -> list[str]:
-    """The tables of a result file that no page shows."""
+def hidden(name: str) -> list[str]:
+    """The tables with a goal, of a result file, that no page shows."""
     asked_for = {
         (mark[1] or page.stem, mark[2])
         for page in pages()
         for kind in (_TABLE, _COLUMN)
         for mark in kind.finditer(page.read_text())
     }
-    tables = tables_of(ResultFile(DIRECTORY / f"{name}.jsonl").results)
-    return [title for title in tables if (name, title) not in asked_for]
+    return [
+        title
+        for title, results in tables_of(_results(name)).items()
+        if (name, title) not in asked_for and any(result.figure.goal for result in results)
+    ]
+
+
+def _results(name: str) -> list[Result]:
+    """Of a benchmark, or of a study."""
+    living = DIRECTORY / f"{name}.jsonl"
+    return ResultFile(living if living.exists() else STUDIES / living.name).results
 
 
 def _table(results: Sequence[Result]) -> Iterator[str]:
@@ -161,12 +177,13 @@ def _list() -> Iterator[str]:
     """All benchmarks with what they ask, and how many goals hold."""
     rows = [["benchmark", "measures", "goals that hold", "missed", "undecided"]]
     for page in sorted(PAGES.glob("*.md")):
-        path = DIRECTORY / f"{page.stem}.jsonl"
-        if not path.exists():
+        text = page.read_text()
+        names = dict.fromkeys(mark[1] or page.stem for mark in _TABLE.finditer(text))
+        figures = [result.figure for name in names for result in _results(name)]
+        if not figures:
             continue
-        title = _TITLE.search(page.read_text())
+        title = _TITLE.search(text)
         assert title is not None, f"{page.name} has no title"
-        figures = [result.figure for result in ResultFile(path).results]
         counts = [sum(figure.holds is kind for figure in figures) for kind in (True, False)]
         counts.append(sum(figure.holds == "undecided" for figure in figures))
         measures = title[1].partition(": ")[2]

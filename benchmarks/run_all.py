@@ -1,7 +1,6 @@
 """Runs every benchmark of this directory, one after the other, and prints their cases as one table.
 
-    python benchmarks/run_all.py [NAME ...] [--json] [--long] [--quick] [--mnist NPZ] [--text FILE]
-        [--images NPZ]
+    python benchmarks/run_all.py [NAME ...] [--json] [--long] [--quick] [--text FILE] [--images NPZ]
 
 Those of many runs take up to an hour each and run only when they are named, or with `--long`. With
 `--quick` they say no more than that they run. A goal that is missed is printed as missed; only a
@@ -23,35 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-LONG = {
-    "stragglers",
-    "averaging_accuracy",
-    "group_ablation",
-    "deaths",
-    "kfac_accuracy",
-    "kfac_grafting",
-    "kfac_schedules",
-    "lsh_labels",
-    "parity",
-    "prediction",
-    "sparse_accuracy",
-    "uneven",
-    "uneven_accuracy",
-}
-READ_DATA = {
-    "averaging_accuracy": ("mnist", "text"),
-    "group_ablation": ("images",),
-    "kfac_accuracy": ("mnist", "text"),
-    "kfac_grafting": ("text",),
-    "parity": ("images", "text"),
-    "sparse_accuracy": ("images",),
-}
-KNOW_QUICK = (
-    LONG - {"kfac_schedules", "lsh_labels", "parity", "prediction", "sparse_accuracy"}
-) | {
-    "answering",
-    "run_deaths",
-}
+LONG = {"stragglers", "deaths", "parity", "prediction", "uneven"}
+READ_DATA = {"parity": ("images", "text")}
+KNOW_QUICK = {"stragglers", "deaths", "uneven", "run_deaths"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
 
@@ -145,11 +118,8 @@ def main() -> None:
         action="store_true",
         help="short runs where a benchmark has them; their figures mean nothing",
     )
-    parser.add_argument("--mnist", help="npz file for averaging_accuracy and kfac_accuracy")
-    parser.add_argument(
-        "--text", help="text for averaging_accuracy, kfac_accuracy and kfac_grafting"
-    )
-    parser.add_argument("--images", help="npz file for sparse_accuracy")
+    parser.add_argument("--text", help="text for parity")
+    parser.add_argument("--images", help="npz file for parity")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(scripts):
         parser.error(

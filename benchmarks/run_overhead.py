@@ -25,9 +25,9 @@ from typing import TextIO
 
 import numpy as np
 
+from _ddp_script import MODELS
 from _measure import Row, main, ratio
 from _results import Figure
-from ddp_overhead import MODELS
 
 WORLD_SIZE = 2
 NUM_PAIRS = 300

@@ -5,10 +5,12 @@ docstrings of the strategies.
 
 A page says where a table belongs, and everything between the two marks is written here:
 
-    <!-- options of gtopk -->          <!-- list of strategies -->
+    <!-- options of topk -->           <!-- list of strategies -->
     <!-- end of options -->            <!-- end of list -->
 
-With `--check` nothing is written, and the exit status says whether a page is out of date.
+`<!-- options of gtopk beside topk -->` leaves out options that the other strategy has alike, and
+names them. With `--check` nothing is written, and the exit status says whether a page is out of
+date.
 """
 
 from __future__ import annotations
@@ -18,19 +20,22 @@ import dataclasses
 import inspect
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import offbeat
 from offbeat.strategies import REGISTRY
-from offbeat.strategies.docstrings import describe_options
+from offbeat.strategies.docstrings import OptionDescription, describe_options
 
 DOCS = Path(__file__).parent
 OBJECTS = {"curvature": offbeat.Curvature}
 """What is an option itself, and has options of its own."""
 
-_OPTIONS = re.compile(r"<!-- options of (\w+) -->\n.*?<!-- end of options -->", re.DOTALL)
+_OPTIONS = re.compile(
+    r"<!-- options of (\w+)(?: beside (\w+))? -->\n.*?<!-- end of options -->", re.DOTALL
+)
 _LIST = re.compile(r"<!-- list of strategies -->\n.*?<!-- end of list -->", re.DOTALL)
 
 
@@ -43,8 +48,9 @@ def written(page: Path) -> str:
     """The text of `page` with its tables as they should be."""
 
     def options(mark: re.Match[str]) -> str:
-        rows = "\n".join(_option_rows(mark[1]))
-        return f"<!-- options of {mark[1]} -->\n\n{rows}\n\n<!-- end of options -->"
+        opening = mark[0].partition("\n")[0]
+        lines = "\n".join(_options(mark[1], mark[2]))
+        return f"{opening}\n\n{lines}\n\n<!-- end of options -->"
 
     rows = "\n".join(_strategy_rows())
     text = _OPTIONS.sub(options, page.read_text())
@@ -52,25 +58,49 @@ def written(page: Path) -> str:
     return _LIST.sub(lambda mark: listing, text)
 
 
-def _option_rows(name: str) -> Iterator[str]:
+def beside(page: Path) -> str | None:
+    """The strategy whose options a page does not repeat."""
+    mark = _OPTIONS.search(page.read_text())
+    return mark[2] if mark else None
+
+
+def _options(name: str, other: str | None) -> Iterator[str]:
+    rows = _option_rows(name)
+    elsewhere = _option_rows(other) if other else {}
+    alike = [option for option, row in rows.items() if elsewhere.get(option) == row]
     yield "| option | allowed | default | meaning |"
     yield "|---|---|---|---|"
-    for option in describe_options(OBJECTS.get(name) or REGISTRY[name]):
-        required = option.default is dataclasses.MISSING
-        default = "required" if required else f"`{_literal(option.default)}`"
-        cells = f"`{option.name}`", _allowed(option.hint), default, option.meaning
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield from (row for option, row in rows.items() if option not in alike)
+    if other and alike:
+        entry = REGISTRY.entries[other]
+        names = ", ".join(f"`{option}`" for option in alike)
+        yield ""
+        told = f"These are options as of [`{entry.class_name}`]({other}.md#options): {names}."
+        yield from textwrap.wrap(told, 100, break_on_hyphens=False)
+
+
+def _option_rows(name: str) -> dict[str, str]:
+    return {
+        option.name: _option_row(option)
+        for option in describe_options(OBJECTS.get(name) or REGISTRY[name])
+    }
+
+
+def _option_row(option: OptionDescription) -> str:
+    required = option.default is dataclasses.MISSING
+    default = "required" if required else f"`{_literal(option.default)}`"
+    cells = f"`{option.name}`", _allowed(option.hint), default, option.meaning
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _strategy_rows() -> Iterator[str]:
-    yield "| class | command line | what it does | paper | options of its own, and inherited ones |"
-    yield "|---|---|---|---|---|"
+    yield "| class | command line | what it does | paper |"
+    yield "|---|---|---|---|"
     for name, entry in REGISTRY.entries.items():
         number = entry.paper.removeprefix("arXiv ")
         paper = f"arXiv [{number}](https://arxiv.org/abs/{number})"
-        options = ", ".join(f"`{option.name}`" for option in describe_options(REGISTRY[name]))
         page = f"[`{entry.class_name}`](methods/{name}.md#options)"
-        yield f"| {page} | `{name}` | {entry.summary} | {paper} | {options} |"
+        yield f"| {page} | `{name}` | {entry.summary} | {paper} |"
 
 
 def _allowed(hint: object) -> str:

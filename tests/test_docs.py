@@ -24,6 +24,7 @@ PAGES = sorted(
         ROOT / "ARCHITECTURE.md",
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("examples/*.md"),
+        ROOT / "benchmarks" / "studies" / "README.md",
     ]
 )
 OWN_PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -134,9 +135,11 @@ def test_tables_of_strategies_are_made_from_their_docstrings(page: Path) -> None
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_option_of_a_strategy_stands_on_its_page_with_its_default(name: str) -> None:
-    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    methods = ROOT / "docs" / "methods"
+    other = strategy_tables.beside(methods / f"{name}.md")
+    told = "".join((methods / f"{page}.md").read_text() for page in (name, other) if page)
     for field in dataclasses.fields(REGISTRY[name]):
-        row = re.search(rf"^\| `{field.name}` \| .*? \| `([^`]*)` \|", page, re.MULTILINE)
+        row = re.search(rf"^\| `{field.name}` \| .*? \| `([^`]*)` \|", told, re.MULTILINE)
         assert row, field.name
         assert row[1].replace('"', "'") == repr(field.default), field.name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -12,7 +13,17 @@ import pytest
 
 import pages
 from _measure import Ratio, present
-from _results import CASES, DIRECTORY, Figure, Origin, ResultFile, in_a_cell, rows_of, shown
+from _results import (
+    CASES,
+    DIRECTORY,
+    STUDIES,
+    Figure,
+    Origin,
+    ResultFile,
+    in_a_cell,
+    rows_of,
+    shown,
+)
 
 ORIGIN = Origin(recorded="0.1", command="python benchmarks/any.py", seeds=3)
 RATIO = Ratio(
@@ -196,20 +207,45 @@ def test_tables_are_as_the_result_files_have_them() -> None:
     assert old == [], "run python benchmarks/pages.py"
 
 
-def test_every_result_is_shown_on_a_page() -> None:
+def test_every_goal_is_shown_on_a_page() -> None:
+    """One that is missed cannot be left out."""
     results = sorted(path.stem for path in DIRECTORY.glob("*.jsonl"))
-    assert {name: unused for name in results if (unused := pages.unused(name))} == {}
+    assert {name: hidden for name in results if (hidden := pages.hidden(name))} == {}
 
 
-def test_every_benchmark_has_a_page_and_results() -> None:
-    scripts = {
+def scripts_in(directory: Path) -> set[str]:
+    return {
         path.stem
-        for path in DIRECTORY.parent.glob("*.py")
+        for path in directory.glob("*.py")
         if path.name[0] != "_" and path.stem not in ("pages", "run_all")
     }
+
+
+def test_every_benchmark_has_results_and_every_page_a_benchmark() -> None:
+    scripts = scripts_in(DIRECTORY.parent)
     # The fault matrix is run by tests/chaos_support, and docs/faults.md shows it.
     assert {path.stem for path in DIRECTORY.glob("*.jsonl")} - {"chaos"} == scripts
-    assert {path.stem for path in pages.PAGES.glob("*.md")} - {"index"} == scripts
+    assert {path.stem for path in pages.PAGES.glob("*.md")} - {"index"} <= scripts
+
+
+def test_every_study_has_results_and_a_paragraph() -> None:
+    scripts = scripts_in(STUDIES.parent)
+    assert {path.stem for path in STUDIES.glob("*.jsonl")} == scripts
+    told = (STUDIES.parent / "README.md").read_text()
+    assert [name for name in sorted(scripts) if f"## {name}\n" not in told] == []
+
+
+def test_no_page_of_a_benchmark_has_more_than_600_words_of_prose() -> None:
+    def words(page: Path) -> int:
+        text = re.sub(
+            r"^<!-- (table: |list ).*?<!-- end of table -->",
+            "",
+            page.read_text(),
+            flags=re.M | re.S,
+        )
+        return len(text.split())
+
+    assert {page.name: words(page) for page in pages.PAGES.glob("*.md") if words(page) > 600} == {}
 
 
 def test_the_last_column_of_a_table_comes_from_a_result_file(
@@ -228,11 +264,33 @@ def test_the_last_column_of_a_table_comes_from_a_result_file(
     assert lines[3:5] == ["| [`Fast`](a.md) | a | two thirds |", "| [`Slow`](b.md) | b |  |"]
 
 
+def test_an_origin_is_not_said_again_below_the_next_table(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "DIRECTORY", path.parent)
+    kept = ResultFile(path)
+    for title in ("first", "second"):
+        kept.replace(title, [Figure(case="a", table=title, value=1.0)], ORIGIN)
+    kept.replace("third", [Figure(case="a", table="third", value=1.0)], Origin(recorded="0.2"))
+    page = path.parent / "any.md"
+    page.write_text(
+        "".join(
+            f"<!-- table: {title} -->\n<!-- end of table -->\n"
+            for title in ("first", "second", "third")
+        )
+    )
+
+    text = pages.written(page)
+
+    assert text.count("python benchmarks/any.py") == 1
+    assert "offbeat 0.2" in text
+
+
 def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path) -> None:
-    page = tmp_path / "selection.md"
+    page = tmp_path / "links.md"
     page.write_text("<!-- table: nothing -->\n<!-- end of table -->\n")
 
-    with pytest.raises(pages.PageError, match="selection/nothing"):
+    with pytest.raises(pages.PageError, match="links/nothing"):
         pages.written(page)
 
 

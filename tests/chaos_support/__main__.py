@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from _measure import origin
-from _results import DIRECTORY, Figure, Origin, ResultFile
+from _results import DIRECTORY, Figure, Origin, Result, ResultFile
 from chaos_support.matrix import FAULTS, STRATEGIES, Cell
 from chaos_support.play import Outcome, Stage
 from offbeat_lab.emulation.base import MissingMeansError
@@ -67,6 +69,22 @@ def figure(cell: Cell, outcome: Outcome) -> Figure:
     return Figure(case=title, table="drawn, 5 ranks", column=kind, value=value)
 
 
+def in_short(results: Iterable[Result]) -> Iterator[Figure]:
+    """For each fault, how many strategies kept their promise, and in what time the slowest."""
+    outcomes: dict[tuple[str, str, str], list[str]] = {}
+    for result in results:
+        figure = result.figure
+        if figure.table in (SYNCHRONOUS, SURVIVING):
+            title, _, promise = figure.case.partition(": ")
+            outcomes.setdefault((title, figure.table, promise), []).append(str(figure.value))
+    for (title, kind, promise), told in outcomes.items():
+        kept = sum("**" not in outcome for outcome in told)
+        slowest_s = max(float(found) for text in told for found in re.findall(r"([\d.]+) s", text))
+        value = f"{promise}: {kept}/{len(told)}, {slowest_s:.1f} s"
+        shown = value if kept == len(told) else f"**{value}**"
+        yield Figure(case=title, table="in short", column=kind, value=shown)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the fault matrix.")
     parser.add_argument(
@@ -100,6 +118,8 @@ def main() -> None:
                 run.end_s = 0.0  # such as Ctrl-C: cells under way are played to their end
                 raise
     if results.results and not asked.dry:
+        last = results.results[-1].origin
+        results.replace("in short", [*in_short(results.results)], last)
         results.sort([cell.name for cell in grid(asked.limit_s, asked.seed)])
     print(f"{played} of {len(cells)} cells were run", file=sys.stderr)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -38,8 +36,6 @@ from offbeat_lab.plan.kfac_iteration import (
     ready_times,
     spdkfac,
 )
-
-PAGE = Path(__file__).parents[2] / "docs" / "methods" / "spdkfac-planning.md"
 
 layers_of_models = st.lists(
     st.builds(
@@ -220,27 +216,3 @@ def test_the_fit_repeats_the_phases_it_was_fitted_to_and_no_other() -> None:
     assert spdkfac(layers, WORLD_SIZE, costs).inverse.total_s == pytest.approx(
         INVERSE_SECONDS["spdkfac"], rel=0.1
     )
-
-
-def test_the_page_shows_what_the_model_says() -> None:
-    readings = (
-        as_printed(latencies_overlap=False),
-        as_printed(latencies_overlap=True),
-        fitted_to_baselines(),
-    )
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
-    for method in (unpipelined, unbalanced):
-        expected = [f"{method(resnet50(), WORLD_SIZE, c).total_s:.3f}" for c in readings]
-        assert rows[method.__name__].split(" | ")[1:] == expected
-    for method in (dkfac, mpdkfac, spdkfac):
-        expected = [f"{SECONDS[method.__name__]:.4f}"]
-        expected += [f"{method(resnet50(), WORLD_SIZE, costs).total_s:.3f}" for costs in readings]
-        assert rows[method.__name__].split(" | ") == expected
-    by_rules = [
-        spdkfac(resnet50(), WORLD_SIZE, c, fusion=fuse_by_rule, placement=place_by_rule)
-        for c in readings
-    ]
-    assert rows["by_rules"].split(" | ") == [
-        "",
-        *(f"{iteration.total_s:.3f}" for iteration in by_rules),
-    ]

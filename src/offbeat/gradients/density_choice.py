@@ -12,7 +12,7 @@ What `least` costs no density avoids. Where most of it is latency, many more ent
 more, and withholding them would lose accuracy for nothing.
 
 The first exchanges may cost more, because gradients change quickly there: what is owed from then is
-applied when the model has left, and harms for long (`benchmarks/sparse_accuracy.py`). From there
+applied when the model has left, and harms for long (`studies/sparse_accuracy.py`). From there
 the density goes down by steps.
 
 The seconds between exchanges are measured all the time, and looked at after a few exchanges and

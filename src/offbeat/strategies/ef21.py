@@ -15,7 +15,7 @@ the gradient as one likes. With small batches the noise of old batches stays in 
 their entries wait, and momentum averages it out before it is sent. On photographs in batches of
 4 x 32, at density 0.01, it reached an accuracy of 0.45 after 800 steps at a learning rate of 0.1
 and 0.54 at 0.0125, where all-reduce reached 0.71 and 0.73, and Top-k with error feedback 0.73 and
-0.72 (one seed, benchmarks/sparse_accuracy.py).
+0.72 (one seed, benchmarks/studies/sparse_accuracy.py).
 
 Cost per step: as of Top-k, ceil(log2 P) messages, (P-1) k pairs sent by each rank; local: one pass
 over gradient and estimate (12 bytes a parameter), one to write the result. Memory: two buffers more

@@ -1,12 +1,12 @@
 """How long an iteration of D-KFAC, MPD-KFAC and SPD-KFAC takes, from the sizes of layers and from
 fitted costs.
 
-    D-KFAC     forward, backward, factors | all-reduce of all A, of all G | every rank inverts all
-    MPD-KFAC   the same | the same | each inverts its share, and broadcasts it
-    SPD-KFAC   A_l in the forward pass before layer l, G_l in the backward pass behind it,
-               all-reduced, fused, while computing goes on | what is left of it | all or the least
-               loaded invert, and the latter broadcast
+              factors are computed in    and all-reduced            and inverted by
+    D-KFAC    both passes                behind backward: A, G      every rank
+    MPD-KFAC  both passes                behind backward: A, G      one rank each, then broadcast
+    SPD-KFAC  both passes                in groups, meanwhile       every rank, or one and broadcast
 
+In the forward pass A of a layer is computed before the layer, in the backward pass G behind it.
 They differ in two plans: how all-reduces are fused and when they start, and who inverts what.
 """
 

@@ -47,7 +47,7 @@ _MEMORY_SHARE: Final = 0.7
 
 INVERSION: Final = PolynomialInversion(constant_s=1.183e-3, square_s=0.0, cube_s=3.23e-13)
 """On an RTX 2080 Ti: a + c d^3 with SPD-KFAC's published time for the largest of ResNet-50's
-factors and D-KFAC's measured sum over all (`fitted` in docs/methods/spdkfac-planning.md).
+factors and D-KFAC's measured sum over all.
 """
 
 
