@@ -42,8 +42,6 @@ SPECS: dict[str, str] = {
     "union, 80 steps at 0.03": f"{UNION}:warmup=0.03x80",
     "union, 80 steps at 1": f"{UNION}:warmup=1.0x80",
     "union, optimizer's momentum": f"{UNION}:momentum_correction=none",
-    "union, dense below 512": f"{UNION}:dense_below=512",
-    "union, by layer": f"{UNION}:scope=layer",
     "union, density 0.2": UNION.replace("0.01", "0.2"),
     "union, density 0.2, float8": f"{UNION.replace('0.01', '0.2')}:values=float8",
     "union, density 0.05": UNION.replace("0.01", "0.05"),

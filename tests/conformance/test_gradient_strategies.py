@@ -50,12 +50,6 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk with warm-up": offbeat.GTopK(
         density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1
     ),
-    "gtopk with small parameters whole": offbeat.GTopK(
-        density=0.2, collective="reduce_scatter", dense_below=5
-    ),
-    "gtopk by layer": offbeat.GTopK(
-        density=0.2, collective="all_gather", scope="layer", selection="reuse"
-    ),
     "ef21": offbeat.EF21(density=0.2),
     "ef21 with momentum, in small buckets": offbeat.EF21(
         density=0.2,

@@ -86,13 +86,10 @@ def exchanges(auto: AutoDensity, clock: Clock, *, count: int, compute_s: float) 
         auto.intervals.on_exchange_settled(good=True)
 
 
-def auto_density(
-    cheapest: CheapestCollective, clock: Clock, remarks: list[str], beside_s: float = 0.0
-) -> AutoDensity:
+def auto_density(cheapest: CheapestCollective, clock: Clock, remarks: list[str]) -> AutoDensity:
     return AutoDensity(
         cheapest,
         gradient=GRADIENT,
-        beside_s=lambda: beside_s,
         budget=0.1,
         driver=SingleRank(),
         stream=Stream(0),
@@ -137,18 +134,6 @@ def test_the_first_exchanges_may_cost_ten_times_as_much_and_the_next_ones_less_a
         densities.append(auto.density)
     assert all(after < before / 1.5 for before, after in pairwise(densities))
     assert "which is 10% of the 20.0 ms between exchanges" in remarks[-1]
-
-
-def test_what_is_sent_whole_beside_takes_its_part_of_the_budget() -> None:
-    densities = []
-    for beside_s in (0.0, 0.002):
-        clock = Clock()
-        auto = auto_density(links(1e9 / 8), clock, [], beside_s)
-        exchanges(auto, clock, count=200, compute_s=0.1)
-        densities.append(auto.density)
-    cheapest = links(1e9 / 8)
-    assert dearest(cheapest, densities[1]) + 0.002 <= 0.01
-    assert densities[1] < densities[0]
 
 
 def test_a_small_change_is_not_worth_it() -> None:

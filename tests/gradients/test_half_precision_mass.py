@@ -17,9 +17,6 @@ STRATEGIES: dict[str, SparseGradientStrategy] = {
     "gtopk by all-gather": offbeat.GTopK(
         density=0.1, collective="all_gather", values="bfloat16", bucket_mib=1e-4
     ),
-    "gtopk with small parameters whole": offbeat.GTopK(
-        density=0.1, collective="all_gather", dense_below=48
-    ),
     "gtopk by tree": offbeat.GTopK(density=0.1, collective="tree"),
     "gtopk with few entries and then all": offbeat.GTopK(
         density=0.1, collective="tree", warmup="exponential", steps_per_epoch=1

@@ -202,11 +202,9 @@ def test_a_state_without_momentum_says_so_once(strategy: str, says: int) -> None
 
 
 GRADIENT_OF_ONE_STEP: dict[str, SparseGradientStrategy] = {
-    "at once": offbeat.TopK(density=0.01, warmup=None, dense_below=0),
-    "spread": offbeat.TopK(density=0.5, warmup=None, dense_below=0),
-    "first spread, then at once": offbeat.TopK(
-        density=0.01, warmup=((1.0, 3), (0.3, 2)), dense_below=0
-    ),
+    "at once": offbeat.TopK(density=0.01, warmup=None),
+    "spread": offbeat.TopK(density=0.5, warmup=None),
+    "first spread, then at once": offbeat.TopK(density=0.01, warmup=((1.0, 3), (0.3, 2))),
 }
 
 

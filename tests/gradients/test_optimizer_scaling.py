@@ -19,9 +19,7 @@ from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 WORLD_SIZE, STEPS, K = 3, 6, 4
-SPARSE = offbeat.GTopK(
-    density=K / 30, collective="all_gather", dense_below=0, warmup=None, max_skipped_steps=1
-)
+SPARSE = offbeat.GTopK(density=K / 30, collective="all_gather", warmup=None, max_skipped_steps=1)
 Between = Callable[[torch.nn.Module, int], None]
 
 
@@ -151,7 +149,6 @@ def test_a_loop_that_clips_keeps_its_adam() -> None:
     left_alone = offbeat.GTopK(
         density=K / 30,
         collective="all_gather",
-        dense_below=0,
         warmup=None,
         momentum_correction=None,
     )
@@ -327,7 +324,7 @@ def test_what_is_owed_keeps_its_rate() -> None:
     def job(driver: ThreadDriver) -> torch.Tensor:
         net = linear()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with session_on(driver, net, optimizer, offbeat.TopK(density=0.05, dense_below=0)):
+        with session_on(driver, net, optimizer, offbeat.TopK(density=0.05)):
             for step in range(40):
                 optimizer.param_groups[0]["lr"] = 0.1 if step == 0 else 0.001
                 net.zero_grad()

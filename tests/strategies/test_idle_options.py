@@ -14,7 +14,6 @@ IDLE: list[tuple[type[Strategy], str, Any, dict[str, Any], dict[str, Any]]] = [
     (offbeat.GTopK, "budget", 0.2, {"density": 0.01}, {"density": "auto"}),
     (offbeat.GTopK, "values", "bfloat16", {"collective": "dense"}, {"collective": "all_gather"}),
     (offbeat.GTopK, "selection", "reuse", {"collective": "dense"}, {"collective": "auto"}),
-    (offbeat.GTopK, "scope", "layer", {"collective": "dense"}, {"collective": "reduce_scatter"}),
     (offbeat.GTopK, "steps_per_epoch", 100, {"warmup": "1.0x80"}, {"warmup": "paper"}),
     (offbeat.TopK, "steps_per_epoch", 100, {}, {"warmup": "exponential"}),
     (offbeat.WAGMA, "budget", 0.1, {}, {"interval": "auto"}),

@@ -87,7 +87,6 @@ def affordable_density(
     *,
     num_elements: int,
     allowed_s: float,
-    beside_s: float = 0.0,
     most: float = 1.0,
 ) -> float:
     """The largest density whose exchange takes at most `allowed_s`, or `NEAR_LEAST` times as long
@@ -97,7 +96,6 @@ def affordable_density(
         costs_s: k -> expected seconds of one exchange by collective, "dense" among them.
         num_elements: of the gradient.
         allowed_s: seconds.
-        beside_s: what is sent beside a sparse exchange takes so many of them.
         most: the largest density that is considered.
 
     Returns:
@@ -106,10 +104,10 @@ def affordable_density(
 
     def sparse_s(density: float) -> float:
         costs = costs_s(max(1, round(density * num_elements)))
-        return beside_s + min(cost for name, cost in costs.items() if name != "dense")
+        return min(cost for name, cost in costs.items() if name != "dense")
 
     allowed_s = max(allowed_s, NEAR_LEAST * sparse_s(LEAST))
-    if most == 1.0 and costs_s(num_elements)["dense"] + beside_s <= allowed_s:
+    if most == 1.0 and costs_s(num_elements)["dense"] <= allowed_s:
         return 1.0
     density = LEAST
     while (larger := density * _STEP) < most and sparse_s(larger) <= allowed_s:
@@ -155,8 +153,7 @@ class AutoDensity(Callback):
 
     Args:
         cheapest: knows what exchanges cost.
-        gradient: all buckets as one, but for small parameters.
-        beside_s: seconds of what is sent besides, whatever the density.
+        gradient: all buckets as one.
         budget: share of the seconds between exchanges that an exchange may take, > 0.
         driver: carries out the agreement.
         stream: for it.
@@ -175,7 +172,6 @@ class AutoDensity(Callback):
         cheapest: CheapestCollective,
         *,
         gradient: BucketKind,
-        beside_s: Callable[[], float],
         budget: float,
         driver: Driver,
         stream: Stream,
@@ -185,7 +181,6 @@ class AutoDensity(Callback):
         self.density = FIRST
         self._cheapest = cheapest
         self._gradient = gradient
-        self._beside_s = beside_s
         self._budget = budget
         self._driver = driver
         self._stream = stream
@@ -216,12 +211,10 @@ class AutoDensity(Callback):
         self._look_at_links(compute_s)
         share = self._budget * warm_up_factor(self._num_exchanges)
         allowed_s = share * compute_s
-        beside_s = self._beside_s()
         density = affordable_density(
             lambda k: self._cheapest.costs_s(self._gradient, k),
             num_elements=self._gradient.num_elements,
             allowed_s=allowed_s,
-            beside_s=beside_s,
             most=self._most,
         )
         if density != 1.0 and 1 / _CHANGE < density / self.density < _CHANGE:
@@ -231,7 +224,7 @@ class AutoDensity(Callback):
         self.density = density
         k = max(1, round(density * self._gradient.num_elements))
         costs = self._cheapest.costs_s(self._gradient, k)
-        expected_s = beside_s + (costs["dense"] if density == 1.0 else min(costs.values()))
+        expected_s = costs["dense"] if density == 1.0 else min(costs.values())
         chosen = "to send everything" if density == 1.0 else f"{density:.3g}"
         self._inform(
             f'density="auto" chose {chosen} after {self._num_exchanges} exchanges:'

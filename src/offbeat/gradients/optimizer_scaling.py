@@ -49,7 +49,6 @@ from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
 from offbeat.gradients.group_ranges import GroupRanges, rates_of
-from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -73,7 +72,6 @@ class _Moments:
     bucket: Bucket
     groups: GroupRanges
     feedback: ErrorFeedback
-    watch: ResidualWatch
     mean: torch.Tensor
     square: torch.Tensor
     gradient: torch.Tensor
@@ -139,13 +137,11 @@ class OptimizerScaling(Callback):
         self._is_changed = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
-    def apply_to(self, bucket: Bucket, feedback: ErrorFeedback, watch: ResidualWatch) -> None:
-        """Scale what `bucket` contributes to `feedback`, at which `watch` looks."""
+    def apply_to(self, bucket: Bucket, feedback: ErrorFeedback) -> None:
+        """Scale what `bucket` contributes to `feedback`."""
         mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
         groups = GroupRanges(bucket, self._optimizer)
-        self._moments[id(bucket)] = _Moments(
-            bucket, groups, feedback, watch, mean, square, gradient
-        )
+        self._moments[id(bucket)] = _Moments(bucket, groups, feedback, mean, square, gradient)
 
     def gradients_are_changed(self) -> None:
         """The loop has changed what the exchange left."""
@@ -345,7 +341,6 @@ class OptimizerScaling(Callback):
         for moments in self._moments.values():
             # What is owed from the first step was not scaled.
             moments.feedback.residual.div_(self._denominator(moments))
-            moments.watch.begin_anew()
         self._take_gathered()
         self._taken()
         self._inform(

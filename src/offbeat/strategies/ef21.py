@@ -27,13 +27,12 @@ Differences from the papers:
   v = (1 - eta) v + eta gradient with eta = 1 - momentum: at eta times the learning rate both are
   the same. By default it is the optimizer's, taken over;
 - ranks are weighted by their samples, where these are known;
-- small parameters are sent whole; values may be rounded to bfloat16 or float8, and what rounding
-  loses stays in the difference.
+- values may be rounded to bfloat16 or float8, and what rounding loses stays in the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Final, Literal
@@ -59,17 +58,11 @@ from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import (
     object_of,
-    require_at_least,
     require_density,
     require_one_of,
     require_positive,
 )
-from offbeat.strategies.sparse_gradient import (
-    SMALL_SHARE,
-    require_real,
-    whole_below,
-    wire_of,
-)
+from offbeat.strategies.sparse_gradient import require_real, wire_of
 
 _EXACT: Final = SELECTORS["exact"]
 
@@ -88,10 +81,6 @@ class EF21(GradientStrategy):
             the estimate.
         selection: "exact" takes exactly the k largest changes; "reuse" adapts the last step's
             threshold and takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
-        dense_below: parameters of fewer elements are sent whole in a bucket of their own, as
-            `AllReduce` sends them; the density is that of the others. 0: none of them. "auto":
-            1024, where these parameters have at most 2.5 times as many elements as `density` lets
-            travel, else 0.
         values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
             your own; what rounding loses stays in the difference.
         indices: "gaps" between indices in 1 or 2 bytes, a bit for each element, or plain indices,
@@ -108,7 +97,6 @@ class EF21(GradientStrategy):
     density: float = 0.01
     momentum_correction: Literal["auto"] | None = "auto"
     selection: Literal["exact", "reuse"] | Selector = "exact"
-    dense_below: int | Literal["auto"] = "auto"
     values: Literal["float32", "bfloat16", "float8"] | ValueCodec = "float32"
     indices: Literal["gaps"] | IndexCodec = "gaps"
     bucket_mib: float | None = None
@@ -121,10 +109,6 @@ class EF21(GradientStrategy):
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
         object_of("selection", self.selection, SELECTORS, Selector)
         self.codecs()
-        if isinstance(self.dense_below, str):
-            require_one_of("dense_below", self.dense_below, ("auto",))
-        else:
-            require_at_least("dense_below", self.dense_below, 0)
         if self.bucket_mib is not None:
             require_positive("bucket_mib", self.bucket_mib)
         if self.clip_norm is not None:
@@ -140,10 +124,6 @@ class EF21(GradientStrategy):
             object_of("values", self.values, VALUE_CODECS, ValueCodec),
             object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
         )
-
-    def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
-        """Parameters of fewer elements are sent whole, if `parameters` are all."""
-        return whole_below(self.dense_below, SMALL_SHARE * self.density, parameters)
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """What clips the mean leaves no more than the step it clips."""
@@ -178,28 +158,11 @@ class EF21(GradientStrategy):
         self, context: Context, taken: OptimizerMomentum | None
     ) -> list[tuple[Bucket, Reduction]]:
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        small_below = self.small_below(context.parameters.values())
-        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes, small_below=small_below)
-        return [
-            (
-                bucket,
-                self._reduction(
-                    bucket,
-                    context,
-                    taken,
-                    is_small=all(each.numel() < small_below for each in bucket.parameters),
-                ),
-            )
-            for bucket in buckets
-        ]
+        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes)
+        return [(bucket, self._reduction(bucket, context, taken)) for bucket in buckets]
 
     def _reduction(
-        self,
-        bucket: Bucket,
-        context: Context,
-        taken: OptimizerMomentum | None,
-        *,
-        is_small: bool,
+        self, bucket: Bucket, context: Context, taken: OptimizerMomentum | None
     ) -> Reduction:
         momentum = None if taken is None else taken.of(bucket)
         wire = wire_of(bucket, *self.codecs())
@@ -207,7 +170,7 @@ class EF21(GradientStrategy):
         k = max(1, round(self.density * bucket.num_elements))
         applied_by: EstimateReduction | ErrorFeedback
         reduction: Reduction
-        if is_small or k >= bucket.num_elements:
+        if k >= bucket.num_elements:
             # All of it travels, so there is nothing to estimate, and nothing is ever owed.
             everything = ExchangePlan(k=bucket.num_elements, collective=None)
             applied_by = ErrorFeedback(

@@ -28,11 +28,10 @@ Differences from the paper:
   more accurate depends on the task. `apply="global"` does as published;
 - any world size;
 - momentum is applied before selection, all of it at once where few entries travel (the published
-  code has DGC's momentum correction switched off), small parameters are sent whole, and more
-  entries travel while the learning rate rises; gradients are scaled before selection where the
-  optimizer is Adam; what is owed keeps the learning rate at which it was computed;
-- bfloat16 and float8 values, threshold re-use, selection by layer, and selectors and codecs of a
-  user's own.
+  code has DGC's momentum correction switched off), and more entries travel while the learning rate
+  rises; gradients are scaled before selection where the optimizer is Adam; what is owed keeps the
+  learning rate at which it was computed;
+- bfloat16 and float8 values, threshold re-use, and selectors and codecs of a user's own.
 
 Cost per step, local: one pass over residual and gradient (12 bytes a parameter), one to zero the
 result.
@@ -40,12 +39,11 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
@@ -112,7 +110,7 @@ class GTopK(SparseGradientStrategy):
         if self.collective == "dense":
             refuse_idle(
                 self,
-                *("selection", "scope", "values", "indices"),
+                *("selection", "values", "indices"),
                 because='collective="dense" sends all of the gradient as it is',
             )
         if self.apply == "union" and self.collective not in ("auto", *BRING_ALL_ENTRIES):
@@ -140,13 +138,6 @@ class GTopK(SparseGradientStrategy):
     def takes_momentum(self) -> bool:
         """As published momentum is the optimizer's."""
         return self.momentum_correction == "auto" and self.variant != "paper"
-
-    @override
-    def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
-        """As published all parameters are alike."""
-        if self.dense_below == "auto" and self.variant == "paper":
-            return 0
-        return super().small_below(parameters)
 
     @override
     def _require_measuring(self) -> None:
@@ -182,31 +173,15 @@ class GTopK(SparseGradientStrategy):
 
     def _auto_density(self, cheapest: CheapestCollective, context: Context) -> AutoDensity:
         parameters = context.parameters.values()
-        small_below = self.small_below(parameters)
         values, indices = self.codecs()
-
-        def together(*, small: bool) -> BucketKind:
-            sizes = [p.numel() for p in parameters if (p.numel() < small_below) == small]
-            return BucketKind(
-                num_elements=sum(sizes),
+        return AutoDensity(
+            cheapest,
+            gradient=BucketKind(
+                num_elements=sum(parameter.numel() for parameter in parameters),
                 element_bytes=max(parameter.element_size() for parameter in parameters),
                 values=values,
                 indices=indices,
-            )
-
-        def small_s() -> float:
-            small, world_size = together(small=True), context.driver.world_size
-            if not self.carries_small(parameters, world_size):
-                return cheapest.costs_s(small, 1)["dense"] if small.num_elements else 0.0
-            num_bytes = small.num_elements * max(4, small.element_bytes)  # at least float32
-            return cheapest.network.messages.time_s(
-                num_messages=0, num_bytes=(world_size - 1) * num_bytes
-            )
-
-        return AutoDensity(
-            cheapest,
-            gradient=together(small=False),
-            beside_s=small_s,
+            ),
             budget=self.budget,
             driver=context.driver,
             stream=context.new_stream(),

@@ -6,7 +6,7 @@ selection in `codec/`, buckets, densities and clipping in `gradients/`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -16,7 +16,6 @@ import torch
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.by_layer import ByLayer
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import SELECTORS, Selector
@@ -44,9 +43,7 @@ from offbeat.gradients.optimizer_scaling import (
     reason_against,
 )
 from offbeat.gradients.owed_rate import OwedRate
-from offbeat.gradients.piggyback import Piggyback, PiggybackSize
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.gradients.rising_rate import DENSITY, in_words
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import (
@@ -65,23 +62,6 @@ and momentum is usually spread over ten.
 
 SCALED_BELOW: Final = 0.15
 """The density below which the scaling of Adam is taken over."""
-
-SMALL: Final = 1024
-"""Parameters of fewer elements are small: norms and biases, and often the first and last layer."""
-
-SMALL_SHARE: Final = 2.5
-"""Small parameters have at most so many times the elements that travel of the others. Among four
-ranks the exchange then takes less than twice the bytes.
-"""
-
-SMALL_SHARE_OF_ALL: Final = 0.05
-"""The same, of all elements, where the density is not known in advance."""
-
-CARRIED_BYTES: Final = 1 << 16
-"""Small parameters travel in the messages of the others, if what a rank gets of all its peers' is
-at most this. That saves an exchange, and costs bytes: by one of their own they travel 2 (P-1) / P
-times, here P-1 times.
-"""
 
 Choose = Callable[[BucketKind, int], SparseCollective | None]
 """(the bucket, k) -> the collective to use; None sends everything densely."""
@@ -109,14 +89,6 @@ class SparseGradientStrategy(GradientStrategy):
             all ranks must have the same learning rate.
         steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
             counts epochs. The lab fills it in.
-        dense_below: parameters of fewer elements are sent whole, in the messages of the others
-            where that is little, else in a bucket of their own that is summed as `AllReduce` does;
-            the density is that of the others. 0: none of them. "auto":
-            1024, where these parameters have at most 2.5 times as many elements as `density` lets
-            travel (a twentieth of all with density="auto"), else 0.
-        scope: where the k largest are looked for: "bucket", which is the whole model unless
-            `bucket_mib` cuts it, or "layer", each parameter by itself, all at the same density. The
-            global top-k compares whole buckets in both cases.
         values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
             your own; what rounding loses is owed. "auto": float8 with density="auto", since it
             buys more entries, which are worth more than their precision; else float32.
@@ -136,8 +108,6 @@ class SparseGradientStrategy(GradientStrategy):
         "auto"
     )
     steps_per_epoch: int | None = None
-    dense_below: int | Literal["auto"] = "auto"
-    scope: Literal["bucket", "layer"] = "bucket"
     values: Literal["auto", "float32", "bfloat16", "float8"] | ValueCodec = "auto"
     indices: Literal["gaps"] | IndexCodec = "gaps"
     bucket_mib: float | None = None
@@ -163,11 +133,6 @@ class SparseGradientStrategy(GradientStrategy):
                 " len(loader)"
             )
         self._warmup(target=1.0)
-        if isinstance(self.dense_below, str):
-            require_one_of("dense_below", self.dense_below, ("auto",))
-        else:
-            require_at_least("dense_below", self.dense_below, 0)
-        require_one_of("scope", self.scope, ("bucket", "layer"))
         if self.steps_per_epoch is not None:
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
         if self.warmup not in ("paper", "exponential"):
@@ -198,24 +163,6 @@ class SparseGradientStrategy(GradientStrategy):
         raise ConfigError(
             f"{self.name} has no density='auto'; pass a number in (0, 1], or use"
             " offbeat.GTopK(apply='union')"
-        )
-
-    def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
-        """Parameters of fewer elements are sent whole, if `parameters` are all."""
-        share = SMALL_SHARE_OF_ALL if self.density == "auto" else SMALL_SHARE * self.density
-        return whole_below(self.dense_below, share, parameters)
-
-    def carries_small(self, parameters: Collection[torch.nn.Parameter], world_size: int) -> bool:
-        """Whether small parameters travel in the messages of the others; `parameters`: all."""
-        below = self.small_below(parameters)
-        small = [parameter for parameter in parameters if parameter.numel() < below]
-        # Half precision travels whole in float32.
-        num_bytes = sum(parameter.numel() * max(4, parameter.element_size()) for parameter in small)
-        return (
-            0 < len(small) < len(parameters)
-            and len({(each.dtype, each.device) for each in parameters}) == 1
-            and (world_size - 1) * num_bytes <= CARRIED_BYTES
-            and (self.bucket_mib is None or num_bytes <= self.bucket_mib * MIB)
         )
 
     def density_at(self, exchange: int, target: float) -> float:
@@ -350,17 +297,7 @@ class SparseGradientStrategy(GradientStrategy):
         choose, others = self.chooser(context)
         auto = next((part for part in others if isinstance(part, AutoDensity)), None)
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        small_below = self.small_below(context.parameters.values())
-        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes, small_below=small_below)
-        small = piggyback = None
-        if self.carries_small(context.parameters.values(), context.driver.world_size):
-            # The small ones stand before the last of the others, in whose messages they travel, and
-            # which is launched after them.
-            (small,) = (each for each in buckets if each.parameters[0].numel() < small_below)
-            buckets.remove(small)
-            buckets.insert(-1, small)
-            size = PiggybackSize(len(small.indices), small.num_elements)
-            piggyback = Piggyback(size, self._wire(small).dtype)
+        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes)
         largest = self._kind(max(buckets, key=lambda bucket: bucket.num_elements))
 
         def is_sparse(density: float) -> bool:
@@ -380,8 +317,6 @@ class SparseGradientStrategy(GradientStrategy):
             return density
 
         if isinstance(taken, OptimizerMomentum):
-            # Small parameters, too, though all of them travel: where some have momentum and others
-            # have it at once, what the former do is undone by the latter, and accuracy suffers.
             taken.may_apply_at_once = lambda: (
                 (density := density_now()) < AT_ONCE_BELOW and is_sparse(density)
             )
@@ -399,15 +334,13 @@ class SparseGradientStrategy(GradientStrategy):
                     density_now,
                     taken,
                     is_followed=is_followed,
-                    rides=piggyback if bucket is small else None,
-                    carries=piggyback if bucket is buckets[-1] else None,
                 ),
             )
             for bucket in buckets
         ], others
 
     def _kind(self, bucket: Bucket) -> BucketKind:
-        wire = self._wire(bucket)
+        wire = wire_of(bucket, *self.codecs())
         return BucketKind(
             num_elements=bucket.num_elements,
             element_bytes=bucket.flat.element_size(),
@@ -424,17 +357,11 @@ class SparseGradientStrategy(GradientStrategy):
         taken: OptimizerMomentum | OptimizerScaling | None,
         *,
         is_followed: bool,
-        rides: Piggyback | None,
-        carries: Piggyback | None,
     ) -> SparseReduction:
         kind, optimizer = self._kind(bucket), context.optimizer
-        small_below = self.small_below(context.parameters.values())
-        is_small = all(parameter.numel() < small_below for parameter in bucket.parameters)
 
         def plan() -> ExchangePlan:
             at_once = isinstance(taken, OptimizerMomentum) and taken.at_once
-            if is_small:
-                return ExchangePlan(k=bucket.num_elements, collective=None, at_once=at_once)
             density = density_now()
             k = max(1, round(density * bucket.num_elements))
             # A density of 1 that the user named for the whole run goes through the collective that
@@ -455,14 +382,11 @@ class SparseGradientStrategy(GradientStrategy):
             bucket.num_elements,
             dtype=bucket.flat.dtype,
             device=bucket.flat.device,
-            selector=self._selector(bucket),
+            selector=object_of("selection", self.selection, SELECTORS, Selector),
             momentum=momentum,
         )
-        watch = ResidualWatch(
-            context.warn, rank=context.driver.rank, clips=self.clip_norm is not None
-        )
         if isinstance(taken, OptimizerScaling):
-            taken.apply_to(bucket, feedback, watch)
+            taken.apply_to(bucket, feedback)
         elif taken is not None and momentum is not None:
             taken.apply_to(bucket, momentum, feedback)
         return SparseReduction(
@@ -470,9 +394,8 @@ class SparseGradientStrategy(GradientStrategy):
             feedback,
             driver=context.driver,
             stream=context.new_stream(),
-            wire=self._wire(bucket, PiggybackSize() if carries is None else carries.size),
+            wire=wire_of(bucket, *self.codecs()),
             plan=plan,
-            watch=watch,
             owed_rate=None
             if optimizer is None
             else OwedRate(
@@ -480,19 +403,7 @@ class SparseGradientStrategy(GradientStrategy):
                 rates=partial(rates_of, optimizer) if taken is None else taken.rates,
                 leads_to_plain_steps=leads_to_plain_steps,
             ),
-            rides=rides,
-            carries=carries,
         )
-
-    def _selector(self, bucket: Bucket) -> Selector:
-        selector = object_of("selection", self.selection, SELECTORS, Selector)
-        if self.scope == "layer":
-            return ByLayer(selector, offsets=bucket.offsets, names=bucket.names)
-        return selector
-
-    def _wire(self, bucket: Bucket, carries: PiggybackSize = PiggybackSize()) -> Wire:
-        values, indices = self.codecs()
-        return wire_of(bucket, values, indices, carries)
 
 
 def require_real(model: torch.nn.Module) -> None:
@@ -513,41 +424,21 @@ def require_real(model: torch.nn.Module) -> None:
         )
 
 
-def whole_below(
-    dense_below: int | Literal["auto"], share: float, parameters: Collection[torch.nn.Parameter]
-) -> int:
-    """Parameters of fewer elements are sent whole: so many, or, if that is "auto", small ones
-    unless they have more than `share` of all elements.
-    """
-    if dense_below != "auto":
-        return dense_below
-    sizes = [parameter.numel() for parameter in parameters]
-    is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
-    return SMALL if is_little else 0
-
-
-def wire_of(
-    bucket: Bucket,
-    values: ValueCodec,
-    indices: IndexCodec,
-    carries: PiggybackSize = PiggybackSize(),
-) -> Wire:
-    """Layout of the messages of a bucket, and of what they carry besides.
+def wire_of(bucket: Bucket, values: ValueCodec, indices: IndexCodec) -> Wire:
+    """Layout of the messages of a bucket.
 
     Args:
         bucket: with real gradients.
         values: how values travel.
         indices: how indices travel.
-        carries: the size of the bucket that travels in the same messages.
     """
     # Half-precision gradients are selected, owed and merged in float32.
     double = bucket.flat.dtype == torch.float64
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
     return Wire(
         num_elements=bucket.num_elements,
-        num_parameters=len(bucket.indices) + carries.num_parameters,
+        num_parameters=len(bucket.indices),
         dtype=dtype,
-        num_whole=carries.num_elements,
         values=values.suited_to(dtype),
         indices=indices,
     )

@@ -8,9 +8,8 @@ The baseline that gTop-k S-SGD (arXiv 1901.04359) improves on; error feedback af
 
 Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank, which grows with P.
 
-Differences from the paper: by default momentum is applied before selection, small parameters are
-sent whole, and more entries travel while the learning rate rises; bfloat16 values, threshold re-use
-and selection by layer are offered too.
+Differences from the paper: by default momentum is applied before selection, and more entries
+travel while the learning rate rises; bfloat16 values and threshold re-use are offered too.
 """
 
 from __future__ import annotations
