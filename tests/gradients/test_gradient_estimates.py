@@ -19,7 +19,7 @@ Vector = NDArray[np.float64]
 
 STEPS, LR = 12, 0.3
 BARE = offbeat.EF21(density=0.25, replica_check_interval=1)
-ROUGH = replace(BARE, values="float8", selection="reuse")
+ROUGH = replace(BARE, codec="reuse+float8")
 ALL = replace(BARE, density=1.0)
 
 

@@ -13,7 +13,6 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
-from offbeat.errors import OffbeatWarning
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -290,23 +289,6 @@ def test_where_momentum_is_applied_at_once_who_clips_clips_the_gradient() -> Non
     assert norm == pytest.approx(0.05 * 1e-3 / (1 - 0.9), rel=1e-2)  # as SGD's in the end
 
 
-@pytest.mark.parametrize("norm", [1e-3, 1e9])
-def test_who_clips_what_momentum_has_entered_is_warned(norm: float) -> None:
-    net = Net()
-    optimizer = OPTIMIZERS["momentum"](net)
-
-    def step() -> None:
-        loss_of(net, 0).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with offbeat.attach(net, optimizer, SPARSE):
-        with pytest.warns(OffbeatWarning, match="SGD's momentum is in them already"):
-            step()
-        step()  # once is enough
-
-
 def test_what_the_optimizer_has_gathered_is_not_lost() -> None:
     nets = [Net(), Net()]
     optimizers = [OPTIMIZERS["two groups"](net) for net in nets]
@@ -412,7 +394,7 @@ def test_a_session_that_fails_gives_it_back() -> None:
         (OPTIMIZERS["momentum"], offbeat.TopK(momentum_correction=None), None),
         (
             OPTIMIZERS["momentum"],
-            offbeat.GTopK(variant="paper", collective="tree", density=0.2),
+            offbeat.GTopK(collective="paper", density=0.2),
             None,
         ),
         (OPTIMIZERS["momentum"], offbeat.SPDKFAC(exchange=SPARSE), None),

@@ -168,7 +168,7 @@ MANY_SMALL = [(200, 300), (200,), (50, 200), (50,), (10, 50), (10,)]
     "strategy",
     [
         "gtopk:density=0.05:collective=tree",
-        "gtopk:density=0.05:collective=reduce_scatter",
+        "gtopk:density=0.1:collective=reduce_scatter",
         "gtopk:density=0.05:collective=all_gather",
         "gtopk:density=0.05:collective=dense",
         "gtopk:density=0.05:collective=all_gather:warmup=1.0x1+0.2x2",

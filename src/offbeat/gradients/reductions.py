@@ -5,7 +5,7 @@ to later steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,6 +44,8 @@ class DenseReduction:
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self.encode_s = 0.0
         self.ages: EntryAges | None = None
+        self.residual: torch.Tensor | None = None
+        self.may_lack: Collection[str] = ()
         self._bucket = bucket
         self._driver = driver
         self._stream = stream
@@ -285,11 +287,22 @@ class SparseReduction:
         if self._staged:
             self._feedback.discard()
 
+    @property
+    def residual(self) -> torch.Tensor:
+        """What is owed, shape (n,)."""
+        return self._feedback.residual
+
+    @property
+    def may_lack(self) -> Collection[str]:
+        """Names of the velocities."""
+        return self._velocities()
+
+    def _velocities(self) -> dict[str, torch.Tensor]:
+        velocity = self._feedback.velocity
+        return {} if velocity is None else self._named("velocity", velocity)
+
     def additive_state(self) -> dict[str, torch.Tensor]:
-        state = self._named("residual", self._feedback.residual)
-        if self._feedback.velocity is not None:
-            state |= self._named("velocity", self._feedback.velocity)
-        return state
+        return self._named("residual", self._feedback.residual) | self._velocities()
 
     def local_state(self) -> dict[str, float]:
         state = dict(self._feedback.selector_state)

@@ -20,6 +20,8 @@ from typing import ClassVar
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.collectives.topk_allgather import topk_sum
+from offbeat.gradients.density import DensitySchedule
+from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 
@@ -29,5 +31,9 @@ class TopK(SparseGradientStrategy):
 
     name: ClassVar[str] = "topk"
 
-    def chooser(self, context: Context) -> tuple[Choose, list[Callback]]:
-        return lambda bucket, k: topk_sum, []
+    density: float = 0.001
+
+    def chooser(
+        self, context: Context, counts: ExchangeCounts
+    ) -> tuple[Choose, DensitySchedule, list[Callback]]:
+        return lambda bucket, k: topk_sum, self.schedule(self.density, context, counts), []

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.errors import ConfigError
-from offbeat.gradients.collective_choice import BY_ITSELF
 from offbeat_lab.options import Recipe
 from offbeat_lab.plan.methods.averages import Gossip, PartialMean, PeriodicMean
 from offbeat_lab.plan.methods.background import Background
@@ -102,25 +102,15 @@ def _method_of(name: str, recipe: Any) -> Method:
 
 
 def _sparse(name: str, recipe: Any) -> SparseGradients:
-    values, indices = recipe.codecs()
-    sparse = partial(
-        SparseGradients,
-        density=recipe.density,
-        bucket_mib=recipe.bucket_mib,
-        values=values,
-        indices=indices,
-    )
+    sparse = partial(SparseGradients, density=recipe.density, bucket_mib=recipe.bucket_mib)
     if name == "ef21":
-        method = sparse(collective="all_gather")
+        method = sparse(collective="all_gather", codec=TopKCodec.of(recipe.codec))
         method.extra_bytes = 3.0
         return method
-    if name == "topk":
-        return sparse(collective="all_gather", density_at=recipe.density_at)
     return sparse(
-        collective=recipe.collective,
-        budget=recipe.budget,
-        among=frozenset({"all_gather", "dense"}) if recipe.apply == "union" else BY_ITSELF,
-        density_at=recipe.density_at,
+        collective=recipe.collective if name == "gtopk" else "all_gather",
+        codec=recipe.entries(),
+        warmup=recipe.stages(),
     )
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
-from offbeat.codec.index_codecs import INDEX_CODECS, GapIndices, IndexCodec
+from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import NUM_COUNTERS, Tally
-from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.value_codecs import VALUE_CODECS
 from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import SparseCollective
 from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
-from offbeat.gradients.density_choice import affordable_density, warm_up_factor
+from offbeat.gradients.density import BUDGET, Warmup, affordable_density, warm_up_factor
 from offbeat.gradients.reductions import JOINED_BYTES
 from offbeat.transport.operations import Collective
 from offbeat.transport.virtual import VirtualCluster
@@ -41,7 +41,9 @@ from offbeat_lab.plan.simulation import (
 SPARSE: Final[dict[str, SparseCollective]] = {
     "reduce_scatter": sparse_reduce_scatter.sparse_reduce_scatter,
     "all_gather": topk_allgather.topk_sum,
+    "global": topk_allgather.global_topk,
     "tree": gtopk_tree.gtopk_tree,
+    "paper": gtopk_tree.gtopk_tree,
 }
 
 _NAMED_CODECS: Final[dict[str, object]] = {**VALUE_CODECS, **INDEX_CODECS}
@@ -53,12 +55,9 @@ class SparseGradients(GradientMethod):
     Args:
         density: of what travels; "auto": what is affordable.
         collective: by name, or "auto".
-        budget: of density "auto".
         bucket_mib: of a bucket; None: all gradients in one.
-        values: how values travel.
-        indices: likewise.
-        among: what "auto" chooses among.
-        density_at: of an exchange, from its number and the density that follows the warm-up.
+        codec: how entries travel.
+        warmup: its stages, where they are named.
     """
 
     extra_bytes = 2.0
@@ -68,26 +67,21 @@ class SparseGradients(GradientMethod):
         *,
         density: float | str,
         collective: str,
-        budget: float = 0.1,
         bucket_mib: float | None = None,
-        values: ValueCodec | None = None,
-        indices: IndexCodec | None = None,
-        among: frozenset[str] = BY_ITSELF,
-        density_at: Callable[[int, float], float] = lambda exchange, target: target,
+        codec: TopKCodec | None = None,
+        warmup: Warmup | Literal["auto"] | None = None,
     ) -> None:
         super().__init__(bucket_mib)
         self._density = density
-        self._density_at = density_at
+        self._warmup = warmup
         self._warmup_densities: dict[Setting, float] = {}
         self._collective = collective
-        self._budget = budget
-        self._values = values or Float32Values()
-        self._indices = indices or GapIndices()
+        self._codec = codec or TopKCodec()
         self._codec_names = [
             next((name for name, known in _NAMED_CODECS.items() if known == one), "")
-            for one in (self._values, self._indices)
+            for one in (self._codec.values, self._codec.indices)
         ]
-        self._among = among if collective == "auto" else frozenset({collective, "dense"})
+        self._among = BY_ITSELF if collective == "auto" else frozenset({collective, "dense"})
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -113,21 +107,18 @@ class SparseGradients(GradientMethod):
         return simulate_phases(phases)
 
     def _wire(self, bucket: PlannedBucket) -> Wire:
-        return Wire(
-            num_elements=bucket.num_elements,
-            num_parameters=len(bucket.tensors),
-            dtype=np.dtype(np.float32),
-            values=self._values,
-            indices=self._indices,
+        return self._codec.wire(
+            bucket.num_elements, num_parameters=len(bucket.tensors), dtype=np.dtype(np.float32)
         )
 
+    def _density_at(self, exchange: int, target: float) -> float:
+        """Of an exchange, where `target` follows the warm-up."""
+        if isinstance(self._warmup, Warmup):
+            return self._warmup.density_at(exchange, target)
+        return target
+
     def _bucket_kind(self, num_elements: int) -> BucketKind:
-        return BucketKind(
-            num_elements=num_elements,
-            element_bytes=FLOAT_BYTES,
-            values=self._values,
-            indices=self._indices,
-        )
+        return BucketKind(num_elements=num_elements, element_bytes=FLOAT_BYTES, codec=self._codec)
 
     def density(self, setting: Setting) -> float:
         """As a session would choose it."""
@@ -141,7 +132,7 @@ class SparseGradients(GradientMethod):
         )
         bucket = self._bucket_kind(profile.num_elements)
         steps = setting.steps
-        budget = self._budget * (1.0 if steps is None else warm_up_factor(steps.stop - 1))
+        budget = BUDGET * (1.0 if steps is None else warm_up_factor(steps.stop - 1))
         return affordable_density(
             lambda k: choice.costs_s(bucket, k),
             num_elements=bucket.num_elements,
