@@ -17,10 +17,10 @@ from accelerate.state import AcceleratorState, GradientState
 from integrations_support.ranks import as_launched
 from offbeat.run.config import ScriptCommand
 from offbeat.run.coupling import ModelListener, ScriptSessions
-from offbeat.run.recipes import recipe_for
 from offbeat.run.rendezvous import StoreServer
 from offbeat.run.worker import patched_for, run_as_main
 from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.script_worker import recipe_for
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ import offbeat
 from offbeat.errors import ConfigError
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.by_name import strategy_values
-from offbeat_lab.config import Request, resolve
+from offbeat_lab.config import Request, resolve, task_of
 from offbeat_lab.options import build_strategy, parse_spec, route, strategy_options, task_options
 from offbeat_lab.tasks import TASKS
 
@@ -31,7 +31,7 @@ def test_the_task_says_how_large_batches_are() -> None:
     with pytest.raises(ConfigError, match="no option of strategy 'adaptive'"):
         parse_spec("adaptive:batch_size=8")
     config = resolve(Request(task="digits", strategy="adaptive", settings=["batch_size=8"]))
-    assert config.build_task().options.batch_size == 8
+    assert task_of(config).options.batch_size == 8
     assert "batch_size" not in config.strategy_options
 
 

@@ -118,7 +118,7 @@ def pauses_of(
     run: Any = SimpleNamespace(
         coordinator=coordinator,
         schedule=SimpleNamespace(target=target),
-        attached=SimpleNamespace(resting=nullcontext),
+        attached=SimpleNamespace(session=SimpleNamespace(resting=nullcontext)),
     )
     stop: Any = SimpleNamespace(is_set=lambda: False)
     recorder: Any = None

@@ -16,7 +16,7 @@ from offbeat.xmc.classifier import SparseClassifier
 from offbeat.xmc.rows import SparseBatch
 from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat.xmc.xmlrepo_writer import convert
-from offbeat_lab.config import Request, resolve, task_of
+from offbeat_lab.config import Request, resolve, steps_to_do, task_of
 from offbeat_lab.tasks import build_task, num_samples_of
 from offbeat_lab.tasks.xmc import Xmc
 
@@ -175,7 +175,7 @@ def test_a_run_keeps_its_paths_wherever_it_is_resumed(
     config = resolve(Request(task="xmc", strategy="localsgd", workers=2, settings=settings))
     assert config.task_options["path"] == paths["path"]
     assert task_of(config).options == build_task("xmc", config.task_options).options
-    assert config.steps_to_do(task_of(config)) == 4 * (NUM_TRAIN // 16)
+    assert steps_to_do(config, task_of(config)) == 4 * (NUM_TRAIN // 16)
 
 
 def test_by_default_it_is_the_standard_library() -> None:

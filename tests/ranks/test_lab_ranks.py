@@ -22,10 +22,10 @@ import offbeat_lab.cli.comparing
 import offbeat_lab.cli.main
 from lab_support.data import npz
 from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.run import supervisor
 from offbeat.run.local_worker import LocalWorker
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.records import Record, StepEvent
-from offbeat_lab import supervisor
 from offbeat_lab.cli.common import EXIT_INTERRUPTED
 from offbeat_lab.cluster import Cluster, ClusterFault
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison

@@ -17,10 +17,6 @@ IDLE: list[tuple[type[Strategy], str, Any, dict[str, Any], dict[str, Any]]] = [
     (offbeat.WAGMA, "max_ahead", 30, {"quorum": 1.0}, {"quorum": 0.9}),
     (offbeat.WAGMA, "interval", "auto", {"period": 1}, {"period": 4}),
     (offbeat.WAGMA, "interval", "auto", {"period": 7}, {"period": 10}),
-    (offbeat.AdaptiveSGD, "kappa", 0.5, {"rule": "paper"}, {"rule": "proportional"}),
-    (offbeat.AdaptiveSGD, "perturbation_threshold", 0.2, {}, {"perturbation": 0.1}),
-    (offbeat.SPDKFAC, "load", "cubes", {"placement": "in_turn"}, {"placement": "rule"}),
-    (offbeat.SPDKFAC, "load", "cubes", {"placement": "everyone"}, {"placement": "planned"}),
     (offbeat.LocalSGD, "warmup", 5, {"period": 1}, {"period": 2}),
 ]
 """A strategy, an option, a value of it, others beside which it does nothing, and beside which it

@@ -46,6 +46,7 @@ def run_script(
     *,
     out: Path | None,
     restarts: int = 0,
+    start: Callable[[WorkerStart], WorkerProcess] = start_process,
     host: OwnHost | None = None,
     on_progress: Listener,
     on_notice: NoticeListener = ignore_notice,
@@ -57,6 +58,7 @@ def run_script(
         config: from `script_config`.
         out: directory of the record; None: the next free one below runs/.
         restarts: how often workers are started again, >= 0.
+        start: as in `WorkerProgram`.
         host: this one's share of a run on several hosts.
         on_progress: hears of workers that die and come back.
         on_notice: is called with each notice that there is before the first step of an attempt.
@@ -78,6 +80,7 @@ def run_script(
                 survives_death=survives_death,
                 program=script_program(
                     num_here,
+                    start=start,
                     attempt=attempt,
                     shown=(0,),
                     environment={} if host is None else host.environment,
