@@ -71,6 +71,7 @@ class EventDispatcher:
     ) -> None:
         self.parts = parts
         self.num_steps = 0
+        self._hearers: dict[str, tuple[int, list[Callback]]] = {}
         self._known = {id(parameter) for parameter in model.parameters()}
         self._frozen = frozen
         self._has_scaler = has_scaler
@@ -107,13 +108,22 @@ class EventDispatcher:
         for handle in self._step_handles:
             handle.remove()
 
+    def _hearing(self, event: str) -> list[Callback]:
+        """The parts that override `event`."""
+        num_parts, hearing = self._hearers.get(event, (0, []))
+        if num_parts != len(self.parts):
+            silent = getattr(Callback, event)
+            hearing = [part for part in self.parts if getattr(type(part), event) is not silent]
+            self._hearers[event] = len(self.parts), hearing
+        return hearing
+
     # Under backward(create_graph=True) autograd records; what is done with finished gradients is
     # not to be recorded.
 
     @_without_grad
     def forward_begins(self, *, trains: bool) -> None:
         self._issue_warnings()
-        for part in self.parts:
+        for part in self._hearing("on_forward_begins"):
             part.on_forward_begins(trains=trains)
 
     @_without_grad
@@ -124,25 +134,27 @@ class EventDispatcher:
                     f"parameter {name!r} was frozen when the session was attached and requires a"
                     " gradient now; close the session and attach again after unfreezing"
                 )
-        for part in self.parts:
-            part.on_backward_begins(synchronised=self.sync.wanted)
+        synchronised = self.sync.wanted
+        for part in self._hearing("on_backward_begins"):
+            part.on_backward_begins(synchronised=synchronised)
 
     @_without_grad
     def gradient_ready(self, index: int) -> None:
         synchronised = self.sync.wanted
-        for part in self.parts:
+        for part in self._hearing("on_gradient_ready"):
             part.on_gradient_ready(index, synchronised=synchronised)
 
     @_without_grad
     def backward_done(self) -> None:
-        for part in self.parts:
-            part.on_backward_done(synchronised=self.sync.wanted)
+        synchronised = self.sync.wanted
+        for part in self._hearing("on_backward_done"):
+            part.on_backward_done(synchronised=synchronised)
         if self._watch is not None:
             self._watch.backward_done()
 
     @_without_grad
     def backward_failed(self) -> None:
-        for part in self.parts:
+        for part in self._hearing("on_backward_failed"):
             part.on_backward_failed()
 
     @_without_grad
@@ -157,10 +169,10 @@ class EventDispatcher:
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
-            for part in self.parts:
+            for part in self._hearing("on_closure"):
                 part.on_closure()
             return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for part in self.parts:
+        for part in self._hearing("on_before_step"):
             part.on_before_step()
         self._before_update()
         return None
@@ -187,13 +199,13 @@ class EventDispatcher:
 
     @_without_grad
     def _before_update(self) -> None:
-        for part in self.parts:
+        for part in self._hearing("on_before_update"):
             part.on_before_update()
 
     @_without_grad
     def _after_step(self, *_: Any) -> None:
         self.num_steps += 1
-        for part in self.parts:
+        for part in self._hearing("on_after_step"):
             part.on_after_step()
         self._step_ended(self.num_steps)
         self._issue_warnings()
