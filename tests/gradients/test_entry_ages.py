@@ -8,7 +8,7 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, train
-from offbeat.gradients.entry_ages import EntryAges
+from offbeat.gradients.reductions import EntryAges
 
 
 def test_entries_that_take_turns_wait_for_a_round() -> None:

@@ -400,7 +400,7 @@ def test_the_strategy_reaches_ranks_that_the_script_starts_itself(
 ) -> None:
     """As in the fresh interpreters of `torch.multiprocessing.spawn`, which unpickle what to do."""
     names = run_ranks(call_as_child, 1, **as_child_of(tmp_path, name_of_ddps_reducer, "allreduce"))
-    assert names == ["IdleReducer"]
+    assert names == ["ListeningReducer"]
 
 
 @pytest.mark.parametrize(
@@ -464,4 +464,6 @@ finally:
     assert ddp.median == 4 * 9
     assert localsgd.median is not None
     assert 0 < localsgd.median < ddp.median
-    assert len(list(tmp_path.glob("IdleReducer-*"))) == len(list(tmp_path.glob("Reducer-*"))) == 2
+    assert (
+        len(list(tmp_path.glob("ListeningReducer-*"))) == len(list(tmp_path.glob("Reducer-*"))) == 2
+    )

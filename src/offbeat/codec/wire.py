@@ -12,14 +12,12 @@ float8.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.codec import sparse, sparse_kernels
-from offbeat.codec.arithmetic import Message
 from offbeat.codec.blocks import join_blocks, split_blocks
 from offbeat.codec.histogram import Histogram, histogram, quotas
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
@@ -143,39 +141,21 @@ class Wire:
             values = self.values.decode(on_wire).astype(self.dtype, copy=False)
         return Sparse(indices=indices, values=values, num_elements=self.num_elements), tally
 
-    def add(self, a: Sparse, b: Sparse) -> Sparse:
-        return sparse.add(a, b)
-
-    def add_all(self, sparses: Sequence[Sparse]) -> Sparse:
-        return sparse.add_all(sparses)
-
-    def keep_largest(self, entries: Sparse, k: int) -> tuple[Sparse, Sparse]:
-        return sparse.keep_largest(entries, k)
-
     def split_common(self, entries: Sparse, other: Sparse) -> tuple[Sparse, Sparse]:
         return sparse.split_by_index(entries, other.indices)
-
-    def partition(self, entries: Sparse, num_owners: int) -> list[Sparse]:
-        return sparse.partition(entries, num_owners)
-
-    def union_disjoint(self, parts: Sequence[Sparse]) -> Sparse:
-        return sparse.union_disjoint(parts)
 
     def count_magnitudes(self, sums: Sparse, k: int, world_size: int) -> bytes:
         return histogram(sums, k, world_size).to_bytes()
 
-    @property
-    def read_counts(self) -> Callable[[Message], Histogram]:
-        return Histogram.from_bytes
-
-    def quotas(self, counts: Sequence[Histogram], k: int) -> list[int]:
-        return quotas(counts, k)
-
-    def join(self, blocks: Sequence[Message]) -> bytes:
-        return join_blocks(blocks)
-
-    def split(self, message: Message, count: int) -> list[Message]:
-        return split_blocks(message, count)
+    add = staticmethod(sparse.add)
+    add_all = staticmethod(sparse.add_all)
+    keep_largest = staticmethod(sparse.keep_largest)
+    partition = staticmethod(sparse.partition)
+    union_disjoint = staticmethod(sparse.union_disjoint)
+    read_counts = staticmethod(Histogram.from_bytes)
+    quotas = staticmethod(quotas)
+    join = staticmethod(join_blocks)
+    split = staticmethod(split_blocks)
 
 
 def pair_bytes(values: ValueCodec, indices: IndexCodec, *, k: int, num_elements: int) -> float:

@@ -50,7 +50,7 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
-from offbeat.gradients.group_ranges import rates_of
+from offbeat.gradients.parameter_groups import rates_of
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -123,6 +123,7 @@ once an epoch of up to so many exchanges counts as rising.
 LONG_HOLD, LONGER_HOLD, BETWEEN, LONGEST_WAIT = 0.25, 0.85, 10, 1000
 """What is added where entries wait for long, 1 / density exchanges each or `LONGEST_WAIT`: the
 least density for so much of that time, and `BETWEEN` times the density until so much of it is over.
+Without, images are 1.2 points worse (`benchmarks/sparse_accuracy.py`, 3000 steps, density 0.001).
 """
 
 LIMIT: Final = 1000

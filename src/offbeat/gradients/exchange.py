@@ -39,16 +39,25 @@ from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.entry_ages import EntryAges
-from offbeat.gradients.group_ranges import rates_of
 from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.parameter_groups import rates_of
+
+
+class Ages(Protocol):
+    """Entries of a sample that were sent so far, and their ages, added up."""
+
+    @property
+    def num_sent(self) -> int: ...
+
+    @property
+    def total_age(self) -> int: ...
 
 
 class Reduction(Protocol):
     """Turns each rank's bucket into the ranks' weighted mean."""
 
     @property
-    def ages(self) -> EntryAges | None:
+    def ages(self) -> Ages | None:
         """How long entries waited before this rank sent them; None where all of them always are."""
         ...
 
@@ -480,7 +489,7 @@ class GradientExchange(Callback):
 
     @property
     def _clips_first(self) -> bool:
-        return self._clipping is not None and self._clipping.is_on
+        return self._clipping is not None and self._clipping.clip_norm is not None
 
     def _clip_gradients(self) -> None:
         assert self._clipping is not None
@@ -619,7 +628,7 @@ class GradientExchange(Callback):
         clipping = self._clipping
         if clipping is None:
             return None
-        is_clipped = clipping.is_on
+        is_clipped = clipping.clip_norm is not None
         if not is_clipped:
             self._notify(
                 f"the loop clips gradients to the norm {max_norm:g}: from the next step on they are"

@@ -33,7 +33,7 @@ from offbeat.collectives.base import Exchanged
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.entry_ages import EntryAges
+from offbeat.gradients.reductions import EntryAges
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _SHARE, _RANKS = "share", "ranks"

@@ -1,11 +1,13 @@
 """SGD's momentum, taken over from the user's optimizer for as long as a session lasts.
 
-Where only the largest entries travel, momentum has to be applied before they are selected
-(momentum correction, DGC, arXiv 1712.01887, section 3.1). So each rank keeps a velocity of its own,
-and the optimizer has no momentum during its step. With it goes weight decay, which SGD adds to the
-gradient before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker.
-Where momentum is applied at once (see `codec.momentum`) the learning rate is `1 / (1 - momentum)`
-times as high during the step.
+Where only the largest entries travel, momentum has to be applied before they are selected (momentum
+correction, DGC, arXiv 1712.01887, section 3.1). So each rank keeps a velocity of its own, and the
+optimizer has no momentum during its step. Left there, it costs 8 points
+(`benchmarks/sparse_accuracy.py`, images, union, optimizer's momentum), and spread where it may be
+applied at once, 4 (momentum spread). With it goes weight decay, which SGD adds to the gradient
+before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker. Where
+momentum is applied at once (see `codec.momentum`) the learning rate is `1 / (1 - momentum)` times
+as high during the step.
 
 Outside `optimizer.step()` everything reads as PyTorch would show it: `param_groups` have the values
 that the user has set, and may be changed, and `optimizer.state_dict()` has `momentum_buffer`, which
@@ -26,7 +28,7 @@ from typing_extensions import override
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import GradientTransform
-from offbeat.gradients.group_ranges import GroupRanges, rates_of
+from offbeat.gradients.parameter_groups import GroupRanges, rates_of
 
 _NO_BUFFER: Final = (
     "optimizer.state_dict() has no momentum_buffer, since at this density SGD's momentum is applied"

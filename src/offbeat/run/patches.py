@@ -117,11 +117,11 @@ class IdleReducer:
 
 def _reducer_for(listener: ScriptListener) -> type[IdleReducer]:
     # A class, for a copy of a DDP model makes its reducer anew and is not to copy the listener.
-    class Reducer(IdleReducer):
+    class ListeningReducer(IdleReducer):
         def prepare_for_backward(self, *_: object) -> None:
             listener.exchange_prepared(self)
 
-    return Reducer
+    return ListeningReducer
 
 
 def _nothing_logged() -> SimpleNamespace:

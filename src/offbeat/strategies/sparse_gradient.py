@@ -35,11 +35,10 @@ from offbeat.gradients.exchange import (
     GradientTransform,
     Reduction,
 )
-from offbeat.gradients.group_ranges import GroupRanges
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
-from offbeat.gradients.owed_rate import OwedRate
+from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import require_density, require_one_of, require_positive

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.group_ranges import GroupRanges, rates_of
-from offbeat.gradients.owed_rate import OwedRate
+from offbeat.gradients.parameter_groups import GroupRanges, OwedRate, rates_of
 
 
 def four_parameters() -> tuple[Bucket, torch.optim.Optimizer]:
