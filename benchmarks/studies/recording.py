@@ -63,7 +63,6 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
         run = RankRun(
             record=records.Record(path),
             coordinator=cast(Any, SimpleNamespace(rank=rank)),
-            task=task,
             attached=attached,
             schedule=cast(Any, schedule),
             step_time=StepTimeEmulator(None, rank, by_sleeping=False),
