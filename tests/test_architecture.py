@@ -22,7 +22,7 @@ LIBRARY, LAB = "offbeat", "offbeat_lab"
 SYSTEMS = frozenset({"averaging", "megabatch", "kfac"})
 """Rooms that hold one system each, with everything that belongs to it alone."""
 
-FACADE_OPENS = frozenset({"errors", "run", "session", "strategies"})
+FACADE_OPENS = frozenset({"codec", "errors", "run", "session", "strategies"})
 
 BLOCKING = frozenset(
     {

@@ -35,7 +35,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
     }
     strategies |= {"TopK", "WAGMA"}
     strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
-    others = {"Curvature", "OffbeatError", "Outer", "Recorder", "Schedule", "Session"}
+    others = {"Curvature", "OffbeatError", "Outer", "Recorder", "Schedule", "Session", "TopKCodec"}
     others |= {"attach", "log", "reshard", "step"}
     assert sorted(offbeat.__all__) == sorted(strategies | others)
 

@@ -29,8 +29,8 @@ from _measure import Ratio, Row, print_rows
 from _paired import Contestant, Runs, add_options, compared, images, keep
 from _results import ResultFile
 
-UNION = "gtopk:collective=all_gather:apply=union:density=0.01"
-GLOBAL = "gtopk:collective=all_gather:apply=global:density=0.01"
+UNION = "gtopk:collective=all_gather:density=0.01"
+GLOBAL = "gtopk:collective=global:density=0.01"
 SPECS: dict[str, str] = {
     "allreduce": "allreduce",
     "union": f"{UNION}:warmup=none",
@@ -43,19 +43,17 @@ SPECS: dict[str, str] = {
     "union, 80 steps at 0.03": f"{UNION}:warmup=0.03x80",
     "union, 80 steps at 1": f"{UNION}:warmup=1.0x80",
     "union, optimizer's momentum": f"{UNION}:momentum_correction=none",
-    "union, dense below 512": f"{UNION}:dense_below=512",
-    "union, by layer": f"{UNION}:scope=layer",
     "union, density 0.2": UNION.replace("0.01", "0.2"),
-    "union, density 0.2, float8": f"{UNION.replace('0.01', '0.2')}:values=float8",
+    "union, density 0.2, float8": f"{UNION.replace('0.01', '0.2')}:codec=float8",
     "union, density 0.05": UNION.replace("0.01", "0.05"),
-    "union, density 0.05, float8": f"{UNION.replace('0.01', '0.05')}:values=float8",
-    "union, float8": f"{UNION}:values=float8",
+    "union, density 0.05, float8": f"{UNION.replace('0.01', '0.05')}:codec=float8",
+    "union, float8": f"{UNION}:codec=float8",
     "union, density 0.001": UNION.replace("0.01", "0.001"),
     "union, density 0.001, 100 steps at 0.1": f"{UNION.replace('0.01', '0.001')}:warmup=0.1x100",
     "ef21": "ef21:density=0.01",
     "ef21, optimizer's momentum": "ef21:density=0.01:momentum_correction=none",
 }
-AFFORDABLE = f"{UNION.replace('0.01', '0.07')}:values=float8:warmup=1.0x100"
+AFFORDABLE = f"{UNION.replace('0.01', '0.07')}:codec=float8:warmup=1.0x100"
 """What density="auto" chooses behind 100 Mbit/s, with its warm-up of everything."""
 SPECS |= {
     "density 0.07, 100 steps at 1": AFFORDABLE,

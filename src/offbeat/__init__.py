@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from offbeat.strategies.registry import REGISTRY as _REGISTRY
 
 if TYPE_CHECKING:  # type checkers read no table; a test compares these lines with it
+    from offbeat.codec.topk_codec import TopKCodec as TopKCodec
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.run.own_record import Recorder as Recorder
     from offbeat.session.attach import attach as attach
@@ -57,6 +58,7 @@ _HOMES = {
     "Recorder": "offbeat.run.own_record",
     "Schedule": "offbeat.strategies.schedules",
     "Session": "offbeat.session.session",
+    "TopKCodec": "offbeat.codec.topk_codec",
     "attach": "offbeat.session.attach",
     "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",

@@ -36,7 +36,7 @@ class CompareRequest:
 
     Attributes:
         task, settings: what is trained, and `key=value` options of the task.
-        strategies: such as "gtopk" or "gtopk:density=0.01:selection=reuse".
+        strategies: such as "gtopk" or "gtopk:density=0.01:codec=reuse".
         cluster: what is emulated.
         emulation: how.
         seeds: the runs of each strategy.

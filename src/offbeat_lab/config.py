@@ -120,9 +120,6 @@ def resolve(request: Request) -> RunConfig:
         request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS
     )
     known = {option.name for option in strategy_options(request.strategy)}
-    if for_strategy.get("warmup") in ("paper", "exponential") and "steps_per_epoch" in known:
-        # These are counted in epochs, and only the task knows how long they are.
-        for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
     if (
         "clip_norm" in known and task.max_grad_norm is not None
     ):  # such a strategy clips before it selects

@@ -39,7 +39,7 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
-    """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises
+    """A strategy with its options, as in "gtopk:density=0.01:codec=reuse". Raises
     `ConfigError`.
     """
 

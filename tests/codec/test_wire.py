@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -59,27 +57,6 @@ def wire_of(
 def tally_of(num_parameters: int = 3) -> Tally:
     used = np.arange(num_parameters) % 2 == 0
     return Tally(weight=1.5, num_nonfinite=1, num_failed=0, used=used)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_travels_whole_comes_out_as_it_went_in(dtype: type[np.floating]) -> None:
-    wire = replace(wire_of(10, dtype=dtype), num_whole=5)
-    whole = np.random.default_rng(0).standard_normal(5).astype(dtype)
-    payload, _ = wire.encode(wire.empty(), replace(tally_of(), whole=whole))
-    assert wire.decode(payload)[1].whole.tobytes() == whole.tobytes()
-    bare, _ = wire.encode(wire.empty(), tally_of())
-    assert wire.decode(bare)[1].whole.size == 0
-
-
-@pytest.mark.parametrize("num_elements", [1, 4, 6])
-def test_another_number_of_elements_that_travel_whole_is_refused(num_elements: int) -> None:
-    wire = replace(wire_of(10), num_whole=5)
-    other = replace(tally_of(), whole=np.ones(num_elements, dtype=np.float32))
-    payload, _ = wire.encode(wire.empty(), other)
-    with pytest.raises(WireError, match="5 of whose elements travel whole"):
-        wire.decode(payload)
-    with pytest.raises(WireError, match="elements travelled whole"):
-        replace(other, whole=np.ones(5, dtype=np.float32)).merge(other)
 
 
 def without_zeros(sparse: Sparse) -> Sparse:

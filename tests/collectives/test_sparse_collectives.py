@@ -42,7 +42,6 @@ def wire_for(num_elements: int, values: ValueCodec = FLOAT32) -> Wire:
         num_elements=num_elements,
         num_parameters=3,
         dtype=np.dtype(np.float32),
-        num_whole=2,
         values=values,
     )
 
@@ -68,7 +67,6 @@ def tally_of(rank: int) -> Tally:
         num_nonfinite=0,
         num_failed=0,
         used=np.array([rank == 0, rank == 1, False]),
-        whole=np.array([1.0 + rank, -0.5 * rank], dtype=np.float32),
     )
 
 

@@ -33,35 +33,26 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "topk": offbeat.TopK(density=0.2),
     "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.2, collective="reduce_scatter"),
-    "gtopk by all-gather": offbeat.GTopK(density=0.2, collective="all_gather", values="bfloat16"),
-    "gtopk by all-gather, the largest": offbeat.GTopK(
-        density=0.2, collective="all_gather", apply="global"
-    ),
+    "gtopk by all-gather": offbeat.GTopK(density=0.2, collective="all_gather", codec="bfloat16"),
+    "gtopk by all-gather, the largest": offbeat.GTopK(density=0.2, collective="global"),
     "gtopk by tree": offbeat.GTopK(density=0.2, collective="tree"),
-    "gtopk as published": offbeat.GTopK(density=0.2, collective="tree", variant="paper"),
+    "gtopk as published": offbeat.GTopK(density=0.2, collective="paper"),
     "gtopk dense": offbeat.GTopK(density=0.2, collective="dense"),
     "gtopk auto": offbeat.GTopK(density=0.2),
     "gtopk as it comes": offbeat.GTopK(),
     "gtopk with threshold reuse": offbeat.GTopK(
-        density=0.2, collective="reduce_scatter", selection="reuse"
+        density=0.2, collective="reduce_scatter", codec="reuse"
     ),
     "gtopk with a norm that no gradient has, in small buckets": offbeat.GTopK(
         density=0.2, collective="reduce_scatter", clip_norm=1e9, bucket_mib=1e-4
     ),
     "gtopk with warm-up": offbeat.GTopK(
-        density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1
-    ),
-    "gtopk with small parameters whole": offbeat.GTopK(
-        density=0.2, collective="reduce_scatter", dense_below=5
-    ),
-    "gtopk by layer": offbeat.GTopK(
-        density=0.2, collective="all_gather", scope="layer", selection="reuse"
+        density=0.1, collective="reduce_scatter", warmup=((0.25, 1), (0.15, 2))
     ),
     "ef21": offbeat.EF21(density=0.2),
     "ef21 with momentum, in small buckets": offbeat.EF21(
         density=0.2,
-        selection="reuse",
-        values="float8",
+        codec="reuse+float8",
         bucket_mib=1e-4,
         clip_norm=1e9,
     ),
@@ -71,9 +62,9 @@ _STRATEGIES: dict[str, GradientStrategy] = {
 def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
     """The strategy where everything travels, and nothing is rounded."""
     if isinstance(strategy, SparseGradientStrategy):
-        return replace(strategy, density=1.0, values="auto", warmup=None, steps_per_epoch=None)
+        return replace(strategy, density=1.0, codec=None, warmup=None)
     if isinstance(strategy, offbeat.EF21):
-        return replace(strategy, density=1.0, values="float32")
+        return replace(strategy, density=1.0, codec="float32")
     return strategy
 
 

@@ -268,9 +268,7 @@ def tally_of_one() -> Tally:
 OWN = offbeat.GTopK(
     density=0.2,
     collective="reduce_scatter",
-    selection=RoundRobin(),
-    values=Float16(),
-    indices=Bitmap(),
+    codec=offbeat.TopKCodec(selector=RoundRobin(), values=Float16(), indices=Bitmap()),
     replica_check_interval=1,
 )
 
@@ -332,19 +330,24 @@ def test_own_objects_work_in_a_world_of_one_and_resume() -> None:
 
 
 def test_options_take_objects_and_names_alike() -> None:
-    by_name = offbeat.GTopK(selection="reuse", values="bfloat16", indices="gaps")
     assert repr(OWN) == repr(
         offbeat.GTopK(
             density=0.2,
             collective="reduce_scatter",
-            selection=RoundRobin(),
-            values=Float16(),
-            indices=Bitmap(),
+            codec=offbeat.TopKCodec(selector=RoundRobin(), values=Float16(), indices=Bitmap()),
             replica_check_interval=1,
         )
     )
-    assert by_name.selection == "reuse"
+    by_name = offbeat.TopKCodec(selector="reuse", values="bfloat16", indices="gaps")
+    assert offbeat.TopKCodec.of("bfloat16+reuse") == by_name == offbeat.TopKCodec.of(by_name)
     with pytest.raises(ConfigError, match="'exact', 'reuse', or a Selector, got 'exat'; did you"):
-        offbeat.GTopK(selection="exat")  # type: ignore[arg-type]
+        offbeat.TopKCodec(selector="exat")
     with pytest.raises(ConfigError, match="or a ValueCodec"):
-        offbeat.TopK(values=RoundRobin())  # type: ignore[arg-type]
+        offbeat.TopKCodec(values=RoundRobin())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", ["float23", "reuse+exact", "", "float8+", 8])
+def test_a_codec_that_is_none_is_refused(codec: Any) -> None:
+    for kind in (offbeat.GTopK, offbeat.TopK, offbeat.EF21):
+        with pytest.raises(ConfigError, match="codec must be a TopKCodec, or of 'exact', 'reuse'"):
+            kind(codec=codec)

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.errors import ConfigError, OffbeatWarning
+from offbeat.errors import ConfigError
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.residual_watch import LOOK_INTERVAL, ResidualWatch
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -265,69 +264,3 @@ def test_clipping_too_late_is_refused(strategy: Strategy, message: str) -> None:
 def test_a_threshold_is_a_positive_number(clip_norm: float) -> None:
     with pytest.raises(ConfigError, match="clip_norm must be greater than 0"):
         offbeat.TopK(clip_norm=clip_norm)
-
-
-def watched(
-    norms: list[float], ks: list[int] | None = None, *, sent: list[float] | None = None
-) -> list[str]:
-    said: list[str] = []
-    watch = ResidualWatch(said.append, rank=3, clips=False)
-    for number, norm in enumerate(norms):
-        for _ in range(LOOK_INTERVAL):
-            watch.after_exchange(
-                torch.full((4,), norm / 2),
-                ks[number] if ks else 1,
-                sent_norm=sent[number] if sent else 1.0,
-            )
-    return said
-
-
-def test_a_residual_that_runs_away_is_said() -> None:
-    (said,) = watched([1.0, 2.0, 3.0, 40.0, 30.0, 20.0])
-    assert "residual of rank 3 has run away: its norm is 40" in said
-    assert "at most 3" in said
-    assert "pass clip_norm" in said
-
-
-def test_entries_far_larger_than_ever_before_are_said_once() -> None:
-    (said,) = watched([1.0] * 4, sent=[0.0, 2.0, 21.0, 30.0])
-    assert "rank 3 has sent entries far larger than ever before: their norm is 21" in said
-    assert "at most 2" in said
-
-
-@pytest.mark.parametrize(
-    ("norms", "ks", "sent"),
-    [
-        ([1.0, 2.0, 3.0, 4.0], None, [1.0, 9.0, 80.0, 700.0]),
-        ([0.0, 0.0, 5.0], None, [0.0, 0.0, 5.0]),
-        ([1.0, 1.0, 20.0, 25.0], [8, 8, 2, 2], [1.0, 1.0, 9.0, 9.0]),
-        ([1.0, 1.0, 1.0, 1.0], [2, 2, 8, 8], [1.0, 1.0, 19.0, 19.0]),
-    ],
-)
-def test_growth_from_nothing_and_after_a_change_of_density_is_usual(
-    norms: list[float], ks: list[int] | None, sent: list[float]
-) -> None:
-    assert watched(norms, ks, sent=sent) == []
-
-
-@pytest.mark.parametrize("density", [0.001, 0.5])
-@pytest.mark.parametrize("bad_step", [1, 20])
-def test_one_outlier_is_a_warning_in_its_own_step(density: float, bad_step: int) -> None:
-    """Also before the first look at the residual, and where a few steps send all that is owed."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    strategy = offbeat.GTopK(density=density, collective="reduce_scatter")
-
-    def train(steps: range) -> None:
-        for step in steps:
-            x, y = batch(step)
-            loss = nn.functional.cross_entropy(net(x), y)
-            (100.0 * loss if step == bad_step else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with offbeat.attach(net, optimizer, strategy) as session:
-        train(range(bad_step))
-        assert session.notices == []
-        with pytest.warns(OffbeatWarning, match="far larger than ever before"):
-            train(range(bad_step, bad_step + 1))

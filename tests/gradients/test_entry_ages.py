@@ -54,9 +54,6 @@ def test_a_session_says_how_long_entries_wait() -> None:
         "after dense ones": offbeat.GTopK(
             density=0.1, collective="reduce_scatter", warmup=((1.0, 5),)
         ),
-        "beside small ones": offbeat.GTopK(
-            density=0.1, collective="reduce_scatter", dense_below=21
-        ),
     }.items():
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)

@@ -15,14 +15,11 @@ STRATEGIES: dict[str, SparseGradientStrategy] = {
     "topk": offbeat.TopK(density=0.1),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.1, collective="reduce_scatter"),
     "gtopk by all-gather": offbeat.GTopK(
-        density=0.1, collective="all_gather", values="bfloat16", bucket_mib=1e-4
-    ),
-    "gtopk with small parameters whole": offbeat.GTopK(
-        density=0.1, collective="all_gather", dense_below=48
+        density=0.1, collective="all_gather", codec="bfloat16", bucket_mib=1e-4
     ),
     "gtopk by tree": offbeat.GTopK(density=0.1, collective="tree"),
     "gtopk with few entries and then all": offbeat.GTopK(
-        density=0.1, collective="tree", warmup="exponential", steps_per_epoch=1
+        density=0.1, collective="tree", warmup=((0.25, 1), (0.15, 2))
     ),
 }
 

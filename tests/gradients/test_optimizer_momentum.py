@@ -13,7 +13,6 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
-from offbeat.errors import OffbeatWarning
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -202,11 +201,9 @@ def test_a_state_without_momentum_says_so_once(strategy: str, says: int) -> None
 
 
 GRADIENT_OF_ONE_STEP: dict[str, SparseGradientStrategy] = {
-    "at once": offbeat.TopK(density=0.01, warmup=None, dense_below=0),
-    "spread": offbeat.TopK(density=0.5, warmup=None, dense_below=0),
-    "first spread, then at once": offbeat.TopK(
-        density=0.01, warmup=((1.0, 3), (0.3, 2)), dense_below=0
-    ),
+    "at once": offbeat.TopK(density=0.01, warmup=None),
+    "spread": offbeat.TopK(density=0.5, warmup=None),
+    "first spread, then at once": offbeat.TopK(density=0.01, warmup=((1.0, 3), (0.3, 2))),
 }
 
 
@@ -290,23 +287,6 @@ def test_where_momentum_is_applied_at_once_who_clips_clips_the_gradient() -> Non
     moved = [after - start for start, after in zip(before, net.parameters(), strict=True)]
     norm = float(torch.linalg.vector_norm(torch.cat([each.flatten() for each in moved]).detach()))
     assert norm == pytest.approx(0.05 * 1e-3 / (1 - 0.9), rel=1e-2)  # as SGD's in the end
-
-
-@pytest.mark.parametrize("norm", [1e-3, 1e9])
-def test_who_clips_what_momentum_has_entered_is_warned(norm: float) -> None:
-    net = Net()
-    optimizer = OPTIMIZERS["momentum"](net)
-
-    def step() -> None:
-        loss_of(net, 0).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with offbeat.attach(net, optimizer, SPARSE):
-        with pytest.warns(OffbeatWarning, match="SGD's momentum is in them already"):
-            step()
-        step()  # once is enough
 
 
 def test_what_the_optimizer_has_gathered_is_not_lost() -> None:
@@ -414,7 +394,7 @@ def test_a_session_that_fails_gives_it_back() -> None:
         (OPTIMIZERS["momentum"], offbeat.TopK(momentum_correction=None), None),
         (
             OPTIMIZERS["momentum"],
-            offbeat.GTopK(variant="paper", collective="tree", density=0.2),
+            offbeat.GTopK(collective="paper", density=0.2),
             None,
         ),
         (OPTIMIZERS["momentum"], offbeat.SPDKFAC(exchange=SPARSE), None),

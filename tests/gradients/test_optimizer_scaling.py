@@ -19,9 +19,7 @@ from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 WORLD_SIZE, STEPS, K = 3, 6, 4
-SPARSE = offbeat.GTopK(
-    density=K / 30, collective="all_gather", dense_below=0, warmup=None, max_skipped_steps=1
-)
+SPARSE = offbeat.GTopK(density=K / 30, collective="all_gather", warmup=None, max_skipped_steps=1)
 Between = Callable[[torch.nn.Module, int], None]
 
 
@@ -151,7 +149,6 @@ def test_a_loop_that_clips_keeps_its_adam() -> None:
     left_alone = offbeat.GTopK(
         density=K / 30,
         collective="all_gather",
-        dense_below=0,
         warmup=None,
         momentum_correction=None,
     )
@@ -284,7 +281,7 @@ def test_fewer_ranks_remember_the_mean_of_squares() -> None:
     states = results_of(2, job)
 
     def squares(state: dict[str, Any]) -> torch.Tensor:
-        found: torch.Tensor = state["parts"]["optimizer_scaling"]["additive"]["square/weight"]
+        found: torch.Tensor = state["parts"]["gradient_transform"]["additive"]["square/weight"]
         return found
 
     def resumed(driver: ThreadDriver) -> dict[str, Any]:
@@ -327,7 +324,7 @@ def test_what_is_owed_keeps_its_rate() -> None:
     def job(driver: ThreadDriver) -> torch.Tensor:
         net = linear()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with session_on(driver, net, optimizer, offbeat.TopK(density=0.05, dense_below=0)):
+        with session_on(driver, net, optimizer, offbeat.TopK(density=0.05)):
             for step in range(40):
                 optimizer.param_groups[0]["lr"] = 0.1 if step == 0 else 0.001
                 net.zero_grad()
@@ -368,7 +365,7 @@ def test_a_run_that_began_without_it_goes_on_without_it() -> None:
     net = linear()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     state, _ = alone(LEFT, optimizer, net, range(20))
-    del state["parts"]["optimizer_scaling"]  # as an older version wrote it
+    del state["parts"]["gradient_transform"]  # as an older version wrote it
     before = net.weight.detach().clone()
     with offbeat.attach(net, optimizer, SPARSE) as session:
         session.load_state_dict(state)

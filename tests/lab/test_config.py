@@ -33,18 +33,6 @@ def test_without_a_length_the_task_decides() -> None:
     assert resolve(asked()).epochs == 30
 
 
-def test_warmup_learns_how_long_an_epoch_is() -> None:
-    assert resolve(asked(settings=["warmup=paper"])).strategy_options[
-        "steps_per_epoch"
-    ] == 1437 // (4 * 32)
-    assert (
-        resolve(asked(settings=["warmup=paper", "steps_per_epoch=5"])).strategy_options[
-            "steps_per_epoch"
-        ]
-        == 5
-    )
-
-
 @pytest.mark.parametrize("strategy", ["adaptive", "localsgd"])
 def test_a_warmup_of_merges_needs_no_length_of_an_epoch(strategy: str) -> None:
     options = resolve(asked(strategy=strategy, settings=["warmup=3"])).strategy_options

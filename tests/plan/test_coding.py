@@ -35,7 +35,7 @@ CODED = replace(
 def test_the_codec_that_a_strategy_names_is_planned_for(values: str) -> None:
     """Selection was timed with 1,000 of these entries, as float32 and gaps."""
     cluster = from_flags(workers=2, link="10gbit")
-    spec = f"gtopk:density=0.01:collective=all_gather:values={values}"
+    spec = f"gtopk:density=0.01:collective=all_gather:codec={values}"
     without_s, with_it_s = (
         predict_step(spec, Setting(profile=profile, cluster=cluster)).step_s
         for profile in (MODEL, CODED)

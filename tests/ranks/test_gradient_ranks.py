@@ -41,10 +41,10 @@ STRATEGIES: Strategies = {
     "topk": offbeat.TopK(**SPARSE),
     "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
     "gtopk by reduce-scatter, bfloat16, small buckets": replace(
-        GTOPK, collective="reduce_scatter", values="bfloat16", bucket_mib=1e-3
+        GTOPK, collective="reduce_scatter", codec="bfloat16", bucket_mib=1e-3
     ),
     "gtopk by all-gather": replace(GTOPK, collective="all_gather"),
-    "gtopk by all-gather, the largest": replace(GTOPK, collective="all_gather", apply="global"),
+    "gtopk by all-gather, the largest": replace(GTOPK, collective="global"),
     "gtopk by tree": replace(GTOPK, collective="tree"),
     "gtopk dense": replace(GTOPK, collective="dense", bucket_mib=1e-3),
     "gtopk auto": GTOPK,
@@ -138,7 +138,7 @@ def test_what_an_all_gather_has_brought_is_applied(run_ranks: RunRanks) -> None:
     strategies = {
         "topk": STRATEGIES["topk"],
         "auto": STRATEGIES["gtopk by all-gather"],
-        "union": replace(GTOPK, collective="all_gather", apply="union"),
+        "union": replace(GTOPK, collective="all_gather"),
         "global": STRATEGIES["gtopk by all-gather, the largest"],
     }
     results = by_strategy(run_ranks(for_each, 3, job=against_ddp, strategies=strategies))

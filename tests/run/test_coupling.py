@@ -511,7 +511,7 @@ def norm_of_gradient(size: float) -> float:
 
 def test_a_scripts_clipping_clips_before_entries_are_selected(stack: ExitStack) -> None:
     """An outlier after the first step leaves no more behind than what it is clipped to."""
-    script = Script(offbeat.GTopK(density=0.1, dense_below=0, warmup=None), stack)
+    script = Script(offbeat.GTopK(density=0.1, warmup=None), stack)
     ddp = DistributedDataParallel(nn.Linear(3, 8))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     norms = clipped_steps(ddp, optimizer, sizes=[1e-3, 1e3, 1e-3], max_norm=1.0)
@@ -523,14 +523,14 @@ def test_a_scripts_clipping_clips_before_entries_are_selected(stack: ExitStack) 
 
 
 def test_a_scripts_clipping_does_not_keep_adams_scaling_from_being_taken(stack: ExitStack) -> None:
-    script = Script(offbeat.GTopK(density=0.1, dense_below=0, collective="tree"), stack)
+    script = Script(offbeat.GTopK(density=0.1, collective="tree"), stack)
     ddp = DistributedDataParallel(nn.Linear(3, 8))
     clipped_steps(ddp, torch.optim.AdamW(ddp.parameters()), sizes=[9.0, 9.0], max_norm=1.0)
     assert any("Adam's own scaling and momentum rest" in each for each in script.session.notices)
 
 
 def test_the_strategys_own_clip_norm_stands(stack: ExitStack) -> None:
-    script = Script(offbeat.GTopK(density=0.1, dense_below=0, clip_norm=0.5), stack)
+    script = Script(offbeat.GTopK(density=0.1, clip_norm=0.5), stack)
     ddp = DistributedDataParallel(nn.Linear(3, 8))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     clipped_steps(ddp, optimizer, sizes=[1e3], max_norm=100.0)
@@ -557,7 +557,7 @@ def test_where_nothing_is_owed_the_script_clips_by_itself(
 def test_other_norms_and_no_limit_are_the_scripts_own_affair(
     stack: ExitStack, options: dict[str, float]
 ) -> None:
-    script = Script(offbeat.GTopK(density=0.1, dense_below=0), stack)
+    script = Script(offbeat.GTopK(density=0.1), stack)
     ddp = DistributedDataParallel(nn.Linear(3, 8))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp(X).sum().backward()

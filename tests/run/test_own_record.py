@@ -28,7 +28,7 @@ def train(session: offbeat.Session, model: nn.Module, optimizer: torch.optim.Opt
 def test_a_session_writes_a_record(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = offbeat.GTopK(density=0.5, selection="exact")
+    strategy = offbeat.GTopK(density=0.5, codec="exact")
     with offbeat.attach(
         model, optimizer, strategy, recorder=offbeat.Recorder(tmp_path / "mine")
     ) as session:

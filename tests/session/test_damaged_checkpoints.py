@@ -160,7 +160,7 @@ def test_a_nested_structure_is_refused(tmp_path: Path, text: str) -> None:
 STRATEGIES = [
     offbeat.AllReduce(),
     offbeat.GTopK(),
-    offbeat.EF21(density=0.5, dense_below=0),
+    offbeat.EF21(density=0.5),
     offbeat.LocalSGD(),
     offbeat.SGP(),
     offbeat.WAGMA(),

@@ -11,12 +11,7 @@ from offbeat.errors import ConfigError
 from offbeat.strategies.base import Strategy
 
 IDLE: list[tuple[type[Strategy], str, Any, dict[str, Any], dict[str, Any]]] = [
-    (offbeat.GTopK, "budget", 0.2, {"density": 0.01}, {"density": "auto"}),
-    (offbeat.GTopK, "values", "bfloat16", {"collective": "dense"}, {"collective": "all_gather"}),
-    (offbeat.GTopK, "selection", "reuse", {"collective": "dense"}, {"collective": "auto"}),
-    (offbeat.GTopK, "scope", "layer", {"collective": "dense"}, {"collective": "reduce_scatter"}),
-    (offbeat.GTopK, "steps_per_epoch", 100, {"warmup": "1.0x80"}, {"warmup": "paper"}),
-    (offbeat.TopK, "steps_per_epoch", 100, {}, {"warmup": "exponential"}),
+    (offbeat.GTopK, "codec", "bfloat16", {"collective": "dense"}, {"collective": "all_gather"}),
     (offbeat.WAGMA, "budget", 0.1, {}, {"interval": "auto"}),
     (offbeat.WAGMA, "group_size", 4, {"groups": "off"}, {"groups": "fixed"}),
     (offbeat.WAGMA, "max_ahead", 30, {"quorum": 1.0}, {"quorum": 0.9}),

@@ -81,7 +81,7 @@ class WeightlessWire:
         wire = self.wire
         num_bytes = (
             HEAD_BYTES
-            + Tally.num_bytes(wire.num_parameters, whole_bytes=tally.whole.nbytes)
+            + Tally.num_bytes(wire.num_parameters)
             + wire.indices.expected_bytes(
                 entries.num_pairs, wire.num_elements, wire.values.wire_dtype.itemsize
             )

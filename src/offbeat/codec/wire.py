@@ -43,7 +43,6 @@ class Wire:
         num_elements: elements of the bucket.
         num_parameters: whose gradients the messages bring, the length of `Tally.used`.
         dtype: of the values in memory, float32 or float64.
-        num_whole: elements that travel whole beside the entries, the length of `Tally.whole`.
         values: how values travel.
         indices: how indices travel.
     """
@@ -51,7 +50,6 @@ class Wire:
     num_elements: int
     num_parameters: int
     dtype: np.dtype[np.floating]
-    num_whole: int = 0
     values: ValueCodec = field(default_factory=Float32Values)
     indices: IndexCodec = field(default_factory=GapIndices)
 
@@ -130,12 +128,7 @@ class Wire:
                 f"a message of {len(data)} bytes should have {expected} by its header; it was"
                 " truncated or damaged"
             )
-        tally = Tally.from_bytes(
-            data[_HEAD.size : at_indices],
-            num_parameters=self.num_parameters,
-            num_whole=self.num_whole,
-            dtype=self.dtype,
-        )
+        tally = Tally.from_bytes(data[_HEAD.size : at_indices], num_parameters=self.num_parameters)
         if not 0 <= tally.weight < np.inf:
             raise WireError(
                 f"a message has weight {tally.weight}, allowed are finite ones from 0 on; it is"

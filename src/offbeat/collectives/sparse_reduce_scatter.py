@@ -53,8 +53,7 @@ def sparse_reduce_scatter(
     owed, sums = wire.empty(), parts[rank]
     for distance in range(1, world_size):
         owner = (rank + distance) % world_size
-        # Owners need no tally: all ranks get all tallies at the end.
-        payload, rounding = wire.encode(parts[owner], tally.without_whole())
+        payload, rounding = wire.encode(parts[owner], tally)
         owed = wire.add(owed, rounding)
         yield Send(owner, payload)
     for distance in range(1, world_size):

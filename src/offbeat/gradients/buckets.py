@@ -94,7 +94,6 @@ def make_buckets(
     *,
     cap_bytes: int | None,
     first_cap_bytes: int | None = None,
-    small_below: int = 0,
 ) -> list[Bucket]:
     """Fuse parameters into buckets, in the order in which backward completes them. Empty parameters
     get a place of size 0.
@@ -103,10 +102,9 @@ def make_buckets(
         named: the parameters by name, in the model's order.
         cap_bytes: size of a bucket; None: no limit.
         first_cap_bytes: of the first bucket of a dtype and device, where that differs.
-        small_below: parameters of fewer elements get buckets of their own.
     """
     parameters = list(named.values())
     sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-    kinds = [(p.dtype, p.device, p.numel() < small_below) for p in parameters]
+    kinds = [(p.dtype, p.device) for p in parameters]
     groups = fuse(sizes, kinds, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes)
     return [Bucket(named, group) for group in groups]

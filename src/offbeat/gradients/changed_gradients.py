@@ -1,9 +1,9 @@
 """Whether the loop changes gradients between `backward()` and `step()`, as
 `torch.nn.utils.clip_grad_norm_` does.
 
-What a sparse strategy leaves in `param.grad` is no plain gradient where it has taken over what the
-optimizer does: it has momentum, or Adam's scaling, in it. Whoever clips it clips something else
-than was meant.
+What a sparse strategy leaves in `param.grad` is no plain gradient where it has taken over Adam's
+scaling: whoever clips it clips something else than was meant. Where the scaling is taken over
+without a look, nothing is learned (`tests/outside/test_schedules.py`, AdamW, clipped).
 
 A change in place shows in the version that autograd keeps of each tensor, at no cost. What is done
 to `param.grad.data` does not, so now and then the norm is compared, too.

@@ -7,22 +7,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.callbacks.callback import Callback
-from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact
-from offbeat.codec.value_codecs import Float32Values, ValueCodec
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
-from offbeat.collectives.probe import MESSAGE_BYTES, REPEATS, TENSOR_BYTES, probe
+from offbeat.collectives.probe import probe
 from offbeat.transport.driver import Driver, Stream
 
 SPARSE_COSTS: Mapping[str, CostOf] = {
@@ -31,18 +29,18 @@ SPARSE_COSTS: Mapping[str, CostOf] = {
 }
 """Of the sparse collectives among which `collective="auto"` chooses."""
 
-COSTS: Mapping[str, CostOf] = {**SPARSE_COSTS, "tree": gtopk_tree.cost_s}
+COSTS: Mapping[str, CostOf] = {
+    **SPARSE_COSTS,
+    "global": topk_allgather.cost_s,
+    "tree": gtopk_tree.cost_s,
+    "paper": gtopk_tree.cost_s,
+}
 """Of all sparse collectives."""
 
 BY_ITSELF = frozenset({*SPARSE_COSTS, "dense"})
 """What `collective="auto"` chooses among."""
 
 SAMPLE_ELEMENTS = 1 << 20
-
-OTHER_LINKS: Final = 1.5
-"""Links have changed where an exchange on them costs so many times what it did, or less than it by
-this factor: measurements differ by less.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,17 +50,17 @@ class BucketKind:
     Attributes:
         num_elements: of the bucket.
         element_bytes: of a dense element.
-        values, indices: how those of a sparse message travel.
+        codec: how entries travel.
     """
 
     num_elements: int
     element_bytes: int
-    values: ValueCodec = field(default_factory=Float32Values)
-    indices: IndexCodec = field(default_factory=GapIndices)
+    codec: TopKCodec = field(default_factory=TopKCodec)
 
     def pair_bytes(self, k: int) -> float:
         """Of an entry in a message of `k` entries."""
-        return pair_bytes(self.values, self.indices, k=k, num_elements=self.num_elements)
+        codec = self.codec
+        return pair_bytes(codec.values, codec.indices, k=k, num_elements=self.num_elements)
 
 
 def _ignore(remark: str) -> None:
@@ -80,8 +78,7 @@ class CheapestCollective(Callback):
         world_size: number of ranks.
         among: names of the collectives to choose from, "dense" among them.
         notify: is told that dense was chosen.
-        inform: is told which sparse collective was chosen, and that links have changed.
-        measured_again: measures the links once more, on all ranks together; None: nothing can.
+        inform: is told which sparse collective was chosen.
     """
 
     state_key: ClassVar[str] = "collective_choice"
@@ -94,14 +91,12 @@ class CheapestCollective(Callback):
         among: Collection[str] = BY_ITSELF,
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
-        measured_again: Callable[[], NetworkCosts] | None = None,
     ) -> None:
         self.network = network
         self._world_size = world_size
         self._among = among
         self._notify = notify
         self._inform = inform
-        self._measured_again = measured_again
         self._told: set[tuple[int, str]] = set()
 
     @classmethod
@@ -123,49 +118,19 @@ class CheapestCollective(Callback):
             sample: any tensor of the gradients' dtype and device.
             among, notify, inform: as of the class.
         """
-        work = partial(
-            probe,
+        work = probe(
             driver.rank,
             driver.world_size,
             select_s_per_element=_select_s_per_element(sample),
             device=sample.device,
         )
         return cls(
-            driver.run(work(), stream.next()),
+            driver.run(work, stream.next()),
             world_size=driver.world_size,
             among=among,
             notify=notify,
             inform=inform,
-            measured_again=lambda: driver.run(work(), stream.next()),
         )
-
-    @property
-    def again_s(self) -> float:
-        """Expected seconds of `look_again`."""
-        message_s = self.network.messages.time_s(num_messages=1, num_bytes=MESSAGE_BYTES[-1])
-        sum_s = dense.cost_s(
-            world_size=self._world_size, num_bytes=TENSOR_BYTES[-1], network=self.network
-        )
-        return REPEATS * (message_s + sum_s)
-
-    def look_again(self, bucket: BucketKind, k: int) -> None:
-        """Measure the links once more, and take the new figures if an exchange of `k` entries of
-        `bucket` costs another time on them. Collective; all ranks decide alike.
-        """
-        if self._measured_again is None or self._world_size == 1:
-            return
-        known = self.network
-        before_s = min(self.costs_s(bucket, k).values())
-        self.network = self._measured_again()
-        after_s = min(self.costs_s(bucket, k).values())
-        if 1 / OTHER_LINKS < after_s / before_s < OTHER_LINKS:
-            self.network = known
-        else:
-            self._inform(
-                f"the links have changed: an exchange of k={k:,} of {bucket.num_elements:,}"
-                f" elements is expected to take {after_s * 1e3:.2f} ms, and {before_s * 1e3:.2f} ms"
-                " when they were measured last"
-            )
 
     def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
         """Expected seconds of one exchange, by collective."""

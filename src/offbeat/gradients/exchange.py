@@ -22,8 +22,8 @@ Rules that keep ranks in step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -31,15 +31,17 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.gradient_norm import clip_gradients_
+from offbeat.codec.momentum import Momentum
+from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.entry_ages import EntryAges
+from offbeat.gradients.group_ranges import rates_of
 from offbeat.gradients.launch_order import LaunchOrder
-from offbeat.gradients.rising_rate import RisingRate
 
 
 class Reduction(Protocol):
@@ -89,52 +91,21 @@ class Reduction(Protocol):
         """
         ...
 
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """What is owed, shape (n,); None where nothing ever is."""
+        ...
+
+    @property
+    def may_lack(self) -> Collection[str]:
+        """Names of state that a run which was saved without momentum does not have."""
+        ...
+
     def additive_state(self) -> dict[str, torch.Tensor]: ...
 
     def local_state(self) -> Mapping[str, float | torch.Tensor]: ...
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None: ...
-
-
-class TakenOver(Protocol):
-    """What a part of the user's optimizer does, on each rank and before the exchange, instead of
-    the optimizer.
-    """
-
-    def take(self) -> None:
-        """Take it over. Called before each exchange and each step: idempotent."""
-        ...
-
-    def prepare_(
-        self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
-    ) -> None:
-        """Change the gradient that `bucket` holds.
-
-        Args:
-            bucket: complete, with this rank's gradient times `grad_scale`.
-            used: which of its parameters have a gradient.
-            grad_scale: the AMP scale in force.
-            continues: whether an earlier exchange belongs to the same optimizer step.
-        """
-        ...
-
-    def state_is_loaded(self) -> None:
-        """What this keeps for each rank has been loaded from a saved session."""
-        ...
-
-    def leaves_plain_steps(self) -> bool:
-        """Whether what is left of the optimizer's step is the learning rate times what it is given,
-        so that nothing behind the exchange remembers it.
-        """
-        ...
-
-    def rates(self) -> list[float]:
-        """By group, what the optimizer's next step multiplies what it is given by."""
-        ...
-
-    def give_back(self) -> None:
-        """The session ends: the optimizer is the user's again."""
-        ...
 
 
 class ExchangeListener:
@@ -161,6 +132,115 @@ class ExchangeListener:
         """
 
 
+class GradientTransform(Callback):
+    """What is done to a rank's gradient before it is exchanged, in the optimizer's place. As it
+    stands here nothing is: all is left to the optimizer.
+
+    Args:
+        optimizer: the user's; None: there is none.
+        is_followed: whether gradients are changed further between exchange and step, as K-FAC does.
+
+    Attributes:
+        at_once: whether all of a gradient's momentum is applied in this exchange.
+        needs_warm_up: whether more entries have to travel while the learning rate rises.
+        listener: has to listen to the exchange of gradients.
+        minds_changes: whether `gradients_are_changed` is to be called.
+    """
+
+    state_key: ClassVar[str] = "gradient_transform"
+    may_begin_anew: ClassVar[bool] = True
+
+    at_once: bool = False
+    needs_warm_up: bool = True
+    minds_changes: bool = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, *, is_followed: bool = False
+    ) -> None:
+        self.listener = ExchangeListener()
+        self._user_optimizer = optimizer
+        self._is_followed = is_followed
+
+    def momentum_of(self, bucket: Bucket) -> Momentum | None:
+        """The momentum that is applied to `bucket` before selection."""
+        return None
+
+    def apply_to(self, bucket: Bucket, feedback: ErrorFeedback) -> None:
+        """Work on what `bucket` contributes to `feedback`."""
+
+    def follow(
+        self,
+        *,
+        sends_few: Callable[[], bool],
+        sends_entries: Callable[[], bool],
+        when_taken: Callable[[], None],
+    ) -> None:
+        """Learn how much travels.
+
+        Args:
+            sends_few: whether so little does in the coming exchange that momentum may be applied at
+                once.
+            sends_entries: whether it is entries that travel, and not all of the gradient. The same
+                on all ranks.
+            when_taken: is called when gradients are scaled from now on.
+        """
+
+    def take(self) -> None:
+        """Take over what is the optimizer's. Called before each exchange and each step:
+        idempotent.
+        """
+
+    def update_(
+        self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
+    ) -> None:
+        """Change the gradient that `bucket` holds.
+
+        Args:
+            bucket: complete, with this rank's gradient times `grad_scale`.
+            used: which of its parameters have a gradient.
+            grad_scale: the AMP scale in force.
+            continues: whether an earlier exchange belongs to the same optimizer step.
+        """
+
+    def velocity_is_loaded(self) -> None:
+        """What this rank's momentum had gathered has been loaded from a saved session."""
+
+    def leaves_plain_steps(self) -> bool:
+        """Whether what is left of the optimizer's step is the learning rate times what it is given,
+        so that nothing behind the exchange remembers it.
+        """
+        optimizer = self._user_optimizer
+        return (
+            not self._is_followed
+            and type(optimizer) is torch.optim.SGD
+            and not any(group["momentum"] for group in optimizer.param_groups)
+        )
+
+    def rates(self) -> list[float]:
+        """By group, what the optimizer's next step multiplies what it is given by."""
+        return [] if self._user_optimizer is None else rates_of(self._user_optimizer)
+
+    def gradients_are_changed(self) -> None:
+        """The loop has changed what the exchange left in `param.grad`."""
+
+    def give_back(self) -> None:
+        """The session ends: the optimizer is the user's again."""
+
+    @override
+    def state_dict(self) -> CallbackState:
+        return {"replicated": {"is_taken": False}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse what is owed in another unit."""
+        if state["replicated"]["is_taken"]:
+            raise CheckpointError(
+                "the state was saved while the strategy had taken over Adam's scaling, so what is"
+                " owed in it is scaled, and here the scaling is left to the optimizer; resume with"
+                " the same optimizer, density and momentum_correction, and without a GradScaler"
+            )
+
+
 @dataclass(slots=True)
 class ExchangeCounts:
     """What happened so far."""
@@ -168,7 +248,6 @@ class ExchangeCounts:
     exchanges: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
-    rising_rate: RisingRate = field(default_factory=RisingRate)
 
 
 class GradientExchange(Callback):
@@ -190,7 +269,7 @@ class GradientExchange(Callback):
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
             send; None: they keep nothing, and the mean is what is clipped.
         agree_on: makes one number of all ranks' numbers, to clip the mean by. Collective.
-        taken: what works before the exchange in the optimizer's place; None: nothing.
+        transform: what works before the exchange in the optimizer's place; None: nothing.
     """
 
     state_key: ClassVar[str] = "gradients"
@@ -208,15 +287,15 @@ class GradientExchange(Callback):
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
         agree_on: Callable[[float], float] = lambda value: value,
-        taken: TakenOver | None = None,
+        transform: GradientTransform | None = None,
     ) -> None:
         self.counts = counts
         self._agree_on = agree_on
-        self._taken = taken
+        self._transform = transform or GradientTransform(None)
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
         self._launch_order = launch_order or LaunchOrder()
-        self._listeners: list[ExchangeListener] = []
+        self._listeners = [self._transform.listener]
         self._pairs = list(pairs)
         self._grad_scale = grad_scale
         self._has_scaler = has_scaler
@@ -332,8 +411,7 @@ class GradientExchange(Callback):
 
     @override
     def on_before_step(self) -> None:
-        if self._taken is not None:
-            self._taken.take()
+        self._transform.take()
         if not self._exchanged_since_step or self._unsent:
             self.on_join()
 
@@ -430,9 +508,8 @@ class GradientExchange(Callback):
         # Gradients of parameters that the optimizer does not have may be older than its last step.
         continues = self._exchanged_since_step and self._stashed[b] is not None
         grad_scale = self._grad_scale()
-        if self._taken is not None:
-            self._taken.take()
-            self._taken.prepare_(bucket, tally.used, grad_scale=grad_scale, continues=continues)
+        self._transform.take()
+        self._transform.update_(bucket, tally.used, grad_scale=grad_scale, continues=continues)
         self._launch_order.launch(
             ("gradients", b),
             lambda: reduction.launch(bucket, tally, grad_scale=grad_scale, continues=continues),
@@ -576,12 +653,7 @@ class GradientExchange(Callback):
 
     @override
     def gauges(self) -> dict[str, float]:
-        owed = [
-            tensor
-            for _, reduction in self._pairs
-            for name, tensor in reduction.additive_state().items()
-            if name.startswith("residual/")
-        ]
+        owed = [each for _, reduction in self._pairs if (each := reduction.residual) is not None]
         if not owed:
             return {}
         norms = torch.stack(
@@ -602,8 +674,6 @@ class GradientExchange(Callback):
             "exchanges": self.counts.exchanges,
             "skipped": self.counts.skipped,
         }
-        if (rising := self.counts.rising_rate) != RisingRate():  # somebody looks at it
-            replicated |= {"learning_rate": rising.rate, "warm_until": rising.until}
         return {"additive": additive, "local": local, "replicated": replicated}
 
     @override
@@ -621,8 +691,8 @@ class GradientExchange(Callback):
         missing = sorted(name for kind, name in needed if name not in state[kind])
         foreign = sorted(name for name in state["additive"] if ("additive", name) not in needed)
         # A run that was saved while the optimizer had its momentum goes on with what that gathered.
-        if self._taken is not None:
-            missing = [name for name in missing if not name.startswith("velocity/")]
+        may_lack = {name for _, reduction in self._pairs for name in reduction.may_lack}
+        missing = [name for name in missing if name not in may_lack]
         if missing or foreign:
             raise CheckpointError(
                 f"the state was saved with another model or strategy: it lacks {missing[:3]} and"
@@ -638,16 +708,10 @@ class GradientExchange(Callback):
                 )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
-        if self._taken is not None and any(
-            name.startswith("velocity/") for name in state["additive"]
-        ):
-            self._taken.state_is_loaded()
+        if not may_lack.isdisjoint({*state["additive"], *state["local"]}):
+            self._transform.velocity_is_loaded()
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
-        self.counts.rising_rate = RisingRate(
-            rate=float(state["replicated"].get("learning_rate", 0.0)),  # type: ignore[arg-type]
-            until=int(state["replicated"].get("warm_until", 0)),  # type: ignore[call-overload]
-        )
 
     @override
     def on_abandon(self, reason: str) -> None:
@@ -656,8 +720,7 @@ class GradientExchange(Callback):
     @override
     def close(self) -> None:
         """Gradients stay where they are: the user's references keep their buffers alive."""
-        if self._taken is not None:
-            self._taken.give_back()
+        self._transform.give_back()
 
 
 def _is_zero(flat: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ lasts for half-precision gradients, whose estimates are kept in float32.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +71,7 @@ class EstimateReduction:
         wire: Wire,
     ) -> None:
         self.encode_s = 0.0
+        self.residual: torch.Tensor | None = None
         self.ages: EntryAges | None = EntryAges(bucket.num_elements)
         self._bucket = bucket
         self._k = k
@@ -169,6 +170,11 @@ class EstimateReduction:
         """All that lasts changes at `commit`."""
 
     # State
+
+    @property
+    def may_lack(self) -> Collection[str]:
+        """Names of the velocities."""
+        return () if self._momentum is None else self._named("velocity", self._velocity)
 
     def additive_state(self) -> dict[str, torch.Tensor]:
         return {}

@@ -16,25 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.group_ranges import GroupRanges, rates_of
-
-CHANGED_MOMENTUM: Final = (
-    "gradients are changed between backward() and step(), as clip_grad_norm_ does, but SGD's"
-    " momentum is in them already (momentum_correction='auto'), so the step is limited and not the"
-    " gradient; to clip, use the strategy's clip_norm, or leave momentum to the optimizer with"
-    " momentum_correction=None"
-)
-"""A warning for whoever does so while momentum is taken over."""
 
 _NO_BUFFER: Final = (
     "optimizer.state_dict() has no momentum_buffer, since at this density SGD's momentum is applied"
@@ -54,17 +46,17 @@ class HasVelocity(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Place:
-    """A bucket, and what is applied to it."""
+    """A bucket, what is applied to it, and by what."""
 
     bucket: Bucket
     groups: GroupRanges
     momentum: Momentum
-    applied_by: HasVelocity
+    applied_by: HasVelocity | None = None
 
 
-class OptimizerMomentum(Callback):
+class OptimizerMomentum(GradientTransform):
     """Momentum and weight decay of an SGD optimizer, while they are not the optimizer's.
 
     Nothing is taken before `take` is called.
@@ -72,16 +64,11 @@ class OptimizerMomentum(Callback):
     Args:
         optimizer: a `torch.optim.SGD` with momentum, which it does not dampen.
         inform: is told what was taken.
-
-    Attributes:
-        may_apply_at_once: whether few enough entries travel in the coming exchange.
-        at_once: whether momentum is applied at once in this one.
+    Velocities are saved with the residuals.
     """
 
-    state_key: ClassVar[str] = "optimizer_momentum"  # velocities are saved with the residuals
-    may_begin_anew: ClassVar[bool] = True
-
     def __init__(self, optimizer: torch.optim.Optimizer, *, inform: Callable[[str], None]) -> None:
+        super().__init__(optimizer)
         self._optimizer = optimizer
         self._inform = inform
         self._places: dict[int, _Place] = {}
@@ -89,23 +76,36 @@ class OptimizerMomentum(Callback):
         self._options: list[tuple[float, bool]] = []  # by group: momentum, and whether Nesterov's
         self._decays: list[bool] = []  # by group: whether decay is in the gradient of the next step
         self._shown: list[dict[str, Any]] = []  # by group, during a step: what the user set
-        self.may_apply_at_once: Callable[[], bool] = lambda: False
-        self.at_once = False
+        self._sends_few: Callable[[], bool] = lambda: False
         self._velocity_is_loaded = self._has_said_no_buffer = False
 
-    def of(self, bucket: Bucket) -> Momentum:
-        """The momentum of a bucket's elements, as the optimizer has it now."""
-        return Momentum(self._ranges(GroupRanges(bucket, self._optimizer), self._read()))
-
-    def apply_to(self, bucket: Bucket, momentum: Momentum, applied_by: HasVelocity) -> None:
-        """Keep `momentum`, which `applied_by` applies to `bucket`, as the user has it."""
+    @override
+    def momentum_of(self, bucket: Bucket) -> Momentum:
+        """As the optimizer has it now, and kept as the user has it from now on."""
         groups = GroupRanges(bucket, self._optimizer)
-        self._places[id(bucket)] = _Place(bucket, groups, momentum, applied_by)
+        momentum = Momentum(self._ranges(groups, self._read()))
+        self._places[id(bucket)] = _Place(bucket, groups, momentum)
+        return momentum
+
+    @override
+    def apply_to(self, bucket: Bucket, feedback: HasVelocity) -> None:
+        self._places[id(bucket)].applied_by = feedback
+
+    @override
+    def follow(
+        self,
+        *,
+        sends_few: Callable[[], bool],
+        sends_entries: Callable[[], bool],
+        when_taken: Callable[[], None],
+    ) -> None:
+        self._sends_few = sends_few
 
     # What the exchange calls
 
+    @override
     def take(self) -> None:
-        """Take over what the optimizer has. Idempotent: a scheduler may have set it anew."""
+        """A scheduler may have set it anew."""
         if not self._handles:
             self._handles = [
                 self._optimizer.register_state_dict_post_hook(self._show_buffers),
@@ -123,23 +123,15 @@ class OptimizerMomentum(Callback):
             for place in self._places.values():
                 place.momentum.ranges = self._ranges(place.groups, options)
 
-    def prepare_(
+    @override
+    def update_(
         self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
     ) -> None:
-        """Add weight decay to the gradient that `bucket` holds, times `grad_scale`, where it is
-        this rank's.
-
-        Args:
-            bucket: one that `apply_to` was called with.
-            used: which of its parameters have a gradient.
-            grad_scale: the AMP scale in force.
-            continues: whether an earlier exchange belongs to the same optimizer step, so that the
-                decay has been added.
-        """
+        """Add weight decay, where it is this rank's."""
         self._velocity_is_loaded = False
         if continues:  # what belongs to one step is added up, so all of it has the same unit
             return
-        self.at_once = self.may_apply_at_once()
+        self.at_once = self._sends_few()
         # Without momentum weight decay can stay where it is.
         param_groups = self._optimizer.param_groups
         self._decays = [bool(group["momentum"]) for group in param_groups]
@@ -158,16 +150,18 @@ class OptimizerMomentum(Callback):
                 decay = -decay
             views[position].add_(bucket.parameters[position].detach(), alpha=decay * grad_scale)
 
-    def state_is_loaded(self) -> None:
+    @override
+    def velocity_is_loaded(self) -> None:
         """The velocities are those of a saved session: this rank's own. What a script loads into
         its optimizer besides may be another rank's.
         """
         self._velocity_is_loaded = True
 
+    @override
     def leaves_plain_steps(self) -> bool:
-        """Whether the optimizer's step is the learning rate times what it is given."""
         return True
 
+    @override
     def rates(self) -> list[float]:
         """Learning rates as the optimizer has them during its step."""
         rates = rates_of(self._optimizer)
@@ -175,6 +169,7 @@ class OptimizerMomentum(Callback):
             return rates
         return [rate / (1 - factor) for rate, (factor, _) in zip(rates, self._options, strict=True)]
 
+    @override
     def give_back(self) -> None:
         """Momentum begins anew in the optimizer, since velocities differ from rank to rank."""
         for handle in self._handles:
@@ -205,13 +200,6 @@ class OptimizerMomentum(Callback):
         for group, shown in zip(self._optimizer.param_groups, self._shown, strict=False):
             group.update(shown)
         self._shown = []
-
-    def gradients_are_changed(self, warn: Callable[[str], None]) -> None:
-        """The loop has changed what the exchange left: where momentum is in it already, it did not
-        change the gradient.
-        """
-        if not self.at_once:
-            warn(CHANGED_MOMENTUM)
 
     # The optimizer's state
 
@@ -246,8 +234,8 @@ class OptimizerMomentum(Callback):
         """
         param_groups = self._optimizer.param_groups
         for place in self._places.values():
-            velocity = place.applied_by.velocity
-            assert velocity is not None
+            velocity = None if place.applied_by is None else place.applied_by.velocity
+            assert velocity is not None, "nothing applies this momentum"
             for parameter, view, number in zip(
                 place.bucket.parameters,
                 place.bucket.views_of(velocity),
@@ -305,10 +293,3 @@ def momentum_to_take(
         )
         return None
     return OptimizerMomentum(optimizer, inform=inform)
-
-
-def makes_plain_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is the learning rate times the gradient, of which nothing is remembered."""
-    return type(optimizer) is torch.optim.SGD and not any(
-        group["momentum"] for group in optimizer.param_groups
-    )

@@ -36,20 +36,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.codec.residual import ErrorFeedback
-from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
-from offbeat.gradients.group_ranges import GroupRanges, rates_of
-from offbeat.gradients.residual_watch import ResidualWatch
+from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
+from offbeat.gradients.group_ranges import GroupRanges
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -58,11 +55,6 @@ _CHANGED_LATER: Final = (
     f"{_CHANGED}, but Adam's scaling is in them already (momentum_correction='auto'), since the"
     " first step did not do so; so the step is limited and not the gradient. To clip, use the"
     " strategy's clip_norm, or leave the scaling to the optimizer with momentum_correction=None"
-)
-_IS_SCALED: Final = (
-    "the state was saved while the strategy had taken over Adam's scaling, so what is owed in it is"
-    " scaled, and here the scaling is left to the optimizer; resume with the same optimizer,"
-    " density and momentum_correction, and without a GradScaler"
 )
 
 
@@ -73,7 +65,6 @@ class _Moments:
     bucket: Bucket
     groups: GroupRanges
     feedback: ErrorFeedback
-    watch: ResidualWatch
     mean: torch.Tensor
     square: torch.Tensor
     gradient: torch.Tensor
@@ -88,7 +79,7 @@ class _Settled(ExchangeListener):
         self._settled(good)
 
 
-class OptimizerScaling(Callback):
+class OptimizerScaling(GradientTransform):
     """The scaling of an Adam optimizer, once it is not the optimizer's.
 
     Args:
@@ -100,15 +91,10 @@ class OptimizerScaling(Callback):
         warn: is told when gradients are changed after all.
 
     Attributes:
-        is_wanted: whether entries travel at all; where everything does, Adam serves better. The
-            same on all ranks.
-        when_taken: is called when the scaling is taken.
-        listener: has to listen to the exchange of gradients.
         is_taken: whether it is; None until that is known.
     """
 
-    state_key: ClassVar[str] = "optimizer_scaling"
-    may_begin_anew: ClassVar[bool] = True
+    minds_changes = True
 
     def __init__(
         self,
@@ -120,6 +106,7 @@ class OptimizerScaling(Callback):
         inform: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
+        super().__init__(optimizer)
         self.is_taken: bool | None = None
         self.listener = _Settled(self._settled)
         self._optimizer = optimizer
@@ -129,8 +116,8 @@ class OptimizerScaling(Callback):
         self._warn = warn
         self._handles: list[Any] = []
         self._state_is_loaded = False
-        self.is_wanted: Callable[[], bool] = lambda: True
-        self.when_taken: Callable[[], None] = lambda: None
+        self._sends_entries: Callable[[], bool] = lambda: True
+        self._when_taken: Callable[[], None] = lambda: None
         self._counts = counts
         self._moments: dict[int, _Moments] = {}
         self._num_steps = 0.0  # of resumed ranks that were several, the mean
@@ -139,45 +126,46 @@ class OptimizerScaling(Callback):
         self._is_changed = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
-    def apply_to(self, bucket: Bucket, feedback: ErrorFeedback, watch: ResidualWatch) -> None:
-        """Scale what `bucket` contributes to `feedback`, at which `watch` looks."""
+    @property
+    @override
+    def needs_warm_up(self) -> bool:  # type: ignore[override]  # nobody sets it
+        """Scaled gradients are of one size from the first step on."""
+        return self.is_taken is False
+
+    @override
+    def follow(
+        self,
+        *,
+        sends_few: Callable[[], bool],
+        sends_entries: Callable[[], bool],
+        when_taken: Callable[[], None],
+    ) -> None:
+        """Where everything travels, Adam itself serves better."""
+        self._sends_entries, self._when_taken = sends_entries, when_taken
+
+    @override
+    def apply_to(self, bucket: Bucket, feedback: ErrorFeedback) -> None:
         mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
         groups = GroupRanges(bucket, self._optimizer)
-        self._moments[id(bucket)] = _Moments(
-            bucket, groups, feedback, watch, mean, square, gradient
-        )
+        self._moments[id(bucket)] = _Moments(bucket, groups, feedback, mean, square, gradient)
 
+    @override
     def gradients_are_changed(self) -> None:
-        """The loop has changed what the exchange left."""
         self._is_changed = True
 
     # What the exchange calls
 
-    def take(self) -> None:
-        """Whether anything is taken shows in the first step."""
-
-    def state_is_loaded(self) -> None:
-        """All of it is in `load_state_dict`."""
-
+    @override
     def leaves_plain_steps(self) -> bool:
-        """Whether the scaling has been taken."""
         return self.is_taken is True
 
-    def rates(self) -> list[float]:
-        """The user's learning rates."""
-        return rates_of(self._optimizer)
-
-    def prepare_(
+    @override
+    def update_(
         self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
     ) -> None:
-        """Turn the gradient that `bucket` holds into the scaled one.
-
-        Args:
-            bucket: one that `apply_to` was called with.
-            used: which of its parameters have a gradient.
-            grad_scale: 1, since there is no scaling where there is a GradScaler.
-            continues: whether an earlier exchange belongs to the same optimizer step: its gradient
-                is part of what counts, and weight decay has been added there.
+        """Turn the gradient into the scaled one. There is no `grad_scale` here, because there is no
+        scaling where there is a GradScaler. The gradient of an earlier exchange of the same step is
+        part of what counts, and weight decay has been added there.
         """
         self._state_is_loaded = False
         if self.is_taken is False:
@@ -191,6 +179,7 @@ class OptimizerScaling(Callback):
         if self.is_taken:
             bucket.flat.copy_(bucket.flat / self._denominator(moments))
 
+    @override
     def give_back(self) -> None:
         """Adam begins anew: what was remembered differs from rank to rank."""
         self._show_gradients()
@@ -257,8 +246,8 @@ class OptimizerScaling(Callback):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         is_taken = state["replicated"]["is_taken"]
-        if is_taken and not self._moments:
-            raise CheckpointError(_IS_SCALED)
+        if not self._moments:
+            super().load_state_dict(state)
         self.is_taken = is_taken if self._moments else False
         if self.is_taken is False:
             self._moments.clear()
@@ -329,7 +318,7 @@ class OptimizerScaling(Callback):
     def _decide(self) -> None:
         """Look whether the loop leaves gradients alone, and agree: all ranks scale, or none."""
         is_changed = self._driver.run(_any_of(self._is_changed), self._stream.next())
-        is_wanted, is_new = self.is_wanted(), self._counts.exchanges == self._num_settled
+        is_wanted, is_new = self._sends_entries(), self._counts.exchanges == self._num_settled
         self.is_taken = is_wanted and is_new and not is_changed
         if not is_wanted:
             self._moments.clear()
@@ -345,7 +334,6 @@ class OptimizerScaling(Callback):
         for moments in self._moments.values():
             # What is owed from the first step was not scaled.
             moments.feedback.residual.div_(self._denominator(moments))
-            moments.watch.begin_anew()
         self._take_gathered()
         self._taken()
         self._inform(
@@ -378,7 +366,7 @@ class OptimizerScaling(Callback):
                 self._optimizer.register_state_dict_post_hook(self._show_state),
                 self._optimizer.register_load_state_dict_post_hook(lambda _: self._state_loaded()),
             ]
-        self.when_taken()
+        self._when_taken()
 
     def _show_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         numbers = {
@@ -447,24 +435,6 @@ def _with_noise(
         return square.mul_(factor)
     signal = mean.square_().sub_(square, alpha=noise).div_(1 - noise).clamp_min_(0)
     return square.mul_(factor).add_(signal, alpha=1 - factor)
-
-
-class LeftScaling(Callback):
-    """Stands where Adam's scaling is left to the optimizer. Refuses the state of a run in which it
-    was taken over: what was owed there is no gradient.
-    """
-
-    state_key: ClassVar[str] = OptimizerScaling.state_key
-    may_begin_anew: ClassVar[bool] = True
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"replicated": {"is_taken": False}}
-
-    @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["replicated"]["is_taken"]:
-            raise CheckpointError(_IS_SCALED)
 
 
 def _any_of(mine: bool) -> Collective[bool]:

@@ -49,15 +49,12 @@ class OwedRate:
         self._leads_to_plain_steps = leads_to_plain_steps
         self._rates: Sequence[float] = ()
 
-    def follow(self, residual: torch.Tensor) -> float:
-        """Bring what is owed from the last exchange's rates to those of now.
+    def follow(self, residual: torch.Tensor) -> None:
+        """Bring what is owed from the last exchange's rates to those of now. A rate of 0 changes
+        nothing: when it is above 0 again, what counts is the last one before.
 
         Args:
             residual: of the bucket, shape (num_elements,).
-
-        Returns:
-            The largest factor, 1.0 where no rate has changed. A rate of 0 changes nothing: when it
-            is above 0 again, what counts is the last one before.
         """
         now = self._rates_now()
         # A group that is new, or was not there when the state was saved, owes nothing yet.
@@ -67,7 +64,7 @@ class OwedRate:
         ]
         self._rates = [new or old for old, new in zip(before, now, strict=True)]
         if not any(factor != 1.0 for factor in factors) or not self._leads_to_plain_steps():
-            return 1.0
+            return
         places = self._places.ranges
         here = [1.0 if each.group is None else factors[each.group] for each in places]
         if min(here) == max(here):
@@ -76,7 +73,6 @@ class OwedRate:
             sizes = torch.tensor([each.end - each.begin for each in places])
             vector = torch.tensor(here, dtype=residual.dtype).repeat_interleave(sizes)
             residual.mul_(vector.to(residual.device))
-        return max(1.0, *here)
 
     def state(self) -> dict[str, float]:
         """The last exchange's rates, by group; none before the first one."""

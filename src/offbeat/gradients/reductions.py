@@ -5,7 +5,7 @@ to later steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,8 +22,6 @@ from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.owed_rate import OwedRate
-from offbeat.gradients.piggyback import Piggyback
-from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _EXACT = (torch.float32, torch.float64)
@@ -46,6 +44,8 @@ class DenseReduction:
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self.encode_s = 0.0
         self.ages: EntryAges | None = None
+        self.residual: torch.Tensor | None = None
+        self.may_lack: Collection[str] = ()
         self._bucket = bucket
         self._driver = driver
         self._stream = stream
@@ -122,11 +122,7 @@ class SparseReduction:
         stream: this bucket's channels.
         wire: layout of the messages.
         plan: called once for each exchange, at the same point on all ranks.
-        watch: looks at the residual after each exchange of entries; None: nobody does.
         owed_rate: follows the learning rate; None: what is owed is applied at whatever it is then.
-        rides: this bucket travels whole inside another one's messages, and `plan` never names a
-            collective; None: in messages of its own.
-        carries: a bucket that travels inside this one's messages; None: none does.
 
     Attributes:
         ages: how long entries waited before this rank sent them.
@@ -141,20 +137,11 @@ class SparseReduction:
         stream: Stream,
         wire: Wire,
         plan: Callable[[], ExchangePlan],
-        watch: ResidualWatch | None = None,
         owed_rate: OwedRate | None = None,
-        rides: Piggyback | None = None,
-        carries: Piggyback | None = None,
     ) -> None:
         self.encode_s = 0.0
-        self._rides = rides
-        self._carries = carries
-        if carries is not None:
-            carries.carried_by(self.wait)
         self.ages: EntryAges | None = EntryAges(bucket.num_elements)
-        self._watch = watch
         self._owed_rate = owed_rate
-        self._k = 0
         self._bucket = bucket
         self._feedback = feedback
         self._driver = driver
@@ -165,36 +152,27 @@ class SparseReduction:
         self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
         self._sums: list[Pending[torch.Tensor]] = []
         self._joined: torch.Tensor | None = None
-        num_numbers = NUM_COUNTERS + wire.num_parameters + wire.num_whole
-        self._tail = torch.empty(num_numbers, dtype=torch.float64)
+        self._tail = torch.empty(NUM_COUNTERS + wire.num_parameters, dtype=torch.float64)
         self._grad_scale = 1.0
         self._continues = self._at_once = False
         self._picked: NDArray[np.int64] | None = None
-        self._sent_norm = 0.0
-        self._staged = self._is_over = False
+        self._staged = False
         self._tally = Tally.of_nobody(len(bucket.indices))
 
     def launch(
         self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
     ) -> None:
         plan = self._plan()
-        self._grad_scale, self._k, self._continues = grad_scale, plan.k, continues
-        if self._watch is not None and plan.at_once != self._at_once:
-            self._watch.begin_anew()
-        self._at_once = plan.at_once
+        self._grad_scale, self._continues, self._at_once = grad_scale, continues, plan.at_once
         if self._owed_rate is not None:
-            factor = self._owed_rate.follow(self._feedback.residual)
-            if self._watch is not None:
-                self._watch.grow(factor)
-        self._staged, self._is_over = not tally.num_failed, False
+            self._owed_rate.follow(self._feedback.residual)
+        self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
         if plan.collective is None:
             self._launch_everything(bucket.flat, tally)
         else:
             mine, tally = self._pick(bucket.flat, tally, plan.k)
-            if self._carries is not None:
-                tally = self._carries.combine(tally)
             work = plan.collective(
                 self._driver.rank, self._driver.world_size, mine, tally, plan.k, self._wire
             )
@@ -212,7 +190,6 @@ class SparseReduction:
             at_once=self._at_once,
         )
         self._picked = selection.sparse.indices
-        self._sent_norm = float(np.linalg.norm(selection.sparse.values.astype(np.float64)))
         return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
@@ -224,11 +201,6 @@ class SparseReduction:
                 at_once=self._at_once,
             )
             tally = replace(tally, num_nonfinite=int(not finite))
-        if self._rides is not None:
-            self._rides.hand_in(flat, tally)
-            return
-        if self._carries is not None:
-            tally = self._carries.combine(tally)
         tally.write_to(self._tail)
         self._joined = None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
@@ -237,12 +209,8 @@ class SparseReduction:
         self._sums = launch_sums(self._driver, self._stream, *summed)
 
     def wait(self) -> Tally:
-        if self._is_over:  # the bucket that is carried has waited already
-            return self._tally
-        if self._rides is not None:
-            self._tally = self._rides.wait()
-        elif self._pending is not None:
-            self._tally = self._own(self._pending.wait().tally)
+        if self._pending is not None:
+            self._tally = self._pending.wait().tally
         else:
             for pending in self._sums:
                 pending.wait()
@@ -250,12 +218,8 @@ class SparseReduction:
                 size = self._bucket.num_elements
                 self._bucket.flat.copy_(self._joined[:size])
                 self._tail.copy_(self._joined[size:])
-            self._tally = self._own(Tally.read_from(self._tail, num_whole=self._wire.num_whole))
-        self._is_over = True
+            self._tally = Tally.read_from(self._tail)
         return self._tally
-
-    def _own(self, merged: Tally) -> Tally:
-        return merged if self._carries is None else self._carries.split(merged)
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
@@ -269,21 +233,12 @@ class SparseReduction:
             if mean.dtype not in _EXACT:
                 self._owe_rounding(kept, mean, factor)
             self._count_ages(self._picked)
-            if self._watch is not None:
-                self._watch.after_exchange(
-                    self._feedback.residual, self._k, sent_norm=self._sent_norm
-                )
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
         else:
             self._feedback.commit_all()
             self._count_ages(None)
-            if self._watch is not None:
-                self._watch.all_was_sent()
             flat = self._bucket.flat
-            total = (
-                flat if self._rides is None else torch.from_numpy(self._rides.sums).to(flat.device)
-            )
-            self._put_mean(flat, total, factor)
+            self._scale_(flat, factor)
             unused = np.flatnonzero(~self._tally.used).tolist()
             hit = np.array(
                 [position for position in unused if self._bucket.views[position].any()],
@@ -315,16 +270,16 @@ class SparseReduction:
             )
         )
 
-    def _put_mean(self, flat: torch.Tensor, total: torch.Tensor, factor: float) -> None:
-        """Write `total`, which may be `flat` itself, times `factor` into `flat`. What the backends'
-        sum has rounded is not known to anybody, and lost as with plain S-SGD.
+    def _scale_(self, flat: torch.Tensor, factor: float) -> None:
+        """Make a sum a mean. What the backends' sum has rounded is not known to anybody, and lost
+        as with plain S-SGD.
         """
         if flat.dtype in _EXACT:
-            torch.mul(total, factor, out=flat)
+            flat.mul_(factor)
             return
         mine = slice(self._driver.rank, None, self._driver.world_size)
-        before = total[mine].float()
-        torch.mul(total, factor, out=flat)
+        before = flat[mine].float()
+        flat.mul_(factor)
         shown = flat[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self._feedback.residual[mine] += before - shown / factor
 
@@ -332,11 +287,22 @@ class SparseReduction:
         if self._staged:
             self._feedback.discard()
 
+    @property
+    def residual(self) -> torch.Tensor:
+        """What is owed, shape (n,)."""
+        return self._feedback.residual
+
+    @property
+    def may_lack(self) -> Collection[str]:
+        """Names of the velocities."""
+        return self._velocities()
+
+    def _velocities(self) -> dict[str, torch.Tensor]:
+        velocity = self._feedback.velocity
+        return {} if velocity is None else self._named("velocity", velocity)
+
     def additive_state(self) -> dict[str, torch.Tensor]:
-        state = self._named("residual", self._feedback.residual)
-        if self._feedback.velocity is not None:
-            state |= self._named("velocity", self._feedback.velocity)
-        return state
+        return self._named("residual", self._feedback.residual) | self._velocities()
 
     def local_state(self) -> dict[str, float]:
         state = dict(self._feedback.selector_state)

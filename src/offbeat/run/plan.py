@@ -91,6 +91,7 @@ def _one_strategy(text: str, path: str) -> tuple[str, dict[str, str]]:
     if text.partition(":")[0].startswith("ddp"):
         raise ConfigError(
             f"{text} is PyTorch's own exchange, which the script has under torchrun; allreduce does"
-            f" the same here, and offbeat compare --strategies {text},allreduce -- {path} shows both"
+            f" the same here, and offbeat compare --strategies {text},allreduce -- {path} shows"
+            " both"
         )
     return parse_spec(text, SCRIPT_STRATEGIES)

@@ -95,7 +95,7 @@ def parse_spec(
     kinds: Mapping[str, type[Any]] | None = None,
     also: Callable[[type[Any]], list[str]] = lambda kind: [],
 ) -> tuple[str, dict[str, str]]:
-    """A strategy with its options, as in "gtopk:density=0.01:selection=reuse".
+    """A strategy with its options, as in "gtopk:density=0.01:codec=reuse".
 
     Args:
         text: of a command line.
@@ -241,7 +241,7 @@ def _text(default: object) -> str:
 
 def _can_be_written(hint: object) -> bool:
     """Whether a value of this type can be given as text: callables, tuples, dataclasses and objects
-    of a user's own, as `LocalSGD` takes for `outer` and `GTopK` for `selection`, are given in
+    of a user's own, as `LocalSGD` takes for `outer` and `GTopK` for `codec`, are given in
     Python only.
     """
     is_object = isinstance(hint, type) and issubclass(hint, OptionValue)

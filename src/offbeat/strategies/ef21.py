@@ -27,51 +27,30 @@ Differences from the papers:
   v = (1 - eta) v + eta gradient with eta = 1 - momentum: at eta times the learning rate both are
   the same. By default it is the optimizer's, taken over;
 - ranks are weighted by their samples, where these are known;
-- small parameters are sent whole; values may be rounded to bfloat16 or float8, and what rounding
-  loses stays in the difference.
+- values may be rounded to bfloat16 or float8, and what rounding loses stays in the difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.selectors import SELECTORS, Selector
-from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.changed_gradients import ChangedGradients
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import ExchangeCounts, Reduction
 from offbeat.gradients.gradient_estimates import EstimateReduction
-from offbeat.gradients.optimizer_momentum import (
-    OptimizerMomentum,
-    momentum_to_take,
-)
+from offbeat.gradients.optimizer_momentum import OptimizerMomentum, momentum_to_take
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.strategies.gradient import MIB, GradientStrategy
-from offbeat.strategies.options import (
-    object_of,
-    require_at_least,
-    require_density,
-    require_one_of,
-    require_positive,
-)
-from offbeat.strategies.sparse_gradient import (
-    SMALL_SHARE,
-    require_real,
-    whole_below,
-    wire_of,
-)
-
-_EXACT: Final = SELECTORS["exact"]
+from offbeat.strategies.options import require_density, require_one_of, require_positive
+from offbeat.strategies.sparse_gradient import require_real, wire_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +63,9 @@ class EF21(GradientStrategy):
         momentum_correction: momentum that each rank applies to its gradient before changes are
             looked for, which keeps the noise of single batches out of the estimates. "auto": that
             of `torch.optim.SGD`, with its weight decay, taken over until the session ends; other
-            optimizers keep theirs. None: the optimizer works on
-            the estimate.
-        selection: "exact" takes exactly the k largest changes; "reuse" adapts the last step's
-            threshold and takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
-        dense_below: parameters of fewer elements are sent whole in a bucket of their own, as
-            `AllReduce` sends them; the density is that of the others. 0: none of them. "auto":
-            1024, where these parameters have at most 2.5 times as many elements as `density` lets
-            travel, else 0.
-        values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
-            your own; what rounding loses stays in the difference.
-        indices: "gaps" between indices in 1 or 2 bytes, a bit for each element, or plain indices,
-            whichever is shortest; or an `IndexCodec` of your own.
+            optimizers keep theirs. None: the optimizer works on the estimate.
+        codec: what picks changes and how they are written: a `TopKCodec`, or names of its parts
+            such as "bfloat16" or "reuse+float8"; what rounding loses stays in the difference.
         bucket_mib: exchange in buckets of this size, each with its own largest changes, whose first
             messages leave during backward; None: all in one, after it.
         clip_norm: clip each rank's gradient / P to clip_norm / sqrt(P) before changes are looked
@@ -107,10 +77,7 @@ class EF21(GradientStrategy):
 
     density: float = 0.01
     momentum_correction: Literal["auto"] | None = "auto"
-    selection: Literal["exact", "reuse"] | Selector = "exact"
-    dense_below: int | Literal["auto"] = "auto"
-    values: Literal["float32", "bfloat16", "float8"] | ValueCodec = "float32"
-    indices: Literal["gaps"] | IndexCodec = "gaps"
+    codec: TopKCodec | str = "float32"
     bucket_mib: float | None = None
     clip_norm: float | None = None
 
@@ -119,12 +86,7 @@ class EF21(GradientStrategy):
         require_density("density", self.density)
         if self.momentum_correction is not None:
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
-        object_of("selection", self.selection, SELECTORS, Selector)
-        self.codecs()
-        if isinstance(self.dense_below, str):
-            require_one_of("dense_below", self.dense_below, ("auto",))
-        else:
-            require_at_least("dense_below", self.dense_below, 0)
+        TopKCodec.of(self.codec)
         if self.bucket_mib is not None:
             require_positive("bucket_mib", self.bucket_mib)
         if self.clip_norm is not None:
@@ -133,17 +95,6 @@ class EF21(GradientStrategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
         require_real(model)
-
-    def codecs(self) -> tuple[ValueCodec, IndexCodec]:
-        """How values and indices travel. Raises `ConfigError` for options that name none."""
-        return (
-            object_of("values", self.values, VALUE_CODECS, ValueCodec),
-            object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
-        )
-
-    def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
-        """Parameters of fewer elements are sent whole, if `parameters` are all."""
-        return whole_below(self.dense_below, SMALL_SHARE * self.density, parameters)
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """What clips the mean leaves no more than the step it clips."""
@@ -157,13 +108,8 @@ class EF21(GradientStrategy):
         if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
             taken = momentum_to_take(optimizer, inform=context.inform)
         pairs = self._pairs(context, taken)
-        exchange, others = self.exchange_of(pairs, [], context, counts, taken=taken)
+        exchange, others = self.exchange_of(pairs, [], context, counts, transform=taken)
         if taken is not None:
-            if not context.has_scaler:  # which changes gradients itself
-                when_changed = partial(taken.gradients_are_changed, context.warn)
-                others.append(
-                    ChangedGradients(exchange.buckets, counts=counts, when_changed=when_changed)
-                )
             others.append(taken)
             taken.take()  # last, when nothing can fail any more
         return [exchange, *others]
@@ -178,43 +124,27 @@ class EF21(GradientStrategy):
         self, context: Context, taken: OptimizerMomentum | None
     ) -> list[tuple[Bucket, Reduction]]:
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        small_below = self.small_below(context.parameters.values())
-        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes, small_below=small_below)
-        return [
-            (
-                bucket,
-                self._reduction(
-                    bucket,
-                    context,
-                    taken,
-                    is_small=all(each.numel() < small_below for each in bucket.parameters),
-                ),
-            )
-            for bucket in buckets
-        ]
+        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes)
+        return [(bucket, self._reduction(bucket, context, taken)) for bucket in buckets]
 
     def _reduction(
-        self,
-        bucket: Bucket,
-        context: Context,
-        taken: OptimizerMomentum | None,
-        *,
-        is_small: bool,
+        self, bucket: Bucket, context: Context, taken: OptimizerMomentum | None
     ) -> Reduction:
-        momentum = None if taken is None else taken.of(bucket)
-        wire = wire_of(bucket, *self.codecs())
+        momentum = None if taken is None else taken.momentum_of(bucket)
+        codec = TopKCodec.of(self.codec)
+        wire = wire_of(bucket, codec)
         driver, stream = context.driver, context.new_stream()
         k = max(1, round(self.density * bucket.num_elements))
         applied_by: EstimateReduction | ErrorFeedback
         reduction: Reduction
-        if is_small or k >= bucket.num_elements:
+        if k >= bucket.num_elements:
             # All of it travels, so there is nothing to estimate, and nothing is ever owed.
             everything = ExchangePlan(k=bucket.num_elements, collective=None)
             applied_by = ErrorFeedback(
                 bucket.num_elements,
                 dtype=bucket.flat.dtype,
                 device=bucket.flat.device,
-                selector=_EXACT,
+                selector=codec.selector,
                 momentum=momentum,
             )
             reduction = SparseReduction(
@@ -229,12 +159,12 @@ class EF21(GradientStrategy):
             reduction = applied_by = EstimateReduction(
                 bucket,
                 k=k,
-                selector=object_of("selection", self.selection, SELECTORS, Selector),
+                selector=codec.selector,
                 momentum=momentum,
                 driver=driver,
                 stream=stream,
                 wire=wire,
             )
-        if taken is not None and momentum is not None:
-            taken.apply_to(bucket, momentum, applied_by)
+        if taken is not None:
+            taken.apply_to(bucket, applied_by)
         return reduction

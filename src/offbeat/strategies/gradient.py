@@ -19,8 +19,8 @@ from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import (
     ExchangeCounts,
     GradientExchange,
+    GradientTransform,
     Reduction,
-    TakenOver,
 )
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.replica_check import ReplicaCheck
@@ -87,7 +87,7 @@ class GradientStrategy(Strategy):
         counts: ExchangeCounts,
         *,
         launch_order: LaunchOrder | None = None,
-        taken: TakenOver | None = None,
+        transform: GradientTransform | None = None,
     ) -> tuple[GradientExchange, list[Callback]]:
         """The exchange of what `parts` returns.
 
@@ -97,7 +97,7 @@ class GradientStrategy(Strategy):
             context: lent by the session.
             counts: where what happens is counted.
             launch_order: shared with other systems; None: there are none.
-            taken: what works before the exchange in the optimizer's place; None: nothing.
+            transform: what works before the exchange in the optimizer's place; None: nothing.
         """
         driver, norms = context.driver, context.new_stream()
 
@@ -115,7 +115,7 @@ class GradientStrategy(Strategy):
             launch_order=launch_order,
             clipping=self.clipping(driver.world_size),
             agree_on=agree_on,
-            taken=taken,
+            transform=transform,
         )
         if self.replica_check_interval:
             stream, interval = context.new_stream(), self.replica_check_interval

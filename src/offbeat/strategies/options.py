@@ -4,16 +4,14 @@ fix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from math import nan
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat
 
 import torch
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
-
-T = TypeVar("T")
 
 
 def number_of(value: object) -> float:
@@ -54,30 +52,6 @@ def refuse_idle(strategy: Any, *names: str, because: str) -> None:
             raise ConfigError(
                 f"{option.name}={value!r} would do nothing, because {because}; leave it out"
             )
-
-
-def object_of(name: str, value: object, by_name: Mapping[str, T], kind: type[Any]) -> T:
-    """The object that an option stands for: an object of the user's own, or the one that `by_name`
-    has for a name.
-
-    Args:
-        name: of the option.
-        value: as the user gave it.
-        by_name: what may be given by name.
-        kind: the class of the objects that may be given.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if isinstance(value, kind):
-        chosen: T = value
-        return chosen
-    if isinstance(value, str) and value in by_name:
-        return by_name[value]
-    raise ConfigError(
-        f"{name} must be one of {', '.join(map(repr, by_name))}, or a {kind.__name__}, got"
-        f" {value!r}{nearest(str(value), by_name)}"
-    )
 
 
 def require_density(name: str, value: float) -> None:

@@ -8,9 +8,8 @@ The baseline that gTop-k S-SGD (arXiv 1901.04359) improves on; error feedback af
 
 Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank, which grows with P.
 
-Differences from the paper: by default momentum is applied before selection, small parameters are
-sent whole, and more entries travel while the learning rate rises; bfloat16 values, threshold re-use
-and selection by layer are offered too.
+Differences from the paper: by default momentum is applied before selection, and more entries
+travel while the learning rate rises; bfloat16 values and threshold re-use are offered too.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from typing import ClassVar
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.collectives.topk_allgather import topk_sum
+from offbeat.gradients.density import DensitySchedule
+from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 
@@ -30,5 +31,9 @@ class TopK(SparseGradientStrategy):
 
     name: ClassVar[str] = "topk"
 
-    def chooser(self, context: Context) -> tuple[Choose, list[Callback]]:
-        return lambda bucket, k: topk_sum, []
+    density: float = 0.001
+
+    def chooser(
+        self, context: Context, counts: ExchangeCounts
+    ) -> tuple[Choose, DensitySchedule, list[Callback]]:
+        return lambda bucket, k: topk_sum, self.schedule(self.density, context, counts), []

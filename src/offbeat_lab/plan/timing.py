@@ -312,12 +312,10 @@ def _select_s_per_element(parameters: Sequence[torch.nn.Parameter]) -> float:
     model = _Gradients(like)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     gradients = [torch.randn(one.shape, device=device) for one in like]
-    values, indices = SELECTED_CODECS
     strategy = GTopK(
         density=SELECTED_DENSITY,
         collective="all_gather",
-        values=values,
-        indices=indices,
+        codec="+".join(SELECTED_CODECS),
         replica_check_interval=0,
     )
 

@@ -45,20 +45,11 @@ class PlannedBucket(NamedTuple):
         num_elements: of all of them.
         complete: when the last one is ready, as a share of the backward pass.
         tensors: their places in the model.
-        carried: elements of each tensor that travels whole inside this one's messages.
-        rides: whether this one travels inside another one's messages.
     """
 
     num_elements: int
     complete: float
     tensors: list[int]
-    carried: tuple[int, ...] = ()
-    rides: bool = False
-
-    @property
-    def num_counted(self) -> int:
-        """Tensors of which the tally in its messages says whether they were used."""
-        return len(self.tensors) + len(self.carried)
 
 
 class GradientMethod(StepMethod):
@@ -80,26 +71,18 @@ class GradientMethod(StepMethod):
     def buckets(self, setting: Setting) -> list[PlannedBucket]:
         return self.remember((setting,), lambda: self._fused(setting))
 
-    def small_below(self, setting: Setting) -> int:
-        """Tensors of fewer elements share buckets with their like only."""
-        return 0
-
     def _fused(self, setting: Setting) -> list[PlannedBucket]:
-        tensors, small_below = setting.profile.tensors, self.small_below(setting)
+        tensors = setting.profile.tensors
         sizes = [FLOAT_BYTES * tensor.num_elements for tensor in tensors]
-        kinds = [tensor.num_elements < small_below for tensor in tensors]
+        kinds = [None] * len(sizes)
         groups = fuse(sizes, kinds, cap_bytes=self._caps[0], first_cap_bytes=self._caps[1])
         buckets = []
         complete = 0.0  # in one order on all ranks, so none leaves before those ahead of it
-        for group in self._in_order(setting, groups):
+        for group in groups:
             complete = max(complete, *(tensors[index].ready for index in group))
             num_elements = sum(tensors[index].num_elements for index in group)
             buckets.append(PlannedBucket(num_elements, complete, group))
         return buckets
-
-    def _in_order(self, setting: Setting, groups: list[list[int]]) -> list[list[int]]:
-        """Tensors of each bucket, as they are launched."""
-        return groups
 
     def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
         """The exchange of one bucket."""

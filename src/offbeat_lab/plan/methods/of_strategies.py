@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.errors import ConfigError
-from offbeat.gradients.collective_choice import BY_ITSELF
 from offbeat_lab.options import Recipe
 from offbeat_lab.plan.methods.averages import Gossip, PartialMean, PeriodicMean
 from offbeat_lab.plan.methods.background import Background
@@ -104,28 +102,15 @@ def _method_of(name: str, recipe: Any) -> Method:
 
 
 def _sparse(name: str, recipe: Any) -> SparseGradients:
-    values, indices = recipe.codecs()
-    sparse = partial(
-        SparseGradients,
-        density=recipe.density,
-        bucket_mib=recipe.bucket_mib,
-        values=values,
-        indices=indices,
-        small_below=partial(_small_below, recipe),
-    )
+    sparse = partial(SparseGradients, density=recipe.density, bucket_mib=recipe.bucket_mib)
     if name == "ef21":
-        method = sparse(collective="all_gather")
+        method = sparse(collective="all_gather", codec=TopKCodec.of(recipe.codec))
         method.extra_bytes = 3.0
         return method
-    carries = partial(_carries_small, recipe)
-    if name == "topk":
-        return sparse(collective="all_gather", carries_small=carries, density_at=recipe.density_at)
     return sparse(
-        collective=recipe.collective,
-        budget=recipe.budget,
-        carries_small=carries,
-        among=frozenset({"all_gather", "dense"}) if recipe.apply == "union" else BY_ITSELF,
-        density_at=recipe.density_at,
+        collective=recipe.collective if name == "gtopk" else "all_gather",
+        codec=recipe.entries(),
+        warmup=recipe.stages(),
     )
 
 
@@ -134,19 +119,3 @@ def _exchange_of(recipe: Any) -> StepMethod:
     method = method_of(recipe.gradients.name, recipe.gradients)
     assert isinstance(method, StepMethod)
     return method
-
-
-def _small_below(recipe: Any, sizes: Sequence[int]) -> int:
-    """Parameters of fewer elements are sent whole by the sparse strategy of `recipe`."""
-    below: int = recipe.small_below(_parameters(sizes))
-    return below
-
-
-def _carries_small(recipe: Any, sizes: Sequence[int], workers: int) -> bool:
-    """Whether these travel in the messages of the others."""
-    carries: bool = recipe.carries_small(_parameters(sizes), workers)
-    return carries
-
-
-def _parameters(sizes: Sequence[int]) -> list[torch.Tensor]:
-    return [torch.empty(size, device="meta") for size in sizes]

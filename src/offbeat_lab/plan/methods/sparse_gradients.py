@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
-from offbeat.codec.index_codecs import INDEX_CODECS, GapIndices, IndexCodec
+from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import NUM_COUNTERS, Tally
-from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.value_codecs import VALUE_CODECS
 from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import SparseCollective
 from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
-from offbeat.gradients.density_choice import affordable_density, warm_up_factor
+from offbeat.gradients.density import BUDGET, Warmup, affordable_density, warm_up_factor
 from offbeat.gradients.reductions import JOINED_BYTES
 from offbeat.transport.operations import Collective
 from offbeat.transport.virtual import VirtualCluster
@@ -41,7 +41,9 @@ from offbeat_lab.plan.simulation import (
 SPARSE: Final[dict[str, SparseCollective]] = {
     "reduce_scatter": sparse_reduce_scatter.sparse_reduce_scatter,
     "all_gather": topk_allgather.topk_sum,
+    "global": topk_allgather.global_topk,
     "tree": gtopk_tree.gtopk_tree,
+    "paper": gtopk_tree.gtopk_tree,
 }
 
 _NAMED_CODECS: Final[dict[str, object]] = {**VALUE_CODECS, **INDEX_CODECS}
@@ -53,15 +55,9 @@ class SparseGradients(GradientMethod):
     Args:
         density: of what travels; "auto": what is affordable.
         collective: by name, or "auto".
-        budget: of density "auto".
         bucket_mib: of a bucket; None: all gradients in one.
-        values: how values travel.
-        indices: likewise.
-        among: what "auto" chooses among.
-        small_below: tensors of fewer elements are sent whole; of all sizes.
-        carries_small: whether these travel in the messages of the others; of all sizes and the
-            number of workers. Else they have an exchange of their own.
-        density_at: of an exchange, from its number and the density that follows the warm-up.
+        codec: how entries travel.
+        warmup: its stages, where they are named.
     """
 
     extra_bytes = 2.0
@@ -71,30 +67,21 @@ class SparseGradients(GradientMethod):
         *,
         density: float | str,
         collective: str,
-        budget: float = 0.1,
         bucket_mib: float | None = None,
-        values: ValueCodec | None = None,
-        indices: IndexCodec | None = None,
-        among: frozenset[str] = BY_ITSELF,
-        small_below: Callable[[Sequence[int]], int] = lambda sizes: 0,
-        carries_small: Callable[[Sequence[int], int], bool] = lambda sizes, workers: False,
-        density_at: Callable[[int, float], float] = lambda exchange, target: target,
+        codec: TopKCodec | None = None,
+        warmup: Warmup | Literal["auto"] | None = None,
     ) -> None:
         super().__init__(bucket_mib)
         self._density = density
-        self._density_at = density_at
+        self._warmup = warmup
         self._warmup_densities: dict[Setting, float] = {}
         self._collective = collective
-        self._budget = budget
-        self._values = values or Float32Values()
-        self._indices = indices or GapIndices()
+        self._codec = codec or TopKCodec()
         self._codec_names = [
             next((name for name, known in _NAMED_CODECS.items() if known == one), "")
-            for one in (self._values, self._indices)
+            for one in (self._codec.values, self._codec.indices)
         ]
-        self._small_below = small_below
-        self._carries_small = carries_small
-        self._among = among if collective == "auto" else frozenset({collective, "dense"})
+        self._among = BY_ITSELF if collective == "auto" else frozenset({collective, "dense"})
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -120,22 +107,18 @@ class SparseGradients(GradientMethod):
         return simulate_phases(phases)
 
     def _wire(self, bucket: PlannedBucket) -> Wire:
-        return Wire(
-            num_elements=bucket.num_elements,
-            num_parameters=bucket.num_counted,
-            num_whole=sum(bucket.carried),
-            dtype=np.dtype(np.float32),
-            values=self._values,
-            indices=self._indices,
+        return self._codec.wire(
+            bucket.num_elements, num_parameters=len(bucket.tensors), dtype=np.dtype(np.float32)
         )
 
+    def _density_at(self, exchange: int, target: float) -> float:
+        """Of an exchange, where `target` follows the warm-up."""
+        if isinstance(self._warmup, Warmup):
+            return self._warmup.density_at(exchange, target)
+        return target
+
     def _bucket_kind(self, num_elements: int) -> BucketKind:
-        return BucketKind(
-            num_elements=num_elements,
-            element_bytes=FLOAT_BYTES,
-            values=self._values,
-            indices=self._indices,
-        )
+        return BucketKind(num_elements=num_elements, element_bytes=FLOAT_BYTES, codec=self._codec)
 
     def density(self, setting: Setting) -> float:
         """As a session would choose it."""
@@ -147,63 +130,14 @@ class SparseGradients(GradientMethod):
         choice = CheapestCollective(
             setting.network, world_size=setting.world_size, among=self._among
         )
-        small_below = self.small_below(setting)
-        sizes = [tensor.num_elements for tensor in profile.tensors]
-        num_apart = sum(size for size in sizes if size < small_below)
-        bucket = self._bucket_kind(profile.num_elements - num_apart)
-        if self.carries(setting):
-            beside_s = self._carried_s(setting, setting.network, num_apart)
-        else:
-            apart = self._bucket_kind(num_apart)
-            beside_s = choice.costs_s(apart, 1)["dense"] if num_apart else 0.0
+        bucket = self._bucket_kind(profile.num_elements)
         steps = setting.steps
-        budget = self._budget * (1.0 if steps is None else warm_up_factor(steps.stop - 1))
+        budget = BUDGET * (1.0 if steps is None else warm_up_factor(steps.stop - 1))
         return affordable_density(
             lambda k: choice.costs_s(bucket, k),
             num_elements=bucket.num_elements,
             allowed_s=budget * profile.compute_s * float(setting.slowdowns.max()),
-            beside_s=beside_s,
         )
-
-    @override
-    def small_below(self, setting: Setting) -> int:
-        tensors = setting.profile.tensors
-        return self.remember(
-            (setting, "small"),
-            lambda: self._small_below([tensor.num_elements for tensor in tensors]),
-        )
-
-    def carries(self, setting: Setting) -> bool:
-        """Whether small tensors travel in the messages of the last bucket of others."""
-        sizes = [tensor.num_elements for tensor in setting.profile.tensors]
-        key = (setting, "carries")
-        return self.remember(key, lambda: self._carries_small(sizes, setting.world_size))
-
-    def _is_small(self, setting: Setting, group: Sequence[int]) -> bool:
-        return setting.profile.tensors[group[0]].num_elements < self.small_below(setting)
-
-    @override
-    def _in_order(self, setting: Setting, groups: list[list[int]]) -> list[list[int]]:
-        if not self.carries(setting):
-            return groups
-        (small,) = (group for group in groups if self._is_small(setting, group))
-        others = [group for group in groups if group is not small]
-        return [*others[:-1], small, others[-1]]
-
-    @override
-    def _fused(self, setting: Setting) -> list[PlannedBucket]:
-        buckets = super()._fused(setting)
-        if not self.carries(setting):
-            return buckets
-        *others, small, last = buckets
-        tensors = setting.profile.tensors
-        carried = tuple(tensors[index].num_elements for index in small.tensors)
-        return [*others, small._replace(rides=True), last._replace(carried=carried)]
-
-    def _carried_s(self, setting: Setting, network: NetworkCosts, num_elements: int) -> float:
-        """What elements cost that travel whole inside messages: every rank's come to every rank."""
-        num_bytes = (setting.world_size - 1) * FLOAT_BYTES * num_elements
-        return network.messages.time_s(num_messages=0, num_bytes=num_bytes)
 
     def chosen(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
         """The collective of a bucket, and k."""
@@ -212,8 +146,6 @@ class SparseGradients(GradientMethod):
 
     def _choose(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
         num_elements = bucket.num_elements
-        if self._is_small(setting, bucket.tensors):
-            return "dense", num_elements
         density = self.density(setting)
         k = max(1, round(density * num_elements))
         if density == 1.0 and self._density != 1.0:
@@ -237,8 +169,6 @@ class SparseGradients(GradientMethod):
 
     @override
     def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
-        if bucket.rides:
-            return
         setting = run.setting
         name, k = self.chosen(setting, bucket)
         if name == "dense":
@@ -252,7 +182,7 @@ class SparseGradients(GradientMethod):
     def _everything(self, run: Run, rank: int, bucket: PlannedBucket) -> Collective[None]:
         """A gradient and its tally, in one sum where the gradient is small, else in two."""
         num_bytes = FLOAT_BYTES * bucket.num_elements
-        num_beside = NUM_COUNTERS + bucket.num_counted + sum(bucket.carried)
+        num_beside = NUM_COUNTERS + len(bucket.tensors)
         if num_bytes <= JOINED_BYTES:
             yield from all_reduce(run, rank, num_bytes + FLOAT_BYTES * num_beside)
             return
@@ -266,14 +196,8 @@ class SparseGradients(GradientMethod):
         arithmetic = WeightlessWire(
             wire=self._wire(bucket), num_places=setting.num_places(k, bucket.num_elements)
         )
-        whole = np.zeros(sum(bucket.carried), dtype=np.float32)
         yield from SPARSE[name](
-            rank,
-            setting.world_size,
-            arithmetic.picked(k),
-            replace(_TALLY, whole=whole),
-            k,
-            arithmetic,
+            rank, setting.world_size, arithmetic.picked(k), _TALLY, k, arithmetic
         )
 
     def _beyond(
@@ -306,11 +230,8 @@ class SparseGradients(GradientMethod):
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
         total_s = 0.0
         for bucket in self.buckets(setting):
-            if bucket.rides:
-                continue
             num_elements = bucket.num_elements
             name, k = self.chosen(setting, bucket)
-            total_s += self._carried_s(setting, network, sum(bucket.carried))
             if name == "dense":
                 num_bytes = FLOAT_BYTES * num_elements
                 total_s += dense.cost_s(

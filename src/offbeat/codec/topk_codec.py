@@ -1,0 +1,92 @@
+"""How the largest entries of a vector travel: what picks them, and how values and indices are
+written. One object, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.option_value import OptionValue
+from offbeat.codec.selectors import SELECTORS, Selector
+from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
+from offbeat.codec.wire import Wire
+from offbeat.errors import ConfigError, nearest
+
+_KINDS: Final[dict[str, tuple[dict[str, Any], type[Any]]]] = {
+    "selector": (dict(SELECTORS), Selector),
+    "values": (dict(VALUE_CODECS), ValueCodec),
+    "indices": (dict(INDEX_CODECS), IndexCodec),
+}
+
+
+class TopKCodec(OptionValue):
+    """The largest entries of a vector, as they travel.
+
+    Args:
+        selector: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and
+            takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
+        values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
+            your own; what rounding loses is owed.
+        indices: "gaps" between indices in 1 or 2 bytes, or a bit for each element, or plain
+            indices, whichever is shortest; or an `IndexCodec` of your own.
+    """
+
+    def __init__(
+        self,
+        *,
+        selector: Selector | str = "exact",
+        values: ValueCodec | str = "float32",
+        indices: IndexCodec | str = "gaps",
+    ) -> None:
+        self.selector: Selector = _object("selector", selector)
+        self.values: ValueCodec = _object("values", values)
+        self.indices: IndexCodec = _object("indices", indices)
+
+    @classmethod
+    def of(cls, codec: TopKCodec | str) -> TopKCodec:
+        """An object as it is; or the one that text such as "bfloat16" or "reuse+float8" names.
+
+        >>> TopKCodec.of("reuse+float8") == TopKCodec(selector="reuse", values="float8")
+        True
+        """
+        if isinstance(codec, TopKCodec):
+            return codec
+        chosen: dict[str, str] = {}
+        for name in str(codec).split("+"):
+            kind = next((kind for kind, (known, _) in _KINDS.items() if name in known), None)
+            if kind is None or kind in chosen:
+                names = [name for known, _ in _KINDS.values() for name in known]
+                raise ConfigError(
+                    f"codec must be a TopKCodec, or of {', '.join(map(repr, names))} one that"
+                    " selects, one of values and one of indices, joined by '+', such as"
+                    f" 'reuse+float8'; got {codec!r}{nearest(name, names)}"
+                )
+            chosen[kind] = name
+        return cls(**chosen)
+
+    def wire(self, num_elements: int, *, num_parameters: int, dtype: np.dtype[np.floating]) -> Wire:
+        """Layout of the messages of a vector of so many elements of `dtype`, which are the
+        gradients of so many parameters.
+        """
+        return Wire(
+            num_elements=num_elements,
+            num_parameters=num_parameters,
+            dtype=dtype,
+            values=self.values.suited_to(dtype),
+            indices=self.indices,
+        )
+
+
+def _object(name: str, value: object) -> Any:
+    by_name, kind = _KINDS[name]
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value in by_name:
+        return by_name[value]
+    raise ConfigError(
+        f"{name} must be one of {', '.join(map(repr, by_name))}, or a {kind.__name__}, got"
+        f" {value!r}{nearest(str(value), by_name)}"
+    )

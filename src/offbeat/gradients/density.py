@@ -1,0 +1,474 @@
+"""The density of each exchange: which fraction of the entries travels.
+
+    target      a number, or the largest that the links afford (`MeasuredDensity`)
+    warm-up     stages that the user has named, or more while the learning rate rises
+
+Warm-up by the learning rate. What a rank owes waits for about 1 / density steps. While the learning
+rate rises it is applied at a higher rate than when it was computed, and the gradients of a new
+model are large and all point the same way meanwhile, so what arrives late overshoots. An entry that
+waits for ten steps does no harm.
+
+The warm-up outlasts the rise. At a density below 0.01 it does so for a quarter of the time that an
+entry will wait, and then comes down in two steps: at a density of 0.001, 250 exchanges at a tenth
+and 600 at a hundredth.
+Without it images are 1.9 points worse (`benchmarks/parity.py`, images, GTopK at 0.01, two seeds).
+
+What the links afford:
+
+    compute = the slowest rank's median seconds between two exchanges
+    allowed = `BUDGET` * compute; ten times that in the first 100 exchanges, five times in the next
+              50, and two and a half times in the 50 after these
+    least = the cheapest exchange at the paper's density
+    allowed = max(allowed, 1.5 * least)
+    dense, where that costs at most `allowed`; else the largest density whose cheapest exchange does
+
+What `least` costs no density avoids. Where most of it is latency, many more entries cost hardly
+more, and withholding them would lose accuracy for nothing. With a density of 0.01 in its place
+mnist is 0.8 points worse (`benchmarks/parity.py`, mnist, GTopK), and all at once instead of by
+steps 1.1 points on images (`benchmarks/sparse_accuracy.py`, density 0.07): gradients change quickly
+in the first exchanges, and what is owed from then is applied when the model has left.
+
+The seconds between exchanges are measured all the time, and looked at after a few exchanges and
+then now and then, by all ranks together.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, ClassVar, Final, Literal
+
+import torch
+from typing_extensions import override
+
+from offbeat.callbacks.callback import Callback
+from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
+from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
+from offbeat.gradients.group_ranges import rates_of
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import AllGather, Collective
+
+_STAGE: Final = re.compile(r"(?P<density>[0-9.eE-]+)x(?P<steps>[0-9]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warmup:
+    """Densities of the first stages of training.
+
+    Args:
+        stages: of each the density, in (0, 1], and for how many steps, >= 1.
+    """
+
+    stages: tuple[tuple[float, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("there is no stage")
+        for density, steps in self.stages:
+            if not (0 < density <= 1 and steps >= 1):
+                raise ValueError(f"a stage has density {density!r} for {steps!r} steps")
+
+    def density_at(self, step: int, target: float) -> float:
+        """Density of step `step`, counted from 0: the stage's, but never below `target`, which
+        holds after the last stage.
+
+        >>> Warmup(stages=((0.5, 10), (0.1, 20))).density_at(12, 0.001)
+        0.1
+        """
+        end = 0
+        for density, steps in self.stages:
+            end += steps
+            if step < end:
+                return max(density, target)
+        return target
+
+    @classmethod
+    def of(cls, pairs: Iterable[Iterable[float]]) -> Warmup:
+        """Of pairs of a density and a number of steps. Raises `TypeError` or `ValueError` where
+        they are something else.
+        """
+        stages = []
+        for density, steps in pairs:
+            if not math.isfinite(steps) or int(steps) != steps:
+                raise ValueError(f"{steps!r} is no number of steps")
+            stages.append((float(density), int(steps)))
+        return cls(stages=tuple(stages))
+
+    @classmethod
+    def read(cls, text: str) -> Warmup:
+        """Of text such as "1.0x80+0.25x40": 80 steps at density 1, then 40 at 0.25. Raises
+        `ValueError` where it is something else.
+        """
+        stages = [_STAGE.fullmatch(stage.strip()) for stage in text.split("+")]
+        return cls.of(
+            (float(stage["density"]), int(stage["steps"])) if stage else (0.0, 0)
+            for stage in stages
+        )
+
+
+DENSITY: Final = 0.1
+"""The least density meanwhile."""
+
+HOLD: Final = 50
+"""How many exchanges it lasts at least after the learning rate has risen, so that one which rises
+once an epoch of up to so many exchanges counts as rising.
+"""
+
+LONG_HOLD, LONGER_HOLD, BETWEEN, LONGEST_WAIT = 0.25, 0.85, 10, 1000
+"""What is added where entries wait for long, 1 / density exchanges each or `LONGEST_WAIT`: the
+least density for so much of that time, and `BETWEEN` times the density until so much of it is over.
+"""
+
+LIMIT: Final = 1000
+"""In this exchange and later ones, counted from 0, no learning rate begins it again."""
+
+
+@dataclass(slots=True)
+class RisingRate:
+    """Notices that the learning rate rises.
+
+    Attributes:
+        rate: at the last exchange; 0 before the first one.
+        until: the exchange, counted from 0, that is the first one after the warm-up; 0: none has
+            begun.
+    """
+
+    rate: float = 0.0
+    until: int = 0
+
+    def look(self, exchange: int, rate: float) -> bool:
+        """Take the learning rate of exchange number `exchange`. May be called again in the same
+        exchange. Returns whether the first warm-up begins.
+        """
+        rises = 0.0 < self.rate < rate and exchange < LIMIT
+        begins = rises and self.until == 0
+        if rises:
+            self.until = exchange + HOLD
+        self.rate = rate
+        return begins
+
+    def density_at(self, exchange: int, target: float) -> float:
+        """Density of exchange number `exchange`, where `target`, in (0, 1], is that without a
+        warm-up.
+
+        >>> [RisingRate(until=100).density_at(n, 0.001) for n in (99, 299, 300, 899, 900)]
+        [0.1, 0.1, 0.01, 0.01, 0.001]
+        >>> [RisingRate(until=100).density_at(n, 0.01) for n in (99, 100)]
+        [0.1, 0.01]
+        """
+        if self.until == 0:
+            return target
+        hold, until = _holds(target)
+        since_rise = exchange - (self.until - HOLD)
+        if since_rise < hold:
+            return max(DENSITY, target)
+        return BETWEEN * target if since_rise < until else target
+
+
+def in_words(target: float) -> str:
+    """What happens to a density of `target`, in (0, 0.1).
+
+    >>> in_words(0.01)  # doctest: +ELLIPSIS
+    'while the learning rate rises, and for 50 ... after that, the density is 0.1 instead of 0.01'
+    """
+    hold, until = _holds(target)
+    then = f", then {BETWEEN * target:.3g} for {until - hold} more" if until > hold else ""
+    return (
+        f"while the learning rate rises, and for {hold} exchanges after that, the density is"
+        f" {DENSITY:g} instead of {target:.3g}{then}"
+    )
+
+
+def _holds(target: float) -> tuple[int, int]:
+    """How many exchanges after the last rise the least density lasts, and the one between."""
+    wait = min(1 / target, LONGEST_WAIT)
+    hold = max(HOLD, round(LONG_HOLD * wait))
+    return hold, max(hold, round(LONGER_HOLD * wait)) if BETWEEN * target < DENSITY else hold
+
+
+class DensitySchedule(Callback):
+    """The density of each exchange, on the way to a target.
+
+    The learning rate steers the density, so what was seen of it is state.
+
+    Args:
+        target: the density without a warm-up, in (0, 1].
+        warmup: its stages; "auto": by the learning rate; None: there is none.
+        optimizer: whose learning rate counts, the same on all ranks; None: none does.
+        counts: of the exchange of gradients.
+        inform: is told when the learning rate has begun to rise.
+
+    Attributes:
+        listener: has to listen to the exchange of gradients.
+        needs_warm_up: whether more entries have to travel while the learning rate rises; may be
+            replaced.
+    """
+
+    state_key: ClassVar[str] = "density"
+
+    def __init__(
+        self,
+        target: float,
+        *,
+        warmup: Warmup | Literal["auto"] | None,
+        optimizer: torch.optim.Optimizer | None,
+        counts: ExchangeCounts,
+        inform: Callable[[str], None],
+    ) -> None:
+        self.target = target
+        self.listener = ExchangeListener()
+        self.needs_warm_up: Callable[[], bool] = lambda: True
+        self._warmup = warmup
+        self._optimizer = optimizer
+        self._rising = RisingRate()
+        self._counts = counts
+        self._inform = inform
+
+    def now(self) -> float:
+        """Of the coming exchange."""
+        exchange = self._counts.exchanges
+        if isinstance(self._warmup, Warmup):
+            return self._warmup.density_at(exchange, self.target)
+        if self._warmup is None or self._optimizer is None or not self.needs_warm_up():
+            return self.target
+        rate = max(rates_of(self._optimizer))
+        if self._rising.look(exchange, rate) and self.target < DENSITY:
+            self._inform(f"warmup='auto': {in_words(self.target)}; warmup=None keeps it as it is")
+        return self._rising.density_at(exchange, self.target)
+
+    @property
+    def few(self) -> float:
+        """The target, once `send_few` has been called."""
+        return self.target
+
+    def send_few(self) -> None:
+        """Adam's scaling is taken over: what is measured is at most `FEW` from now on. All ranks
+        call it between the same two exchanges.
+        """
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"replicated": {"learning_rate": self._rising.rate, "until": self._rising.until}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state["replicated"]
+        self._rising = RisingRate(float(saved["learning_rate"]), int(saved["until"]))
+
+
+BUDGET: Final = 0.1
+"""Share of the time between two exchanges that one may take, where entries are chosen by cost."""
+
+LEAST: Final = 0.001
+"""The least density that is chosen: the paper's."""
+
+NEAR_LEAST: Final = 1.5
+"""An exchange may always cost so many times what one at `LEAST` does."""
+
+FEW: Final = 0.02
+"""The largest density that is chosen where the optimizer's scaling is taken over: fewer entries
+were more accurate there on a text, and as accurate on photographs.
+"""
+
+FIRST: Final = 0.2
+"""The density until the first choice. Momentum goes on as it is there: where it is applied at once
+in the first exchanges, and more travels afterwards, a new model is harmed.
+"""
+
+WARM_UP: Final = ((100, 10.0), (150, 5.0), (200, 2.5))
+"""Before that exchange so many times the budget may be spent."""
+
+_STEP: Final = 1.25
+"""Densities that are tried differ by this factor."""
+
+_CHANGE: Final = 1.5
+"""A new density differs from the old by at least this factor, so that it does not flutter with the
+measurements.
+"""
+
+_EARLY: Final = (4, 20, *(end for end, _ in WARM_UP))
+_INTERVAL: Final = 500
+_REMEMBERED: Final = 20
+
+_SECONDS: Final = struct.Struct("<d")
+
+
+def warm_up_factor(num_exchanges: int) -> float:
+    """What the budget is multiplied by after so many exchanges; 1.0 when the warm-up is over.
+
+    >>> [warm_up_factor(number) for number in (0, 99, 100, 150, 200)]
+    [10.0, 10.0, 5.0, 2.5, 1.0]
+    """
+    return next((factor for end, factor in WARM_UP if num_exchanges < end), 1.0)
+
+
+def affordable_density(
+    costs_s: Callable[[int], Mapping[str, float]],
+    *,
+    num_elements: int,
+    allowed_s: float,
+    most: float = 1.0,
+) -> float:
+    """The largest density whose exchange takes at most `allowed_s`, or `NEAR_LEAST` times as long
+    as one at `LEAST`; 1.0 where a dense one does.
+
+    Args:
+        costs_s: k -> expected seconds of one exchange by collective, "dense" among them.
+        num_elements: of the gradient.
+        allowed_s: seconds.
+        most: the largest density that is considered.
+
+    Returns:
+        A density in [`LEAST`, `most`].
+    """
+
+    def sparse_s(density: float) -> float:
+        costs = costs_s(max(1, round(density * num_elements)))
+        return min(cost for name, cost in costs.items() if name != "dense")
+
+    allowed_s = max(allowed_s, NEAR_LEAST * sparse_s(LEAST))
+    if most == 1.0 and costs_s(num_elements)["dense"] <= allowed_s:
+        return 1.0
+    density = LEAST
+    while (larger := density * _STEP) < most and sparse_s(larger) <= allowed_s:
+        density = larger
+    return density
+
+
+class Intervals(ExchangeListener):
+    """Measures the seconds from the end of one exchange to the beginning of the next.
+
+    Args:
+        over: is called at the end of each exchange.
+        now_s: a monotonic clock.
+    """
+
+    def __init__(self, over: Callable[[], None], now_s: Callable[[], float]) -> None:
+        self._over = over
+        self._now_s = now_s
+        self._ended_s: float | None = None
+        self._recent_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def median_s(self) -> float:
+        """Of the last ones; 0 where there is none yet."""
+        return median(self._recent_s) if self._recent_s else 0.0
+
+    @override
+    def on_bucket_sealed(self, number: int, *, is_last: bool, failed: bool) -> None:
+        if is_last and self._ended_s is not None:
+            self._recent_s.append(self._now_s() - self._ended_s)
+
+    @override
+    def on_exchange_settled(self, *, good: bool) -> None:
+        self._over()
+        self._ended_s = self._now_s()
+
+
+class MeasuredDensity(DensitySchedule):
+    """The largest density that the links afford: `density="auto"`.
+
+    What was chosen steers the numbers that training sees, so it is state: a resumed run begins with
+    that of the first one.
+
+    Args:
+        cheapest: knows what exchanges cost.
+        gradient: all buckets as one.
+        driver: carries out the agreement.
+        stream: for it.
+        now_s: a monotonic clock.
+        warmup, optimizer, counts, inform: as of `DensitySchedule`.
+    """
+
+    def __init__(
+        self,
+        cheapest: CheapestCollective,
+        *,
+        gradient: BucketKind,
+        driver: Driver,
+        stream: Stream,
+        warmup: Warmup | Literal["auto"] | None,
+        optimizer: torch.optim.Optimizer | None,
+        counts: ExchangeCounts,
+        inform: Callable[[str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(FIRST, warmup=warmup, optimizer=optimizer, counts=counts, inform=inform)
+        self._cheapest = cheapest
+        self._gradient = gradient
+        self._driver = driver
+        self._stream = stream
+        self._inform = inform
+        self._num_exchanges = 0
+        self._most = 1.0
+        self.listener = self._intervals = Intervals(self._exchange_over, now_s)
+
+    @property
+    @override
+    def few(self) -> float:
+        return FEW
+
+    @override
+    def send_few(self) -> None:
+        self._most = FEW
+        self.target = min(self.target, FEW)
+
+    def _exchange_over(self) -> None:
+        # All ranks settle the same exchanges, so all of them come to the agreement here.
+        self._num_exchanges += 1
+        if self._num_exchanges in _EARLY or self._num_exchanges % _INTERVAL == 0:
+            self._choose()
+
+    def _choose(self) -> None:
+        compute_s = self._driver.run(_slowest(self._intervals.median_s), self._stream.next())
+        if compute_s == 0.0:  # right after a resume no rank has measured anything
+            return
+        share = BUDGET * warm_up_factor(self._num_exchanges)
+        allowed_s = share * compute_s
+        density = affordable_density(
+            lambda k: self._cheapest.costs_s(self._gradient, k),
+            num_elements=self._gradient.num_elements,
+            allowed_s=allowed_s,
+            most=self._most,
+        )
+        if density != 1.0 and 1 / _CHANGE < density / self.target < _CHANGE:
+            return
+        if density == self.target:
+            return
+        self.target = density
+        k = max(1, round(density * self._gradient.num_elements))
+        costs = self._cheapest.costs_s(self._gradient, k)
+        expected_s = costs["dense"] if density == 1.0 else min(costs.values())
+        chosen = "to send everything" if density == 1.0 else f"{density:.3g}"
+        self._inform(
+            f'density="auto" chose {chosen} after {self._num_exchanges} exchanges:'
+            f" {expected_s * 1e3:.2f} ms expected, {allowed_s * 1e3:.2f} ms allowed, which is"
+            f" {share:.0%} of the {compute_s * 1e3:.1f} ms between exchanges"
+            + ("; fewer entries would hardly cost less" if expected_s > allowed_s else "")
+            + next(
+                (f" until exchange {end}" for end, _ in WARM_UP if self._num_exchanges < end), ""
+            )
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        chosen = {"density": self.target, "num_exchanges": self._num_exchanges}
+        return {"replicated": super().state_dict()["replicated"] | chosen}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.target = float(state["replicated"]["density"])
+        self._num_exchanges = int(state["replicated"]["num_exchanges"])
+
+
+def _slowest(mine_s: float) -> Collective[float]:
+    """The largest of what the ranks have measured."""
+    reports = yield AllGather(_SECONDS.pack(mine_s))
+    return max(float(_SECONDS.unpack(report)[0]) for report in reports)
