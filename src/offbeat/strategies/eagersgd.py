@@ -36,14 +36,9 @@ import torch
 
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import (
-    averaged_tensors,
-    delta_merge,
-    start_background_averager,
-)
-from offbeat.averaging.background.gradient_ledger import GradientLedger, GradientPort
+from offbeat.averaging.background.averager import delta_merge, start_background_averager
+from offbeat.averaging.background.gradient_ledger import GradientLedger
 from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
-from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
@@ -83,7 +78,7 @@ class EagerSGD(AveragingStrategy):
         return [guard, *exchanges]
 
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(averaged_tensors(weights))
+        staging = Staging(weights.tensors())
         num_parameters = len(context.parameters)
         ledger = GradientLedger(
             staging.num_elements,
@@ -91,12 +86,10 @@ class EagerSGD(AveragingStrategy):
             make_rule=delta_merge(staging, weights),
             averages_models=self._averages_models,
         )
-        # A rank that skipped more than one arrival would keep its gradients for too long.
-        published = PublishedModel(ledger, max_credit=1)
         averager = start_background_averager(
             context,
             weights,
-            published,
+            ledger,
             staging=staging,
             serve=group_average.serve,
             group_of=self._group_of,
@@ -105,7 +98,7 @@ class EagerSGD(AveragingStrategy):
         return [
             PartialAllReduce(
                 averager,
-                GradientPort(published, ledger),
+                ledger,
                 parameters=context.parameters,
                 averages_models=self._averages_models,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,17 +74,13 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "sgp":
             method = Gossip(recipe.out_degree)
         case "wagma":
-            # Workers with processors to spare average in each step.
-            if recipe.interval == "auto":
-                recipe = replace(recipe, interval=1, budget=type(recipe).budget)
             method = Background(
                 recipe.group_of,
                 pairs=False,
                 period=recipe.period,
-                interval=recipe.intervals[0],
+                interval=recipe.interval,
                 rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
                 overlaps=recipe.overlaps,
-                averages_momenta=recipe.momenta == "averaged",
             )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)
