@@ -29,25 +29,20 @@ changes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import PeriodicAverage
-from offbeat.averaging.start_phase import StartPhase, StartPhaseOfFactors
+from offbeat.averaging.start_phase import StartPhase
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, nearest
-from offbeat.kfac.callback import KFACCallback
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.dkfac import DKFAC
-from offbeat.strategies.dpkfac import DPKFAC
-from offbeat.strategies.kfac import KFACStrategy
-from offbeat.strategies.mpdkfac import MPDKFAC
 from offbeat.strategies.options import (
     refuse_idle,
     require_at_least,
@@ -55,8 +50,11 @@ from offbeat.strategies.options import (
     require_one_of,
     require_positive,
 )
-from offbeat.strategies.spdkfac import SPDKFAC
+from offbeat.strategies.registry import REGISTRY
 from offbeat.weights.model_weights import ModelWeights
+
+if TYPE_CHECKING:
+    from offbeat.strategies.kfac import KFACStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +93,8 @@ OUTERS = {
 }
 """Outer optimizers by name, with the values of their papers."""
 
-STARTS: dict[str, type[AllReduce | KFACStrategy]] = {
-    kind.name: kind for kind in (AllReduce, DKFAC, MPDKFAC, SPDKFAC, DPKFAC)
-}
-"""What the first steps may be, by name."""
+STARTS = ("allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac")
+"""What the first steps may be, by the name in the registry, which loads K-FAC where it is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +162,14 @@ class LocalSGD(AveragingStrategy):
 
     @override
     def for_plain_script(self) -> Self:
-        start = STARTS[self.start]() if isinstance(self.start, str) else self.start
+        start = self._started
         plain = start.for_plain_script()
         return self if plain == start else replace(self, start=plain)
 
     def _check_start(self) -> None:
         start = self.start
-        is_named = isinstance(start, str) and start in STARTS
-        if not is_named and not isinstance(start, tuple(STARTS.values())):
+        name = start.name if isinstance(start, Strategy) else start
+        if name not in STARTS:
             raise ConfigError(
                 f"start must be one of {', '.join(map(repr, STARTS))}, or such a strategy, as"
                 f" offbeat.SPDKFAC(damping=0.003), got {start!r}{nearest(str(start), STARTS)}"
@@ -184,27 +180,27 @@ class LocalSGD(AveragingStrategy):
                 f"start={given} is for the first start_step steps, and start_step is 0; set it,"
                 " as in start_step=100"
             )
-        if isinstance(start, KFACStrategy) and not isinstance(start.gradients, AllReduce):
+        if not isinstance(getattr(start, "gradients", AllReduce()), AllReduce):
             raise ConfigError(
                 f"start={given} sends parts of gradients only, and what it owes when local steps"
                 ' begin would be lost; use exchange="allreduce"'
             )
 
     @property
-    def first_steps(self) -> AllReduce | KFACStrategy:
+    def _started(self) -> Strategy:
+        """The strategy of the first steps, before it is fitted to them."""
+        return self.start if isinstance(self.start, Strategy) else REGISTRY[self.start]()
+
+    @property
+    def first_steps(self) -> Strategy:
         """What the first steps are. There is no check of replicas, which part afterwards."""
-        start: AllReduce | KFACStrategy
-        if isinstance(self.start, AllReduce | KFACStrategy):
-            start = self.start
-            gradients = start.gradients if isinstance(start, KFACStrategy) else start
-        else:
-            start = STARTS[str(self.start)]()
-            gradients = AllReduce(max_skipped_steps=self.max_skipped_steps)
-        unchecked = replace(gradients, replica_check_interval=0)
-        if isinstance(start, KFACStrategy):
-            return replace(start, exchange=unchecked)
-        assert isinstance(unchecked, AllReduce)
-        return unchecked
+        start, gradients = self._started, AllReduce(max_skipped_steps=self.max_skipped_steps)
+        if isinstance(start, AllReduce):
+            gradients = start if isinstance(self.start, Strategy) else gradients
+            return replace(gradients, replica_check_interval=0)
+        kfac = cast("KFACStrategy", start)
+        exchange: Any = kfac.gradients if isinstance(self.start, Strategy) else gradients
+        return replace(kfac, exchange=replace(exchange, replica_check_interval=0))
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
@@ -235,9 +231,5 @@ class LocalSGD(AveragingStrategy):
     def _gradient_phase(self, context: Context) -> list[Callback]:
         if not self.start_step:
             return []
-        return [
-            (StartPhaseOfFactors if isinstance(part, KFACCallback) else StartPhase)(
-                part, num_steps=self.start_step
-            )
-            for part in self.first_steps.build(context)
-        ]
+        parts = self.first_steps.build(context)
+        return [StartPhase(part, num_steps=self.start_step) for part in parts]
