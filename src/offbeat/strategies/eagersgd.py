@@ -23,7 +23,8 @@ nothing.
 Differences from the paper: "majority" counts the ranks that have arrived, where the paper waits for
 one rank drawn at random, which is half of the ranks in expectation only. Models are averaged by
 steps instead of epochs, and among a quorum. A rank that missed several averages applies their sum
-in one step. A rank whose gradient is not finite contributes nothing.
+in one step. A rank whose gradient is not finite contributes nothing. What is owed or not applied
+when a rank has taken its last step is not in the final model.
 """
 
 from __future__ import annotations

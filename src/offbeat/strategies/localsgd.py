@@ -35,7 +35,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.periodic import PeriodicAverage
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.averaging.start_phase import StartPhase
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -154,6 +154,13 @@ class LocalSGD(AveragingStrategy):
         return self.warmup
 
     @property
+    def schedule(self) -> GrowingPeriod:
+        """After which steps weights are averaged."""
+        return GrowingPeriod(
+            period=self.period, warmup=self.steps_of_growth, start_step=self.start_step
+        )
+
+    @property
     def averages_state(self) -> bool:
         """Whether the optimizer's state is averaged, by `optimizer_state` or by default."""
         if self.optimizer_state is None:
@@ -217,12 +224,9 @@ class LocalSGD(AveragingStrategy):
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         average = PeriodicAverage(
             weights,
-            driver=context.driver,
-            stream=context.new_stream(),
-            period=self.period,
-            warmup=self.steps_of_growth,
-            start_step=self.start_step,
-            outer=None if outer is None else OuterOptimizer(context.parameters, make=outer),
+            schedule=self.schedule,
+            peers=Everyone(context.driver, context.new_stream()),
+            rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
             optimizer=context.optimizer if self.averages_state else None,
             notify=context.notify,
         )

@@ -5,10 +5,11 @@ generator through them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from offbeat.errors import OffbeatError
-from offbeat.transport.operations import Collective, Operation
+from offbeat.transport.operations import Collective, Now, Operation
 
 T = TypeVar("T")
 
@@ -77,6 +78,10 @@ class Driver(ABC):
         """Tell all peers that this rank sends nothing more but on `channel`, and give up what dense
         collectives need. A peer that waits for anything else from this rank raises `PeerError`.
         """
+
+    def clock(self) -> Callable[[int], float]:
+        """What tells the time on a channel, in seconds, as `Now` does."""
+        return lambda channel: float(self.start(Now(), channel).wait())
 
     def departed(self) -> frozenset[int]:
         """The ranks that are known to send nothing more: dead, or closed. Never blocks."""

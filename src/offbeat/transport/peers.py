@@ -128,6 +128,9 @@ class Peers(Driver):
             self._check_open()
             self._mesh.connect(endpoints)
 
+    def clock(self) -> Callable[[int], float]:
+        return lambda channel: time.monotonic()
+
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case Send():

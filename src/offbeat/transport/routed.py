@@ -53,6 +53,9 @@ class Routed(Driver):
             case _:
                 return self._messages.start(operation, channel)
 
+    def clock(self) -> Callable[[int], float]:
+        return self._messages.clock()
+
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self._messages.abort(reason, blame=blame)
 

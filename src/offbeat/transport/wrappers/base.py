@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from offbeat.errors import OffbeatError
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import Now, Operation
+from offbeat.transport.operations import Operation
 
 
 class Wrapper(Driver):
@@ -15,12 +15,14 @@ class Wrapper(Driver):
     Attributes:
         inner: the wrapped driver.
         step: the training step that was marked last.
+        now_s: the inner driver's clock, for a channel, in seconds.
     """
 
     def __init__(self, inner: Driver) -> None:
         self.inner = inner
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.now_s = inner.clock()
         self.step = 0
 
     def start(self, operation: Operation, channel: int) -> Ticket:
@@ -41,10 +43,6 @@ class Wrapper(Driver):
 
     def close(self) -> None:
         self.inner.close()
-
-    def now_s(self, channel: int) -> float:
-        """The inner driver's clock, in seconds."""
-        return float(self.inner.start(Now(), channel).wait())
 
 
 class Raised:

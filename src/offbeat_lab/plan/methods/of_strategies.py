@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offbeat.averaging.periodic import GrowingPeriod
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF
 from offbeat_lab.options import Recipe
@@ -54,21 +55,18 @@ def _method_of(name: str, recipe: Any) -> Method:
             method = FirstSteps(
                 recipe.start_step,
                 first=method_of(first.name, first),
-                then=PeriodicMean(
-                    recipe.period,
-                    warmup=recipe.steps_of_growth,
-                    start_step=recipe.start_step,
-                    averages_state=recipe.averages_state,
-                ),
+                then=PeriodicMean(recipe.schedule, averages_state=recipe.averages_state),
             )
         case "post-localsgd":
             method = FirstSteps(
                 recipe.start_step,
                 first=DenseGradients(),
-                then=PeriodicMean(recipe.period, start_step=recipe.start_step),
+                then=PeriodicMean(
+                    GrowingPeriod(period=recipe.period, start_step=recipe.start_step)
+                ),
             )
         case "crossbow":
-            method = PeriodicMean(recipe.period, extra_bytes=3.0)
+            method = PeriodicMean(GrowingPeriod(period=recipe.period), extra_bytes=3.0)
         case "dpsgd":
             method = Gossip()
         case "sgp":
