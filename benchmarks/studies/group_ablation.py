@@ -45,14 +45,11 @@ from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from averaging_accuracy import Case, Found, gaps, steps_to_target, target_of
 from offbeat.arithmetic.groups import VersionGroup
-from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
-from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
-from offbeat.averaging.scaled_rate import SquareRootRate
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.errors import ConfigError
 from offbeat.strategies.base import Strategy
@@ -125,12 +122,26 @@ def cases_of(images: Path | None) -> Iterator[Ablation]:
     )
 
 
+class FixedGroups(WAGMA):
+    """WAGMA with the same groups in every version."""
+
+    def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+        in_a_period = self.period // self.interval
+        is_global = (version + 1) % in_a_period == 0
+        return super().group_of(version if is_global else 0, position, num_members)
+
+
+ABLATED: dict[str, Strategy] = {
+    "wagma:groups=fixed": FixedGroups(),
+    "wagma:groups=off": WAGMA(interval=WAGMA.period),
+}
+"""What `offbeat.WAGMA` itself has no option for, by the name in the tables."""
+
+
 class Rank:
     """One worker: its model and optimizer, and what of the model others may have."""
 
-    def __init__(
-        self, case: Ablation, task: Task, rank: int, seed: int, intervals: IntervalChoice
-    ) -> None:
+    def __init__(self, case: Ablation, task: Task, rank: int, seed: int, interval: int) -> None:
         self.rank = rank
         self.model = task.build_model(seed)
         self.kept: list[Values] = []
@@ -142,13 +153,10 @@ class Rank:
         self._tensors = [*parameters, *self._statistics]
         self.staging = Staging(self._tensors)
         spans = self.staging.spans(range(len(parameters), len(self._tensors)))
-        self.published = PublishedModel(
-            ModelState(partial(DeltaMerge, statistics=spans)), intervals=intervals
-        )
+        self.published = SharedModel(partial(DeltaMerge, statistics=spans), interval=interval)
         self.num_counters = self.read_counters().size
         self._case, self._task = case, task
         self._optimizer = task.optimizer(self.model)
-        self._scaling: SquareRootRate | None = None
         self._batches = islice(_batches(task, rank, seed), case.steps)
         self._late = Cluster(
             workers=WORKERS,
@@ -172,21 +180,12 @@ class Rank:
         self._task.loss(self.model, self._next).backward()
         self._next = next(self._batches, self._next)
 
-    def follow(self, strategy: WAGMA) -> None:
-        """Take steps at the learning rates that `strategy` makes of the task's."""
-        if strategy.scales_rates(self._optimizer):
-            self._scaling = SquareRootRate(self._optimizer, lambda: WORKERS)
-
     def update(self, step: int) -> None:
         # As `offbeat train` does it; in step with the others it is 0.
-        place = min(step + self.published.trainer.steps_behind, self._case.steps - 1)
+        place = min(step + self.published.steps_behind, self._case.steps - 1)
         for group in self._optimizer.param_groups:
             group["lr"] = self._task.lr_at((place + 0.5) / self._case.steps)
-        if self._scaling is not None:
-            self._scaling.on_before_step()
         self._optimizer.step()
-        if self._scaling is not None:
-            self._scaling.on_after_step()
         self._optimizer.zero_grad()
 
     def read(self) -> Values:
@@ -223,8 +222,6 @@ class VirtualTraining:
         self._strategy = strategy
         self._ranks = ranks
         self._cluster = VirtualCluster(WORKERS, seed=seed, link=LINK)
-        for rank in ranks:
-            rank.follow(strategy)
 
     def run(self) -> None:
         for rank in self._ranks:
@@ -241,13 +238,12 @@ class VirtualTraining:
             num_elements=rank.staging.num_elements,
             num_counters=rank.num_counters,
             dtype=rank.staging.dtype,
-            ends_with=self._strategy.num_to_end(WORKERS),
             group_of=partial(self._group_of, rank),
         )
-        return group_average.serve(rank.rank, settings, rank.published.protocol)
+        return group_average.serve(rank.rank, settings, rank.published)
 
     def _train(self, rank: Rank) -> Collective[None]:
-        trainer, driver = rank.published.trainer, self._cluster.drivers[rank.rank]
+        trainer, driver = rank.published, self._cluster.drivers[rank.rank]
         trainer.begin(rank.read(), rank.read_counters(), step=0)
         rank.keep(0)
         for step in range(self._case.steps):
@@ -265,7 +261,7 @@ class VirtualTraining:
         driver.start(Post(finish(generation=0)), SERVE)
 
     def _arrive(self, rank: Rank) -> Collective[None]:
-        published, trainer = rank.published, rank.published.trainer
+        trainer = rank.published
         self._report_step(rank)
         if trainer.held_by:
             trainer.rest()
@@ -276,20 +272,20 @@ class VirtualTraining:
         def must_wait(version: int) -> bool:
             return self._group_of(rank, version).min_arrivals > 1
 
-        while must_wait(trainer.upcoming) and (published.arrival is not None or published.open):
+        while must_wait(trainer.upcoming) and not trainer.is_free:
             yield Sleep(_LOOK_S)
         version = trainer.arrive(must_wait)
         if version is None:
             return
         self._cluster.drivers[rank.rank].start(Post(arrive(version, generation=0)), SERVE)
         if must_wait(version):
-            while published.arrival is not None and not published.arrival.has_quorum:
+            while (arrival := trainer.arrival) is not None and not arrival.has_quorum:
                 yield Sleep(_LOOK_S)
             trainer.resume()
 
     def _report_step(self, rank: Rank) -> None:
         """Tell the protocol that this rank has ended a step, if peers await that."""
-        if (awaited := rank.published.membership.take_awaited()) is not None:
+        if (awaited := rank.published.take_awaited()) is not None:
             driver = self._cluster.drivers[rank.rank]
             driver.start(Post(arrive(awaited, generation=0)), SERVE)
 
@@ -327,12 +323,10 @@ def strategy_of(spec: str) -> Strategy:
     Raises:
         ConfigError: a run here would leave out what an option asks for.
     """
-    strategy = build_strategy(*parse_spec(spec))
+    strategy = ABLATED[spec] if spec in ABLATED else build_strategy(*parse_spec(spec))
     if isinstance(strategy, WAGMA):
         left_out = {
-            "momenta=averaged": strategy.momenta == "averaged",
             "values=bfloat16": strategy.values == "bfloat16",
-            "interval=auto": strategy.interval == "auto",
         }
     elif isinstance(strategy, LocalSGD):
         left_out = {
@@ -361,8 +355,8 @@ def run(case: Ablation, spec: str, seed: int) -> Outcome:
         dict(each.split("=", 1) for each in (f"batch_size={case.batch_size}", *case.settings)),
     )
     strategy = strategy_of(spec)
-    numbers = strategy.numbers if isinstance(strategy, WAGMA) else VersionNumbers(1)
-    ranks = [Rank(case, task, rank, seed, IntervalChoice(numbers)) for rank in range(WORKERS)]
+    interval = strategy.interval if isinstance(strategy, WAGMA) else 1
+    ranks = [Rank(case, task, rank, seed, interval) for rank in range(WORKERS)]
     if isinstance(strategy, WAGMA):
         VirtualTraining(case, strategy, ranks, seed).run()
     else:

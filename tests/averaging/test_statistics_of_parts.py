@@ -9,6 +9,7 @@ import torch
 
 import offbeat
 from offbeat.averaging.gossip import NeighbourAverage
+from offbeat.averaging.periodic import Everyone
 from offbeat.transport.driver import Driver, Finished, Stream, Ticket
 from offbeat.transport.operations import Operation, Recv
 from offbeat.weights.model_weights import BufferNames, ModelWeights
@@ -43,7 +44,7 @@ def test_neighbours_that_meet_while_batches_are_accumulated() -> None:
         chosen=BufferNames(("variance",)),
     )
     part = NeighbourAverage(
-        weights, driver=FixedPeer([3.0, 2.0]), stream=Stream(1), row={0: 0.5, 1: 0.5}
+        weights, Everyone(FixedPeer([3.0, 2.0]), Stream(1)), row={0: 0.5, 1: 0.5}
     )
     part.on_backward_begins(synchronised=True)
     variance.fill_(4.0)

@@ -37,7 +37,7 @@ def test_plain_sgd_with_averaged_weights_is_plain_sgd_with_averaged_gradients(
 @pytest.mark.parametrize(
     ("spec", "left_out"),
     [
-        ("wagma:momenta=averaged:interval=auto", "momenta=averaged, interval=auto"),
+        ("wagma:values=bfloat16", "values=bfloat16"),
         ("localsgd:warmup=0", "optimizer_state=averaged"),
         ("adpsgd", "adpsgd"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.callbacks.callback import EVENTS, Callback, WrappedCallback
+from offbeat.callbacks.callback import EVENTS, Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.base import Strategy
 
@@ -51,40 +51,8 @@ def test_private_helpers_and_other_methods_are_free() -> None:
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_part_may_ignore_every_event_and_a_wrapped_one_misses_none(event: str) -> None:
+def test_a_part_may_ignore_every_event(event: str) -> None:
     call(Callback(), event)
-    inner, heard = listening_part()
-    call(WrappedCallback(inner), event)
-    assert heard == [event]
-
-
-def test_a_wrapped_part_answers_as_the_inner_one_does() -> None:
-    class Answering(Callback):
-        state_key = "answering"
-        averages_models = True
-
-        def counters(self) -> dict[str, float]:
-            return {"exchanges": 2.0}
-
-        def averaging_weight(self) -> float:
-            return 0.5
-
-        def clip_gradients(self, max_norm: float) -> float:
-            return 2 * max_norm
-
-        def clip_as_loop_does(self, max_norm: float) -> float:
-            return 3 * max_norm
-
-        def state_dict(self) -> dict[str, dict[str, Any]]:
-            return {"local": {"value": 7}}
-
-    wrapped = WrappedCallback(Answering())
-    assert wrapped.averages_models
-    assert wrapped.counters() == {"exchanges": 2.0}
-    assert wrapped.averaging_weight() == 0.5
-    assert wrapped.clip_gradients(3.0) == 6.0
-    assert wrapped.clip_as_loop_does(3.0) == 9.0
-    assert wrapped.state_dict() == {"local": {"value": 7}}
 
 
 def test_a_session_gives_the_events_of_a_step_in_order() -> None:

@@ -87,18 +87,6 @@ def test_alone_it_is_the_plain_loop(
     assert (session.stats.steps, session.stats.skipped_steps) == (6, 0)
 
 
-@pytest.mark.parametrize(
-    "make", [OPTIMIZERS["torch's sgd"], lambda parameters: RowSGD(parameters, 0.1, momentum=0.9)]
-)
-def test_momenta_are_averaged_though_gradients_are_sparse(make: MakeOptimizer) -> None:
-    nets = [SparseNet(), SparseNet()]
-    optimizers = [make(net.parameters()) for net in nets]
-    with offbeat.attach(nets[0], optimizers[0], offbeat.WAGMA(momenta="averaged", period=2)):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            train(net, optimizer, range(6))
-    assert_same(*nets, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ALL | MOVE_WEIGHTS_ALONE)
 def test_exchanged_gradients_are_dense_and_others_stay_sparse(
     name: str, attached: Callable

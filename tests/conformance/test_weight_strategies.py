@@ -42,10 +42,9 @@ PLAIN: dict[str, AveragingStrategy] = {
     "wagma with local buffers": offbeat.WAGMA(buffers="local"),
     "wagma without overlap": offbeat.WAGMA(overlap=False, period=1),
     "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
-    "wagma with averaged momentum": offbeat.WAGMA(momenta="averaged", period=2),
     "wagma at intervals": offbeat.WAGMA(period=4, interval=2),
     "wagma in bfloat16": offbeat.WAGMA(values="bfloat16"),
-    "wagma without groups": offbeat.WAGMA(groups="off", period=2),
+    "wagma without groups": offbeat.WAGMA(period=2, interval=2),
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),
     "eagersgd that averages models often": offbeat.EagerSGD(mode="solo", period=2),
@@ -613,28 +612,6 @@ def test_an_outer_optimizer_that_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         attached(offbeat.LocalSGD(outer=make))
-
-
-def test_a_state_from_before_outer_optimizers_were_torchs_is_read(attached: Callable) -> None:
-    strategy = offbeat.LocalSGD(period=2, outer="diloco")
-    straight, straight_optimizer, _ = attached(strategy)
-    train(straight, straight_optimizer, range(9))
-    first, first_optimizer, first_session = attached(strategy)
-    train(first, first_optimizer, range(5))
-    state = copy.deepcopy(first_session.state_dict())
-    for part in state["parts"].values():
-        for entries in part.values():
-            for key in [key for key in entries if key.startswith("outer/SGD/momentum_buffer/")]:
-                name = key.removeprefix("outer/SGD/momentum_buffer/")
-                entries[f"momentum/{name}"] = entries.pop(key)
-            if "anchor/frozen" in entries:  # momenta were kept of frozen parameters too
-                entries["momentum/frozen"] = torch.zeros_like(entries["anchor/frozen"])
-    second, second_optimizer, second_session = attached(strategy)
-    second.load_state_dict(first.state_dict())
-    second_optimizer.load_state_dict(first_optimizer.state_dict())
-    second_session.load_state_dict(state)
-    train(second, second_optimizer, range(5, 9))
-    assert_same(second, straight, rtol=0, atol=0)
 
 
 def test_the_state_of_another_outer_optimizer_is_refused(attached: Callable) -> None:

@@ -13,14 +13,11 @@ from functools import partial
 import numpy as np
 
 from offbeat.arithmetic.groups import VersionGroup
-from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
-from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.rounding import Rounding
 from offbeat.transport.operations import Collective, Post, Sleep
@@ -45,10 +42,7 @@ class Training:
         forwards: passes in each step.
         pairs: whether ranks average in pairs.
         rounds: whether parameters travel in bfloat16.
-        ends_with: how many ranks have to end for the steps of the others not to count; None: they
-            always do.
-        numbers: of the versions, and the possible intervals between them.
-        wish: the interval that (a rank, a step) would have; 0: any.
+        interval: steps from one arrival of a rank to the next.
     """
 
     seed: int
@@ -61,9 +55,7 @@ class Training:
     forwards: int = 1
     pairs: bool = False
     rounds: bool = False
-    ends_with: int | None = None
-    numbers: VersionNumbers = field(default_factory=lambda: VersionNumbers(1))
-    wish: Callable[[int, int], int] = lambda rank, step: 0
+    interval: int = 1
     link: VirtualLink = field(default_factory=VirtualLink)
 
 
@@ -77,17 +69,16 @@ class Trainer:
         self.taken: list[tuple[Values, Counters]] = []
         self.pushes: list[Values] = []
         self.behind: list[int] = []
-        self.intervals: list[int] = []
-        self.published = PublishedModel(
-            ModelState(partial(DeltaMerge, statistics=[STATISTICS])),
+        self.published = SharedModel(
+            partial(DeltaMerge, statistics=[STATISTICS]),
             one_at_a_time=not plan.pairs,
-            intervals=IntervalChoice(plan.numbers),
+            interval=plan.interval,
         )
         self._world = world
         self._draw = np.random.default_rng([plan.seed, rank])
 
     def train(self) -> Collective[None]:
-        world, trainer = self._world, self.published.trainer
+        world, trainer = self._world, self.published
         plan, driver = world.plan, world.cluster.drivers[self.rank]
         trainer.begin(np.array([0.0, 0, 0, 0, 0, 1, 1]), np.array([0]), step=0)
         for step in range(plan.num_steps):
@@ -98,8 +89,6 @@ class Trainer:
             stepped = self._stepped(held.copy(), counters, plan.loudness(self.rank, step))
             assert trainer.advance([stepped[0]], stepped[1])
             self.step_ends_s.append(world.cluster.now_s)
-            trainer.wish(plan.wish(self.rank, step))
-            self.intervals.append(trainer.interval)
             self._report_step()
             while trainer.held_by:
                 yield Sleep(_LOOK_S)
@@ -113,7 +102,7 @@ class Trainer:
 
     def _report_step(self) -> None:
         """Tell the protocol that this rank has ended a step, if peers await that."""
-        if (awaited := self.published.membership.take_awaited()) is not None:
+        if (awaited := self.published.take_awaited()) is not None:
             post = Post(arrive(awaited, generation=0))
             self._world.cluster.drivers[self.rank].start(post, SERVE)
 
@@ -154,7 +143,6 @@ class TrainingWorld:
             num_counters=1,
             dtype=np.dtype(np.float64),
             rounding=Rounding((STATISTICS,)) if self.plan.rounds else None,
-            ends_with=self.plan.ends_with,
             group_of=lambda version: self.plan.group_of(version, rank.rank),
         )
-        return serve(rank.rank, settings, rank.published.protocol)
+        return serve(rank.rank, settings, rank.published)

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.arithmetic.groups import VersionGroup, group_of_version
-from offbeat.arithmetic.version_numbers import VersionNumbers
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.deadlines import DeadlineRule
 from offbeat.averaging.background.interface import (
@@ -56,7 +55,6 @@ class Schedule:
     num_elements: int = 6
     num_steps: int = 4
     period: int | None = None
-    intervals: tuple[int, ...] = (1,)
     quorum: float = 1.0
     direct_bytes: int = 0
     merge: str = "delta"
@@ -160,9 +158,6 @@ class Model:
         assert self.rank not in self.world.counts[self.rank].stopped
         self.invited_to = version
 
-    def hear_interval(self, member: int, interval: int) -> None:
-        raise AssertionError("nobody tells an interval in these schedules")
-
     def quorum_arrived(self, version: int) -> None:
         assert version in self.open
         assert version not in self.quorum_at_s
@@ -175,7 +170,7 @@ class Model:
     def hold(self, late: frozenset[int]) -> None:
         self.held_by = late
 
-    def close(self, outcome: VersionResult) -> None:
+    def close_version(self, outcome: VersionResult) -> None:
         self._check_not_final()
         buffer = self.open.pop(outcome.version)
         self.closed.append(outcome)
@@ -256,9 +251,7 @@ class Model:
                 waits_for = set(self.open) if schedule.waits_when_late else set()
                 self.answered.clear()
             else:
-                upcoming = self.world.numbers.next_after(
-                    self.newest, self.draw.choice(schedule.intervals)
-                )
+                upcoming = self.newest + 1
                 version = max(upcoming, upcoming if self.invited_to is None else self.invited_to)
                 self.answered.clear()
                 self.arrived_at = version
@@ -292,7 +285,6 @@ class World:
             watch_all=False,
             death_notice_s=schedule.death_notice_s,
         )
-        self.numbers = VersionNumbers(schedule.period or 1, schedule.intervals)
         self.weights = schedule.weights or [1.0] * schedule.world_size
         self._cut: set[frozenset[int]] = set()
         self.drivers = [Counting(Cut(driver, self._cut)) for driver in self.cluster.drivers]
@@ -313,17 +305,12 @@ class World:
             return VersionGroup(
                 ranks=(rank, random.Random(f"{schedule.seed} {rank} {version}").choice(others))
             )
-        period = None
-        if schedule.period is not None:
-            is_global = self.numbers.is_global(version)
-            period = self.numbers.in_a_period if is_global else None
-            version = version if is_global else self.numbers.rotation(version)
         return group_of_version(
             version,
             rank,
             range(schedule.world_size),
             group_size=schedule.group_size,
-            period=period,
+            period=schedule.period,
             quorum=schedule.quorum,
         )
 
@@ -569,11 +556,6 @@ def draw_schedule(seed: int) -> Schedule:
 def draw_rounded(seed: int) -> Schedule:
     """A random schedule of ranks whose values travel in bfloat16."""
     return replace(draw_schedule(seed), rounds=True, merge="delta")
-
-
-def draw_intervals(seed: int) -> Schedule:
-    """A random schedule of ranks that never agree after how many steps they average."""
-    return replace(draw_schedule(seed), period=6, intervals=(1, 2, 3))
 
 
 def draw_pairs(seed: int) -> Schedule:

@@ -241,19 +241,6 @@ def test_averages_that_take_many_steps_are_said_to_look_too_fast(strategy: str) 
     assert "its step is a lower limit" in slow.note
 
 
-def test_momenta_travel_with_averages_of_all_ranks() -> None:
-    def num_bytes(options: str) -> float:
-        return predict_step(f"wagma:values=float32:{options}", setting("8gbit")).bytes_per_step
-
-    everywhere, in_half = (
-        num_bytes(f"period={period}:momenta=averaged") / num_bytes(f"period={period}")
-        for period in (1, 2)
-    )
-    assert everywhere == pytest.approx(2.0, rel=0.01)
-    # Of 4 ranks each sends 2 (P - 1) / P models to all and 2 (S - 1) / S to a pair.
-    assert in_half == pytest.approx((2 * 1.5 + 1.0) / (1.5 + 1.0), rel=0.01)
-
-
 def test_unequal_workers_share_samples_by_speed() -> None:
     uneven = setting("8gbit", speeds="1,0.5")
     shared, equal = (predict_step(name, uneven) for name in ("adaptive", "elasticsgd"))

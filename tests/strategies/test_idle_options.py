@@ -12,11 +12,8 @@ from offbeat.strategies.base import Strategy
 
 IDLE: list[tuple[type[Strategy], str, Any, dict[str, Any], dict[str, Any]]] = [
     (offbeat.GTopK, "codec", "bfloat16", {"collective": "dense"}, {"collective": "all_gather"}),
-    (offbeat.WAGMA, "budget", 0.1, {}, {"interval": "auto"}),
-    (offbeat.WAGMA, "group_size", 4, {"groups": "off"}, {"groups": "fixed"}),
+    (offbeat.WAGMA, "group_size", 4, {"interval": 10}, {"interval": 5}),
     (offbeat.WAGMA, "max_ahead", 30, {"quorum": 1.0}, {"quorum": 0.9}),
-    (offbeat.WAGMA, "interval", "auto", {"period": 1}, {"period": 4}),
-    (offbeat.WAGMA, "interval", "auto", {"period": 7}, {"period": 10}),
     (offbeat.LocalSGD, "warmup", 5, {"period": 1}, {"period": 2}),
 ]
 """A strategy, an option, a value of it, others beside which it does nothing, and beside which it

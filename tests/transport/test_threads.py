@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ import zmq
 from offbeat.transport.threads import (
     let_others_first,
     new_context,
-    thread_time,
     transport_threads,
 )
 
@@ -56,18 +54,3 @@ def test_a_thread_that_lets_others_first_changes_nothing_for_them(
         assert os.getpriority(os.PRIO_PROCESS, 0) == mine
     finally:
         over.set()
-
-
-def test_the_time_of_a_thread_is_what_its_clock_says_and_one_that_does_not_exist_has_none() -> None:
-    """Reading the clock of a thread brings the kernel's count up to date, so that the test does not
-    depend on when the kernel does so by itself.
-    """
-    mine = threading.get_native_id()
-    before_ns = time.thread_time_ns()
-    counted = thread_time(mine)
-    after_ns = time.thread_time_ns()
-    if counted is None:
-        pytest.skip("this kernel does not count")
-    assert before_ns <= round(counted.ran_s * 1e9) <= after_ns
-    assert counted.waited_s >= 0
-    assert thread_time(2**30) is None

@@ -12,15 +12,40 @@ import torch
 from typing_extensions import override
 
 from offbeat.arithmetic.topologies import GossipPeers
+from offbeat.averaging.periodic import Everyone
 from offbeat.callbacks.callback import Callback
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import CheckpointError
-from offbeat.transport.driver import Driver, Pending, Stream
+from offbeat.transport.driver import Pending
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 from offbeat.weights.statistics import merge_statistics
 
 
-class NeighbourAverage(Callback):
+class GossipAverage(Callback):
+    """What averages with a few ranks have in common.
+
+    Args:
+        weights: what is averaged.
+        peers: carries rounds with them out.
+    """
+
+    def __init__(self, weights: ModelWeights, peers: Everyone) -> None:
+        self._weights, self._peers = weights, peers
+        self._pack = Pack(weights.tensors())
+        self._num_rounds = 0
+        self._encode_s = 0.0
+
+    def _finite(self, vectors: list[torch.Tensor]) -> list[Block]:
+        """`vectors` as they travel. Raises `NonFiniteError`."""
+        require_finite(vectors, rank=self._peers.driver.rank)
+        return [vector.cpu().numpy() for vector in vectors]
+
+    @override
+    def counters(self) -> dict[str, float]:
+        return {"exchanges": self._num_rounds, "encode_s": self._encode_s}
+
+
+class NeighbourAverage(GossipAverage):
     """In every step, adds to the weights how far their neighbours' mean lay from them when the step
     began. Statistics take the mean itself.
 
@@ -29,25 +54,17 @@ class NeighbourAverage(Callback):
 
     Args:
         weights: what is averaged.
-        driver: carries messages.
-        stream: this part's channels.
+        peers: carries rounds with them out.
         row: of the mixing matrix: the weight of each rank to average with, this one included.
     """
 
     state_key: ClassVar[str] = "neighbour_average"
 
-    def __init__(
-        self, weights: ModelWeights, *, driver: Driver, stream: Stream, row: Mapping[int, float]
-    ) -> None:
-        self._weights = weights
-        self._driver = driver
-        self._stream = stream
+    def __init__(self, weights: ModelWeights, peers: Everyone, *, row: Mapping[int, float]) -> None:
+        super().__init__(weights, peers)
         self._row = row
-        self._pack = Pack(weights.tensors())
         self._sent: list[torch.Tensor] = []
         self._pending: Pending[list[Block]] | None = None
-        self._num_rounds = 0
-        self._encode_s = 0.0
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
@@ -82,15 +99,10 @@ class NeighbourAverage(Callback):
         if self._pending is None:
             begin_s = time.perf_counter()
             self._sent = self._pack.vectors(self._weights.tensors())
-            require_finite(self._sent, rank=self._driver.rank)
-            work = neighbour_mean(self._driver.rank, _blocks(self._sent), self._row)
-            self._pending = self._driver.launch(work, self._stream.next())
+            rank, blocks = self._peers.driver.rank, self._finite(self._sent)
+            self._pending = self._peers.launch(neighbour_mean(rank, blocks, self._row))
             self._encode_s += time.perf_counter() - begin_s
         return self._pending
-
-    @override
-    def counters(self) -> dict[str, float]:
-        return {"exchanges": self._num_rounds, "encode_s": self._encode_s}
 
     @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -106,7 +118,7 @@ class NeighbourAverage(Callback):
             self._pending.cancel()
 
 
-class PushSum(Callback):
+class PushSum(GossipAverage):
     """After every optimizer step, a round of push-sum over weights x and their weight w; the model
     holds z = x / w.
 
@@ -116,9 +128,8 @@ class PushSum(Callback):
 
     Args:
         weights: what is averaged.
-        driver: carries messages.
-        stream: this part's channels.
-        peers: whom this rank sends to and hears from, by the round's number.
+        peers: carries rounds with them out.
+        in_round: whom this rank sends to and hears from, by the round's number.
     """
 
     state_key: ClassVar[str] = "push_sum"
@@ -126,20 +137,14 @@ class PushSum(Callback):
     def __init__(
         self,
         weights: ModelWeights,
+        peers: Everyone,
         *,
-        driver: Driver,
-        stream: Stream,
-        peers: Callable[[int], GossipPeers],
+        in_round: Callable[[int], GossipPeers],
     ) -> None:
-        self._weights = weights
-        self._driver = driver
-        self._stream = stream
-        self._peers = peers
-        self._pack = Pack(weights.tensors())
+        super().__init__(weights, peers)
+        self._in_round = in_round
         self._weight = 1.0
         self._beyond: list[torch.Tensor] | None = None
-        self._num_rounds = 0
-        self._encode_s = 0.0
 
     @override
     def averaging_weight(self) -> float:
@@ -160,9 +165,10 @@ class PushSum(Callback):
         # A statistic is not moved by a difference: its x is what the model holds, w times.
         for view, weighted in statistics:
             view.copy_(weighted)
-        require_finite(x, rank=self._driver.rank)
-        round_ = push_sum(self._peers(self._num_rounds), _blocks(x), self._weight)
-        exchange = self._driver.launch(round_, self._stream.next())
+        blocks = self._finite(x)
+        exchange = self._peers.launch(
+            push_sum(self._in_round(self._num_rounds), blocks, self._weight)
+        )
         self._encode_s += time.perf_counter() - begin_s
         blocks, self._weight = exchange.wait()
         begin_s = time.perf_counter()
@@ -182,10 +188,6 @@ class PushSum(Callback):
         self._beyond = beyond if any(bool(vector.any()) for vector in beyond) else None
 
     @override
-    def counters(self) -> dict[str, float]:
-        return {"exchanges": self._num_rounds, "encode_s": self._encode_s}
-
-    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         views = [] if self._beyond is None else self._pack.views(self._beyond)
         beyond = {
@@ -194,7 +196,10 @@ class PushSum(Callback):
         }
         return {
             "local": {"weight": self._weight, **beyond},
-            "replicated": {"num_rounds": self._num_rounds, "world_size": self._driver.world_size},
+            "replicated": {
+                "num_rounds": self._num_rounds,
+                "world_size": self._peers.driver.world_size,
+            },
         }
 
     @override
@@ -215,7 +220,7 @@ class PushSum(Callback):
             raise CheckpointError(
                 "the weights of push-sum were saved with another model or strategy"
             )
-        same_world = state["replicated"]["world_size"] == self._driver.world_size
+        same_world = state["replicated"]["world_size"] == self._peers.driver.world_size
         self._weight = float(state["local"]["weight"]) if same_world else 1.0
         self._beyond = zeros if same_world and beyond else None
         for key, value in beyond.items():
@@ -231,10 +236,6 @@ def _num_rounds(state: Mapping[str, Mapping[str, Any]]) -> int:
     if "num_rounds" not in state.get("replicated", {}):
         raise CheckpointError("the state lacks 'num_rounds'; it was saved by another strategy")
     return int(state["replicated"]["num_rounds"])
-
-
-def _blocks(vectors: Sequence[torch.Tensor]) -> list[Block]:
-    return [vector.cpu().numpy() for vector in vectors]
 
 
 def _like(block: Block, vector: torch.Tensor) -> torch.Tensor:

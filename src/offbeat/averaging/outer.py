@@ -16,12 +16,13 @@ momentum gathered so far.
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from typing_extensions import override
 
+from offbeat.averaging.periodic import TakeMean
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 
 OuterFactory: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -30,13 +31,16 @@ OuterFactory: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optim
 """
 
 
-class OuterOptimizer:
+class OuterOptimizer(TakeMean):
     """The anchor, which is where the last average left the weights, and the optimizer that moves
     it. Both are the same on every rank, since the means they are made of are.
 
     Args:
         parameters: the model's, by name.
         make: makes the optimizer of the anchor's parameters, which are float32 or float64.
+
+    Attributes:
+        anchor: where the last average left the parameters, by name.
 
     Raises:
         ConfigError: `make` returns no optimizer, or one of other parameters.
@@ -46,61 +50,68 @@ class OuterOptimizer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, make: OuterFactory) -> None:
         self._parameters = parameters
         self._make = make
-        self._anchor, self._optimizer = self._fresh()
+        self.anchor, self._optimizer = self._fresh()
         self._has_begun = False
 
+    @override
     def begin(self) -> None:
-        """Take the parameters as they are for the anchor, unless there is one. To be called before
-        they first move apart.
-        """
+        """Take the parameters as they are for the anchor, unless there is one."""
         if not self._has_begun:
-            for name, anchor in self._anchor.items():
+            for name, anchor in self.anchor.items():
                 anchor.detach().copy_(self._parameters[name].detach())
             self._has_begun = True
 
-    def step_(self) -> None:
-        """The parameters hold the mean: replace them by where the outer optimizer takes them.
+    @override
+    def changes(self) -> list[torch.Tensor]:
+        return [
+            _wide(self._parameters[name]) - _begun(anchor, self._parameters[name])
+            for name, anchor in self.anchor.items()
+        ]
+
+    @override
+    def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
+        """Replace the parameters by where the outer optimizer takes them.
 
         A parameter that was frozen meanwhile stays at the mean.
         """
-        for name, anchor in self._anchor.items():
-            mean = self._parameters[name].detach()
-            if self._parameters[name].requires_grad:
-                # Local steps began from the anchor as the parameter's own dtype holds it: without
-                # the rounding a bfloat16 weight that did not move would seem to have moved.
-                anchor.grad = _wide(anchor.to(mean.dtype)) - mean
+        for place, (name, anchor) in enumerate(self.anchor.items()):
+            parameter = self._parameters[name]
+            mean = parameter.detach() if changes is None else anchor.detach() + changes[place]
+            if parameter.requires_grad:
+                anchor.grad = (
+                    _begun(anchor, parameter) - mean if changes is None else -changes[place]
+                )
             else:
                 anchor.detach().copy_(mean)  # and it keeps no gradient, so that it is not stepped
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)  # a gradient weighs as much as the model
-        for name, anchor in self._anchor.items():
+        for name, anchor in self.anchor.items():
             self._parameters[name].detach().copy_(anchor.detach())
 
+    @override
     def state(self) -> dict[str, Any]:
         """Everything by kind and parameter name; empty before `begin`. Tensors are live ones."""
         if not self._has_begun:
             return {}
-        anchors = {f"anchor/{name}": anchor.detach() for name, anchor in self._anchor.items()}
+        anchors = {f"anchor/{name}": anchor.detach() for name, anchor in self.anchor.items()}
         kept = {
             f"{_prefix(self._optimizer)}{key}/{name}": value
-            for name, anchor in self._anchor.items()
+            for name, anchor in self.anchor.items()
             for key, value in self._optimizer.state.get(anchor, {}).items()
             if value is not None
         }
         return anchors | kept
 
+    @override
     def load(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state`; other keys are ignored. Options such as learning rates are not part
-        of the state: they are the strategy's. Momenta written before outer optimizers were those
-        of `torch.optim` are read as SGD's.
+        of the state: they are the strategy's.
 
         Raises:
             CheckpointError: the state is of another model or optimizer; nothing has changed then.
         """
         saved = {
-            re.sub("^momentum/", "outer/SGD/momentum_buffer/", key): value
-            for key, value in state.items()
-            if key.startswith(("anchor/", "outer/", "momentum/"))
+            key: value for key, value in state.items() if key.startswith(("anchor/", "outer/"))
         }
         anchors, optimizer = self._fresh()
         for key in saved:
@@ -111,7 +122,7 @@ class OuterOptimizer:
                 )
         if saved:
             _fill(anchors, optimizer, saved)
-        self._anchor, self._optimizer, self._has_begun = anchors, optimizer, bool(saved)
+        self.anchor, self._optimizer, self._has_begun = anchors, optimizer, bool(saved)
 
     def _fresh(self) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
         anchors = {
@@ -200,6 +211,13 @@ def _prefix(optimizer: torch.optim.Optimizer) -> str:
     keep tensors of the same name that mean different things.
     """
     return f"outer/{type(optimizer).__name__}/"
+
+
+def _begun(anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Where local steps began: at the anchor as the parameter's own dtype holds it. Without this
+    rounding a bfloat16 weight that did not move would seem to have moved.
+    """
+    return _wide(anchor.to(parameter.dtype))
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,36 +1,35 @@
-"""Parts that take part in the first steps of training only."""
+"""Callbacks that take part in the first steps of training only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback, CallbackState, WrappedCallback
+from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.errors import CheckpointError
 
 
-class StartPhase(WrappedCallback):
-    """Hands events on to `inner` in the first `num_steps` optimizer steps. Then it closes `inner`,
-    and gives back its memory.
+class StartPhase(Callback):
+    """Stands for `inner` in the first `num_steps` optimizer steps: hands every event on to it, and
+    answers as it does. Then it closes `inner`, and gives back its memory.
 
     Args:
-        inner: the part that exchanges gradients.
+        inner: what exchanges gradients, or Kronecker factors beside them.
         num_steps: >= 1.
     """
 
-    state_key: ClassVar[str] = "start_phase"
-
     def __init__(self, inner: Callback, *, num_steps: int) -> None:
-        super().__init__(inner)
+        self.inner = inner
+        self.state_key = f"start_phase_of_{inner.state_key}"  # type: ignore[misc]  # each its own
         self._num_left = num_steps
         self._is_over = False
         self._counted: Mapping[str, float] = {}
 
     @override
     def on_after_step(self) -> None:
-        super().on_after_step()
+        self.inner.on_after_step()
         self._num_left = max(0, self._num_left - 1)
         if not self._num_left:
             self._end()
@@ -46,7 +45,7 @@ class StartPhase(WrappedCallback):
 
     @override
     def counters(self) -> Mapping[str, float]:
-        return self._counted if self._is_over else super().counters()
+        return self._counted if self._is_over else self.inner.counters()
 
     @override
     def state_dict(self) -> CallbackState:
@@ -69,7 +68,13 @@ class StartPhase(WrappedCallback):
             self._end()
 
 
-class StartPhaseOfFactors(StartPhase):
-    """The same for the part that exchanges Kronecker factors beside gradients."""
+def _handed_on(name: str) -> Callable[..., Any]:
+    def call(self: StartPhase, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
 
-    state_key: ClassVar[str] = "start_phase_of_factors"
+    return call
+
+
+for _name, _member in vars(Callback).items():
+    if callable(_member) and not _name.startswith("_") and _name not in vars(StartPhase):
+        setattr(StartPhase, _name, _handed_on(_name))

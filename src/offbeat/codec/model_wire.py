@@ -4,7 +4,7 @@ on their way back.
 Layout, little-endian: a head of 80 bytes, 24 bytes for each note, 8 for each counter, then the
 values, which therefore begin at a multiple of 8.
 
-    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), interval (u8), generation (u32), version
+    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), unused (u8), generation (u32), version
     (i64), step (i64), weight (f64), participants (u64), elements of the model (u64), first element
     (u64), number of values (u64), of notes (u64), of counters (u64)
     note: weight (f64), step (i64), fresh (u64)
@@ -33,7 +33,7 @@ Codes: TypeAlias = NDArray[np.uint16]
 Counters: TypeAlias = NDArray[np.int64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_HEAD = struct.Struct("<BBBBIqqdQQQQQQ")
+_HEAD = struct.Struct("<BBBxIqqdQQQQQQ")
 _NOTE = struct.Struct("<dqQ")
 HEAD_BYTES = _HEAD.size
 NOTE_BYTES = _NOTE.size
@@ -46,8 +46,6 @@ _ROUNDED = 2
 """What is added to the code of a dtype where values are rounded."""
 _COUNT = struct.Struct("<Q")
 _CODE = np.dtype("<u2")
-MAX_INTERVAL = 255
-"""The longest interval that a message can tell."""
 
 
 def no_counters() -> Counters:
@@ -124,7 +122,6 @@ class ModelMessage:
         weight: of the contribution, as in `Note`; 0 for a chunk whose values are withheld.
         arrived: whether the sender has arrived at this version or a later one, so that no peer
             needs to wait for its arrival.
-        interval: after how many steps the sender would average, in [1, 255]; 0: it does not say.
         participants: in an exchange without owners, the members among which the sender means to
             average: bit i for the i-th member of the group.
         num_elements: the number of elements of the whole model.
@@ -145,7 +142,6 @@ class ModelMessage:
     fresh: bool = False
     weight: float = 0.0
     arrived: bool = False
-    interval: int = 0
     participants: int = 0
     num_elements: int = 0
     begin: int = 0
@@ -170,7 +166,6 @@ class ModelMessage:
             self.kind,
             self.fresh | self.arrived << 1,
             _CODES[self.values.dtype] + _ROUNDED * is_rounded,
-            self.interval,
             self.generation,
             self.version,
             self.step,
@@ -201,7 +196,7 @@ class ModelMessage:
                 f"a message of a group average has {HEAD_BYTES} bytes or more, got {len(data)}; it"
                 " was truncated"
             )
-        kind, flags, code, interval, generation, *rest = _HEAD.unpack_from(data)
+        kind, flags, code, generation, *rest = _HEAD.unpack_from(data)
         (
             version,
             step,
@@ -256,7 +251,6 @@ class ModelMessage:
             step=step,
             fresh=bool(flags & 1),
             arrived=bool(flags & 2),
-            interval=interval,
             weight=_checked(weight),
             participants=participants,
             num_elements=num_elements,

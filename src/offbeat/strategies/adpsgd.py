@@ -28,12 +28,10 @@ from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import pair_average
 from offbeat.averaging.background.averager import (
     BackgroundWeightAverage,
-    averaged_tensors,
     delta_merge,
     start_background_averager,
 )
-from offbeat.averaging.background.model_state import ModelState
-from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
@@ -60,11 +58,11 @@ class ADPSGD(AveragingStrategy):
         require_at_least("seed", self.seed, 0)
 
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(averaged_tensors(weights))
+        staging = Staging(weights.tensors())
         averager = start_background_averager(
             context,
             weights,
-            PublishedModel(ModelState(delta_merge(staging, weights)), one_at_a_time=False),
+            SharedModel(delta_merge(staging, weights), one_at_a_time=False),
             staging=staging,
             serve=pair_average.serve,
             group_of=self.group_of,

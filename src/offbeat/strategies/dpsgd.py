@@ -26,6 +26,7 @@ from typing import ClassVar
 
 from offbeat.arithmetic.topologies import ring_weights
 from offbeat.averaging.gossip import NeighbourAverage
+from offbeat.averaging.periodic import Everyone
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
@@ -41,4 +42,4 @@ class DPSGD(AveragingStrategy):
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         row = ring_weights(driver.rank, driver.world_size)
-        return [NeighbourAverage(weights, driver=driver, stream=context.new_stream(), row=row)]
+        return [NeighbourAverage(weights, Everyone(driver, context.new_stream()), row=row)]

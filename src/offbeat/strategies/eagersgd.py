@@ -23,7 +23,8 @@ nothing.
 Differences from the paper: "majority" counts the ranks that have arrived, where the paper waits for
 one rank drawn at random, which is half of the ranks in expectation only. Models are averaged by
 steps instead of epochs, and among a quorum. A rank that missed several averages applies their sum
-in one step. A rank whose gradient is not finite contributes nothing.
+in one step. A rank whose gradient is not finite contributes nothing. What is owed or not applied
+when a rank has taken its last step is not in the final model.
 """
 
 from __future__ import annotations
@@ -36,14 +37,9 @@ import torch
 
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import (
-    averaged_tensors,
-    delta_merge,
-    start_background_averager,
-)
-from offbeat.averaging.background.gradient_ledger import GradientLedger, GradientPort
+from offbeat.averaging.background.averager import delta_merge, start_background_averager
+from offbeat.averaging.background.gradient_ledger import GradientLedger
 from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
-from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
@@ -83,7 +79,7 @@ class EagerSGD(AveragingStrategy):
         return [guard, *exchanges]
 
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(averaged_tensors(weights))
+        staging = Staging(weights.tensors())
         num_parameters = len(context.parameters)
         ledger = GradientLedger(
             staging.num_elements,
@@ -91,12 +87,10 @@ class EagerSGD(AveragingStrategy):
             make_rule=delta_merge(staging, weights),
             averages_models=self._averages_models,
         )
-        # A rank that skipped more than one arrival would keep its gradients for too long.
-        published = PublishedModel(ledger, max_credit=1)
         averager = start_background_averager(
             context,
             weights,
-            published,
+            ledger,
             staging=staging,
             serve=group_average.serve,
             group_of=self._group_of,
@@ -105,7 +99,7 @@ class EagerSGD(AveragingStrategy):
         return [
             PartialAllReduce(
                 averager,
-                GradientPort(published, ledger),
+                ledger,
                 parameters=context.parameters,
                 averages_models=self._averages_models,
             )

@@ -35,8 +35,8 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.periodic import PeriodicAverage
-from offbeat.averaging.start_phase import StartPhase, StartPhaseOfFactors
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
+from offbeat.averaging.start_phase import StartPhase
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, nearest
@@ -151,6 +151,13 @@ class LocalSGD(AveragingStrategy):
         return self.warmup
 
     @property
+    def schedule(self) -> GrowingPeriod:
+        """After which steps weights are averaged."""
+        return GrowingPeriod(
+            period=self.period, warmup=self.steps_of_growth, start_step=self.start_step
+        )
+
+    @property
     def averages_state(self) -> bool:
         """Whether the optimizer's state is averaged, by `optimizer_state` or by default."""
         if self.optimizer_state is None:
@@ -210,12 +217,9 @@ class LocalSGD(AveragingStrategy):
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         average = PeriodicAverage(
             weights,
-            driver=context.driver,
-            stream=context.new_stream(),
-            period=self.period,
-            warmup=self.steps_of_growth,
-            start_step=self.start_step,
-            outer=None if outer is None else OuterOptimizer(context.parameters, make=outer),
+            schedule=self.schedule,
+            peers=Everyone(context.driver, context.new_stream()),
+            rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
             optimizer=context.optimizer if self.averages_state else None,
             notify=context.notify,
         )
@@ -224,8 +228,5 @@ class LocalSGD(AveragingStrategy):
     def _gradient_phase(self, context: Context) -> list[Callback]:
         if not self.start_step:
             return []
-        exchange, *of_factors = self.first_steps.build(context)
-        return [
-            StartPhase(exchange, num_steps=self.start_step),
-            *(StartPhaseOfFactors(part, num_steps=self.start_step) for part in of_factors),
-        ]
+        parts = self.first_steps.build(context)
+        return [StartPhase(part, num_steps=self.start_step) for part in parts]

@@ -27,6 +27,7 @@ from typing import ClassVar
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
 from offbeat.averaging.gossip import PushSum
+from offbeat.averaging.periodic import Everyone
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
@@ -61,7 +62,7 @@ class SGP(AveragingStrategy):
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
 
-        def peers(round_number: int) -> GossipPeers:
+        def in_round(round_number: int) -> GossipPeers:
             return exponential_peers(
                 driver.rank,
                 driver.world_size,
@@ -69,4 +70,4 @@ class SGP(AveragingStrategy):
                 out_degree=self.out_degree,
             )
 
-        return [PushSum(weights, driver=driver, stream=context.new_stream(), peers=peers)]
+        return [PushSum(weights, Everyone(driver, context.new_stream()), in_round=in_round)]

@@ -128,6 +128,9 @@ class Peers(Driver):
             self._check_open()
             self._mesh.connect(endpoints)
 
+    def now_s(self, channel: int) -> float:
+        return time.monotonic()
+
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case Send():

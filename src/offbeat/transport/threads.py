@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import zmq
 
@@ -32,13 +31,6 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
     return context
 
 
-class ThreadTime(NamedTuple):
-    """Of one thread since it began, in seconds."""
-
-    ran_s: float
-    waited_s: float
-
-
 def transport_threads() -> frozenset[int]:
     """The native identifiers of the threads of this process that send and receive for offbeat; none
     where they are not known.
@@ -50,17 +42,6 @@ def transport_threads() -> frozenset[int]:
                 if (task / "comm").read_text().startswith(_TRANSPORT):
                     found.add(int(task.name))
     return frozenset(found)
-
-
-def thread_time(thread: int) -> ThreadTime | None:
-    """What the system has counted of the thread with this native identifier; None where it does not
-    count, or the thread has ended.
-    """
-    try:
-        ran_ns, waited_ns, *_ = (_TASKS / str(thread) / "schedstat").read_text().split()
-        return ThreadTime(int(ran_ns) / 1e9, int(waited_ns) / 1e9)
-    except (OSError, ValueError):
-        return None
 
 
 def let_others_first(threads: Iterable[int], levels: int) -> None:

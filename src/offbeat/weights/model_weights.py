@@ -172,9 +172,13 @@ class ModelWeights:
         """
         tensors = self.tensors()
         encode_s = average_(tensors, tensors, driver=driver, stream=stream, weight=weight)
+        self.average_counters_(driver, stream)
+        return encode_s
+
+    def average_counters_(self, driver: Driver, stream: Stream) -> None:
+        """Replace counters by the maximum of what each rank has counted itself. Collective."""
         if self.chosen.counters:
             self.write_counters(driver.run(_maximum(self.own_counters()), stream.next()))
-        return encode_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

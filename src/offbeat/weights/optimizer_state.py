@@ -1,6 +1,4 @@
-"""The state of the local optimizers (momenta, second moments): averaged as the weights are, or, of
-momenta alone, as tensors that a background average takes along.
-"""
+"""The state of the local optimizers (momenta, second moments), averaged as the weights are."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.collectives.dense import gather_values
-from offbeat.errors import ConfigError
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import average_
@@ -22,9 +19,6 @@ Presence = dict[str, list[bool]]
 """By name of a state such as "momentum_buffer": which parameters have it, in the model's order, by
 name ascending.
 """
-
-_MOMENTUM_BY_OPTION = {"momentum": "momentum_buffer", "betas": "exp_avg"}
-"""By the option which says that an optimizer has a momentum: what it calls it in its state."""
 
 
 def average_optimizer_state_(
@@ -400,48 +394,3 @@ def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:
     """
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     return any(word in name for name in names for word in _DIVIDING)
-
-
-def momentum_name(optimizer: torch.optim.Optimizer) -> str:
-    """What `optimizer` calls a parameter's momentum. Raises `ConfigError` for one that has none."""
-    for option, name in _MOMENTUM_BY_OPTION.items():
-        if all(group.get(option) for group in optimizer.param_groups):
-            return name
-    raise ConfigError(
-        "momenta='averaged' needs an optimizer with a momentum in all its groups, such as"
-        f" SGD(momentum=0.9) or AdamW, got {type(optimizer).__name__} without; pass momenta='local'"
-    )
-
-
-class Momenta:
-    """The momenta of an optimizer, in the parameters' order.
-
-    Args:
-        optimizer: the user's.
-        parameters: by name.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._optimizer = optimizer
-        self._parameters = list(parameters.values())
-        self._name = momentum_name(optimizer)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every parameter has its momentum already."""
-        return all(self._of(parameter) is not None for parameter in self._parameters)
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """One tensor a parameter: its momentum, or zeros, for nobody to write to, where it has none
-        yet.
-        """
-        found = [(parameter, self._of(parameter)) for parameter in self._parameters]
-        return [
-            torch.zeros_like(parameter) if momentum is None else momentum
-            for parameter, momentum in found
-        ]
-
-    def _of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return dense_state(self._optimizer, parameter).get(self._name)

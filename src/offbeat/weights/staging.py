@@ -25,7 +25,6 @@ class Staging:
         num_elements: of the vector.
         dtype: its type.
         exact: whether the tensors hold what the vector does; those of half precision round.
-        in_order: whether they lie in the vector in the order of their positions.
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
@@ -49,7 +48,6 @@ class Staging:
             np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
         )
         self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
-        self.in_order = len(pieces) <= 1
         self._shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
 
     def spans(self, positions: Collection[int]) -> list[slice]:

@@ -20,8 +20,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.model_state import ModelState
-from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.session.attach import attach_through
 from offbeat.strategies.gtopk import GTopK
 from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
@@ -363,8 +362,7 @@ def _publish_s(num_elements: int, device: torch.device) -> float:
     """As WAGMA's trainer does: publish the model if it is finite, and write it."""
     model = torch.zeros(num_elements, device=device)
     counters = np.zeros(0, np.int64)
-    published = PublishedModel(ModelState(partial(DeltaMerge, statistics=[])))
-    trainer = published.trainer
+    trainer = SharedModel(partial(DeltaMerge, statistics=[]))
     trainer.begin(model.cpu().numpy().copy(), counters, step=0)
 
     def publish() -> None:

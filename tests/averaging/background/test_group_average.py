@@ -354,7 +354,7 @@ class Recorder:
     def quorum_arrived(self, version: int) -> None:
         self.quorum_at.append(version)
 
-    def close(self, outcome: VersionResult) -> None:
+    def close_version(self, outcome: VersionResult) -> None:
         self.outcomes.append(outcome)
 
     def merge_late(self, version: int, piece: Piece) -> None:

@@ -53,7 +53,7 @@ class Trainer:
     def quorum_arrived(self, version: int) -> None:
         pass
 
-    def close(self, outcome: VersionResult) -> None:
+    def close_version(self, outcome: VersionResult) -> None:
         for piece in outcome.pieces:
             self.merge_late(outcome.version, piece)
         with self.closed:

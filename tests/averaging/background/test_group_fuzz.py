@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from group_support.world import Schedule, World, draw_intervals, draw_rounded, draw_schedule
+from group_support.world import Schedule, World, draw_rounded, draw_schedule
 
 
 @pytest.mark.parametrize("first", range(0, 96, 6))
@@ -29,15 +29,9 @@ def test_random_schedules_with_rounded_values(first: int) -> None:
         World(draw_rounded(seed)).run()
 
 
-@pytest.mark.parametrize("first", range(300, 324, 6))
-def test_random_schedules_of_ranks_with_different_intervals(first: int) -> None:
-    for seed in range(first, first + 6):
-        World(draw_intervals(seed)).run()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("draw", [draw_schedule, draw_rounded, draw_intervals])
+@pytest.mark.parametrize("draw", [draw_schedule, draw_rounded])
 @pytest.mark.parametrize("first", range(10_000, 20_000, 500))
 def test_ten_thousand_random_schedules(first: int, draw: Callable[[int], Schedule]) -> None:
     for seed in range(first, first + 500):

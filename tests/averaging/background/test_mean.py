@@ -12,13 +12,11 @@ from offbeat.averaging.background import progress_thread
 from offbeat.averaging.background.interface import (
     Contribution,
     ProtocolCounts,
-    ProtocolPort,
     ProtocolSettings,
 )
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.progress_thread import ProgressThread
-from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage, no_counters
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, Member
@@ -37,8 +35,8 @@ class Rank:
 
     def __init__(self, num_members: int, answers: Sequence[dict[int, float | None]]) -> None:
         self.notices: list[str] = []
-        self.published = PublishedModel(ModelState(DeltaMerge))
-        self.published.trainer.begin(np.array([6.0], np.float32), no_counters(), step=0)
+        self.published = SharedModel(DeltaMerge)
+        self.published.begin(np.array([6.0], np.float32), no_counters(), step=0)
         self._answers = list(answers)
         self.progress = ProgressThread(
             self.published,
@@ -60,7 +58,7 @@ class Rank:
         self,
         rank: int,
         settings: ProtocolSettings,
-        port: ProtocolPort,
+        model_of_rank: SharedModel,
         counts: ProtocolCounts | None = None,
     ) -> Collective[ProtocolCounts]:
         while True:
@@ -70,7 +68,7 @@ class Rank:
                 return counts or ProtocolCounts()
             answers = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
             for peer, value in answers.items():
-                port.receive_model(peer, None if value is None else model(value))
+                model_of_rank.receive_model(peer, None if value is None else model(value))
 
 
 @pytest.fixture
@@ -125,7 +123,7 @@ def test_the_dead_are_no_part_of_the_mean_once_they_are_known_for_long(
 ) -> None:
     monkeypatch.setattr(progress_thread, "MEAN_TIMEOUT_S", 0.0)
     rank = rank_of(2, [{}])
-    rank.published.protocol.mark_dead(1)
+    rank.published.mark_dead(1)
     mean = rank.progress.mean()
     assert mean.values.tolist() == [6.0]
     assert mean.missing == {1}
@@ -136,12 +134,12 @@ def test_a_worker_that_is_no_member_has_no_mean(
 ) -> None:
     monkeypatch.setattr(progress_thread, "MEAN_TIMEOUT_S", 0.0)
     rank = rank_of(3, [{1: 1.0, 2: 2.0}])
-    rank.published.membership.expel()
+    rank.published.expel()
     with pytest.raises(PeerError, match="no member of the run"):
         rank.progress.mean()
 
 
 def test_a_model_that_comes_too_late_for_one_mean_is_in_no_later_one(rank_of: type[Rank]) -> None:
     rank = rank_of(3, [{1: 3.0, 2: 0.0}])
-    rank.published.protocol.receive_model(1, model(600.0))
+    rank.published.receive_model(1, model(600.0))
     assert rank.progress.mean().values.tolist() == [3.0]

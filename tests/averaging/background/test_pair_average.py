@@ -68,7 +68,7 @@ def test_no_rank_waits_for_one_that_computes(world_size: int) -> None:
         assert sum(wait_s for _, wait_s in model.waits_s) <= 20 * 2 * LATENCY_S + 1e-9
 
 
-class PublishedModel:
+class FakeModel:
     """Contributes what it has and merges averages."""
 
     def __init__(self, value: float, *, gives: bool = True) -> None:
@@ -89,7 +89,7 @@ class PublishedModel:
     def quorum_arrived(self, version: int) -> None:
         raise AssertionError("no rank is waited for")
 
-    def close(self, outcome: VersionResult) -> None:
+    def close_version(self, outcome: VersionResult) -> None:
         self.outcomes.append(outcome)
         for piece in outcome.pieces:
             self._merge(piece)
@@ -139,7 +139,7 @@ def cluster_of(num_ranks: int, latency_s: float = LATENCY_S) -> VirtualCluster:
 
 def play(
     cluster: VirtualCluster,
-    ports: list[PublishedModel],
+    ports: list[FakeModel],
     *arrivals_s: list[float],
     partners: list[list[int]] | None = None,
 ) -> list[ProtocolCounts | OffbeatError]:
@@ -166,7 +166,7 @@ def play(
 
 
 def test_a_rank_that_is_asked_answers_at_once_and_both_have_the_same_bits() -> None:
-    ports = [PublishedModel(1.0), PublishedModel(8.0)]
+    ports = [FakeModel(1.0), FakeModel(8.0)]
     play(cluster_of(2), ports, [1.0], [])
     (asked,), (answered,) = ports[0].outcomes, ports[1].outcomes
     assert (asked.version, answered.version) == (0, -1)
@@ -182,7 +182,7 @@ def test_a_rank_that_is_asked_answers_at_once_and_both_have_the_same_bits() -> N
 
 
 def test_two_that_ask_each_other_at_once_are_averaged_once() -> None:
-    ports = [PublishedModel(1.0), PublishedModel(8.0)]
+    ports = [FakeModel(1.0), FakeModel(8.0)]
     play(cluster_of(2), ports, [1.0, 2.0], [1.0, 2.0])
     assert ports[0].contributed == [0, 1]
     assert ports[1].contributed == [0, -1, 1, -2]
@@ -197,7 +197,7 @@ def test_two_that_ask_each_other_at_once_are_averaged_once() -> None:
 @pytest.mark.parametrize("world_size", range(2, 10))
 def test_ranks_in_lock_step_converge(world_size: int) -> None:
     draw = random.Random(world_size)
-    ports = [PublishedModel(float(rank)) for rank in range(world_size)]
+    ports = [FakeModel(float(rank)) for rank in range(world_size)]
     partners = [
         [draw.choice([other for other in range(world_size) if other != rank]) for _ in range(40)]
         for rank in range(world_size)
@@ -214,14 +214,14 @@ def test_ranks_in_lock_step_converge(world_size: int) -> None:
 
 
 def test_a_ring_in_which_all_ask_at_once_does_not_wait_for_ever() -> None:
-    ports = [PublishedModel(float(rank)) for rank in range(5)]
+    ports = [FakeModel(float(rank)) for rank in range(5)]
     play(cluster_of(5), ports, *[[1.0, 1.0, 1.0]] * 5)
     assert [len(port.outcomes) for port in ports] == [6] * 5
     np.testing.assert_allclose(sum(port.values for port in ports), 10.0)
 
 
 def test_a_silent_partner_is_suspected_and_its_answer_merged_when_it_comes() -> None:
-    cluster, ports = cluster_of(2), [PublishedModel(1.0), PublishedModel(8.0)]
+    cluster, ports = cluster_of(2), [FakeModel(1.0), FakeModel(8.0)]
     cluster.at(0.5, lambda: cluster.freeze(1, 3.0))
     outcomes = play(cluster, ports, [1.0, 2.0, 5.0], [])
     closed = {outcome.version: outcome for outcome in ports[0].outcomes}
@@ -235,7 +235,7 @@ def test_a_silent_partner_is_suspected_and_its_answer_merged_when_it_comes() -> 
 
 
 def test_how_long_answers_take_is_learned() -> None:
-    ports = [PublishedModel(1.0), PublishedModel(8.0)]
+    ports = [FakeModel(1.0), FakeModel(8.0)]
     play(cluster_of(2, latency_s=1.0), ports, [1.0, 3.5, 6.0], [])
     assert [bool(outcome.pieces) for outcome in ports[0].outcomes] == [False, False, True]
     assert [outcome.closed_s for outcome in ports[0].outcomes] == pytest.approx([1.5, 4.0, 8.0])
@@ -243,7 +243,7 @@ def test_how_long_answers_take_is_learned() -> None:
 
 
 def test_a_dead_partner_is_waited_for_until_that_is_known() -> None:
-    cluster, ports = cluster_of(2), [PublishedModel(1.0), PublishedModel(8.0)]
+    cluster, ports = cluster_of(2), [FakeModel(1.0), FakeModel(8.0)]
     cluster.at(0.9, lambda: cluster.kill(1))
     play(cluster, ports, [1.0, 2.0], [])
     assert [outcome.closed_s for outcome in ports[0].outcomes] == pytest.approx([1.1, 2.0])
@@ -252,7 +252,7 @@ def test_a_dead_partner_is_waited_for_until_that_is_known() -> None:
 
 
 def test_a_partner_that_stays_out_says_so() -> None:
-    ports = [PublishedModel(1.0), PublishedModel(8.0, gives=False)]
+    ports = [FakeModel(1.0), FakeModel(8.0, gives=False)]
     play(cluster_of(2), ports, [1.0], [])
     for port in ports:
         (outcome,) = port.outcomes
@@ -262,14 +262,14 @@ def test_a_partner_that_stays_out_says_so() -> None:
 
 
 def test_a_rank_without_a_contribution_asks_no_peer() -> None:
-    ports = [PublishedModel(1.0, gives=False), PublishedModel(8.0)]
+    ports = [FakeModel(1.0, gives=False), FakeModel(8.0)]
     play(cluster_of(2), ports, [1.0], [])
     assert [(outcome.version, outcome.pieces) for outcome in ports[0].outcomes] == [(0, ())]
     assert ports[1].contributed == []
 
 
 def test_a_world_of_one_keeps_what_it_has() -> None:
-    solo, port = SingleRank(), PublishedModel(1.0)
+    solo, port = SingleRank(), FakeModel(1.0)
     for message in (
         arrive(0, generation=GENERATION),
         arrive(0, generation=GENERATION),
@@ -307,7 +307,7 @@ def test_a_message_that_cannot_be_right_is_one_clear_error(
     }
     # tests name fields that exist
     message = ModelMessage(**(options | changes))  # type: ignore[arg-type]
-    port = PublishedModel(1.0)
+    port = FakeModel(1.0)
 
     def intrude() -> Collective[ProtocolCounts]:
         yield Send(0, message.to_bytes())

@@ -64,5 +64,5 @@ def test_statistics_stay_in_their_range_and_parameters_keep_their_mean(
             assert counters.tolist() == [step * plan.forwards]
         assert counters.max() <= most
     moved = np.mean([np.sum(rank.pushes, axis=0) for rank in world.ranks], axis=0)
-    end = np.mean([rank.published.membership.own_model().values for rank in world.ranks], axis=0)
+    end = np.mean([rank.published.own_model().values for rank in world.ranks], axis=0)
     np.testing.assert_allclose(end[PARAMETERS], moved, atol=1e-9)

@@ -11,13 +11,8 @@ The modules, from the papers' protocols to the parts of the strategies:
     deadlines           after which time a rank proceeds without a peer
     interface           the types that protocols take and give
     merge_rules         how an average gets into a model that is being trained
-    model_state         what a rank publishes: its model, integer buffers and step
-    published_model     the state that the trainer's and the protocol's thread share
-                        (`published_state`), and what each may do with it (`trainer_port`,
-                        `protocol_port`, `membership_port`)
-    interval_choice     the interval between group averages where ranks choose it together, by what
-                        `interval_watch` measures with the help of `processor_time`
-    gradient_ledger     the same for gradients, for eager-SGD
+    shared_model        the model, integer buffers and step of a rank, which three threads share
+    gradient_ledger     the same with gradients, for eager-SGD
     progress_thread     runs a protocol through the generations, each of them in a thread of its
                         own (`served_generation`)
     averager            the parts of WAGMA-SGD and AD-PSGD, and what starts all this

@@ -17,23 +17,20 @@ from typing_extensions import override
 
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import ProtocolSettings
-from offbeat.averaging.background.interval_watch import IntervalWatch
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
 from offbeat.averaging.background.progress_thread import ProgressThread
-from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.averaging.background.served_generation import AveragingProtocol
-from offbeat.averaging.background.trainer_port import TrainerPort
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec import moves
 from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values
 from offbeat.codec.rounding import Rounding
-from offbeat.errors import CheckpointError, UnsupportedError
+from offbeat.errors import CheckpointError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights, non_finite_weights, require_finite
-from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
 
 HOLD_S = 10.0
@@ -51,9 +48,8 @@ class BackgroundAverager:
 
     Attributes:
         weights: the weights that are averaged.
-        momenta: the momenta that are averaged with them at global synchronizations; None: none.
-        staging: reads and writes `tensors()` as one vector.
-        trainer: the trainer's port of the published model.
+        staging: reads and writes `weights.tensors()` as one vector.
+        model: what peers may have of it.
         progress: runs the protocol.
         generations: keeps this rank in the newest generation; None in a world of one.
         rank: this rank, for errors and remarks.
@@ -63,9 +59,8 @@ class BackgroundAverager:
     """
 
     weights: ModelWeights
-    momenta: Momenta | None
     staging: Staging
-    trainer: TrainerPort
+    model: SharedModel
     progress: ProgressThread
     generations: Generations | None
     rank: int
@@ -83,7 +78,7 @@ class BackgroundAverager:
         """
         if self.generations is not None:
             self.generations.confirm()
-        self.trainer.raise_failure()
+        self.model.raise_failure()
 
     def close(self, *, over: bool = False) -> None:
         """End the threads of this rank. `over`: the run has ended for all members."""
@@ -91,15 +86,6 @@ class BackgroundAverager:
         if self.generations is not None:
             self.generations.close(over=over)
         self.progress.close()
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that form the averaged vector, in this order."""
-        return averaged_tensors(self.weights, self.momenta)
-
-
-def averaged_tensors(weights: ModelWeights, momenta: Momenta | None = None) -> list[torch.Tensor]:
-    """A model's tensors, followed by its optimizer's momenta where these are averaged too."""
-    return [*weights.tensors(), *([] if momenta is None else momenta.tensors())]
 
 
 def delta_merge(staging: Staging, weights: ModelWeights) -> Callable[[Values], MergeRule]:
@@ -110,16 +96,13 @@ def delta_merge(staging: Staging, weights: ModelWeights) -> Callable[[Values], M
 def start_background_averager(
     context: Context,
     weights: ModelWeights,
-    published: PublishedModel,
+    model: SharedModel,
     *,
     staging: Staging,
     serve: AveragingProtocol,
     group_of: GroupOf,
     num_flags: int = 0,
-    momenta: Momenta | None = None,
-    averages_momenta: Callable[[int], bool] = lambda version: False,
     rounding: Rounding | None = None,
-    ends_with: Callable[[int], int] | None = None,
     yields: bool = False,
 ) -> BackgroundAverager:
     """Start the threads that average on behalf of this rank. Collective.
@@ -127,32 +110,20 @@ def start_background_averager(
     Args:
         context: of the session.
         weights: the weights to average.
-        published: the model that peers may have; it is empty.
-        staging: of `averaged_tensors(weights, momenta)`.
+        model: what peers may have of it; it is empty.
+        staging: of `weights.tensors()`.
         serve: the protocol.
         group_of: the group of each version.
-        num_flags: how many counters `published` adds to the model's own, >= 0.
-        momenta: the optimizer's momenta, to be averaged in some versions; None: in none.
-        averages_momenta: whether a version averages them.
+        num_flags: how many counters `model` adds to the model's own, >= 0.
         rounding: how values travel; None: as they are.
-        ends_with: how many members, of so many, have to take no more steps for those of the others
-            not to count; None: they always do.
         yields: as of `ProgressThread`.
 
     Raises:
-        UnsupportedError: momenta are to be averaged, and the model has tensors of several types or
-            devices.
         PeerError: a newcomer received no model.
     """
-    if momenta is not None and not staging.in_order:
-        raise UnsupportedError(
-            "momenta='averaged' needs all parameters and buffers of one type on one device; pass"
-            " 'local'"
-        )
     # Compiling takes longer than peers wait for an answer, so it comes before the first.
     moves.warm()
     rounding_kernels.warm()
-    num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
     buffers = weights.buffers()
     num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
 
@@ -163,17 +134,13 @@ def start_background_averager(
             generation=generation.number,
             num_elements=staging.num_elements,
             num_counters=num_counters,
-            num_averaged=lambda version: (
-                staging.num_elements if averages_momenta(version) else num_weights
-            ),
             dtype=staging.dtype,
             rounding=rounding,
-            ends_with=None if ends_with is None else ends_with(num_members),
             group_of=lambda version: group_of(version, position, num_members),
         )
 
     progress = ProgressThread(
-        published,
+        model,
         serve=serve,
         settings=settings,
         count=context.count,
@@ -191,9 +158,8 @@ def start_background_averager(
         raise
     return BackgroundAverager(
         weights=weights,
-        momenta=momenta,
         staging=staging,
-        trainer=published.trainer,
+        model=model,
         progress=progress,
         generations=generations,
         rank=context.driver.rank,
@@ -210,11 +176,10 @@ class BackgroundCallback(Callback):
 
     def __init__(self, averager: BackgroundAverager) -> None:
         self._averager = averager
-        self._trainer = averager.trainer
-        self._num_steps = self.start_step = self._trainer.step
-        self._was_told = False
+        self._model = averager.model
+        self._num_steps = self.start_step = self._model.step
         self._encode_s = 0.0
-        if self._trainer.has_begun:  # this rank is a newcomer and has the model of a member
+        if self._model.has_begun:  # this rank is a newcomer and has the model of a member
             self._load()
 
     @override
@@ -225,7 +190,7 @@ class BackgroundCallback(Callback):
 
     @override
     def steps_behind(self) -> int:
-        return self._trainer.steps_behind if self._trainer.has_begun else 0
+        return self._model.steps_behind if self._model.has_begun else 0
 
     @override
     def on_finish(self) -> None:
@@ -235,7 +200,7 @@ class BackgroundCallback(Callback):
         # Averages on this rank's behalf have arrived since its last step, and peers have their
         # parts of them.
         self._load()
-        counts = self._trainer.counts
+        counts = self._model.counts
         if counts.contributions:
             self._averager.inform(
                 f"worker {self._averager.rank} had {counts.made} averages and missed"
@@ -245,13 +210,13 @@ class BackgroundCallback(Callback):
 
     @override
     def on_rest(self) -> None:
-        if self._trainer.has_begun:
-            self._trainer.rest()
+        if self._model.has_begun:
+            self._model.rest()
             self._averager.progress.end_step()
 
     @override
     def on_resume(self) -> None:
-        self._trainer.resume()
+        self._model.resume()
 
     @override
     def on_abandon(self, reason: str) -> None:
@@ -265,20 +230,17 @@ class BackgroundCallback(Callback):
         # Peers have sent what they average: with buffers="local" the buffers are not in it.
         weights = replace(weights, chosen=self._averager.weights.chosen)
         staging = self._averager.staging
-        # The vector ends with momenta where these are averaged too; the copy of the model has none.
-        num_tensors = len(weights.tensors())
-        unused = [torch.empty_like(tensor) for tensor in self._averager.tensors()[num_tensors:]]
-        staging.write_(values.astype(staging.dtype), [*weights.tensors(), *unused])
+        staging.write_(values.astype(staging.dtype), weights.tensors())
         weights.write_counters(counters)
         return missing
 
     @override
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._trainer.counts.made, "encode_s": self._encode_s}
+        return {"exchanges": self._model.counts.made, "encode_s": self._encode_s}
 
     @override
     def gauges(self) -> dict[str, float]:
-        counts = self._trainer.counts
+        counts = self._model.counts
         return {"stale_share": counts.stale / counts.contributions} if counts.contributions else {}
 
     @override
@@ -291,7 +253,7 @@ class BackgroundCallback(Callback):
             raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
         self._num_steps = int(state["local"]["num_steps"])
         # The weights are loaded too, before or after this, so what was published is out of date.
-        self._trainer.forget()
+        self._model.forget()
 
     @override
     def close(self) -> None:
@@ -302,8 +264,8 @@ class BackgroundCallback(Callback):
 
     def _publish(self) -> None:
         """Publish the model, unless it is published."""
-        if not self._trainer.has_begun:
-            self._trainer.begin(
+        if not self._model.has_begun:
+            self._model.begin(
                 self._read(), self._averager.weights.read_counters(), step=self._num_steps
             )
 
@@ -311,16 +273,9 @@ class BackgroundCallback(Callback):
         """Publish the model as it is at the end of a step."""
         begin_s = time.perf_counter()
         self._num_steps += 1
-        parts = self._averager.staging.parts(self._averager.tensors())
-        if not self._trainer.advance(parts, self._averager.weights.read_counters()):
+        parts = self._averager.staging.parts(self._averager.weights.tensors())
+        if not self._model.advance(parts, self._averager.weights.read_counters()):
             raise non_finite_weights(self._averager.rank)
-        if self._trainer.is_final and not self._was_told:
-            self._was_told = True
-            self._averager.inform(
-                f"from step {self._num_steps} on worker {self._averager.rank} trains for nothing:"
-                " so many of its peers have taken all their steps that the model is final. Workers"
-                " should end at about the same time; ends_with='all' lets every step count"
-            )
         self._encode_s += time.perf_counter() - begin_s
 
     def _arrive(self, must_wait: Callable[[int], bool], *, for_average: bool = True) -> int | None:
@@ -337,11 +292,11 @@ class BackgroundCallback(Callback):
         # Peers that wait for the end of this step are told before this rank waits for anybody.
         self._averager.progress.end_step()
         self._wait_for_late()
-        version = self._trainer.arrive(must_wait)
+        version = self._model.arrive(must_wait)
         if version is not None:
             self._averager.progress.arrive(version)
             if must_wait(version):
-                self._trainer.wait(for_average=for_average)
+                self._model.wait(for_average=for_average)
         self._averager.record_wait(begin_s, time.monotonic())
         return version
 
@@ -349,7 +304,7 @@ class BackgroundCallback(Callback):
         """Begin no step before members that are too far behind have ended theirs. But a member that
         ends none for long may itself be waiting for this rank, outside of its steps.
         """
-        if late := self._trainer.wait_for_late(HOLD_S):
+        if late := self._model.wait_for_late(HOLD_S):
             names = self._averager.progress.names(late)
             self._averager.inform(
                 f"this worker has waited {HOLD_S:g} s for worker {names}, which is further behind"
@@ -360,21 +315,19 @@ class BackgroundCallback(Callback):
     def _load(self) -> None:
         """Continue with what averages have made of the model."""
         begin_s = time.perf_counter()
-        averager, tensors = self._averager, self._averager.tensors()
-        values, counters, is_held = self._trainer.take()
+        averager, tensors = self._averager, self._averager.weights.tensors()
+        values, counters, is_held = self._model.take()
         if not is_held:
             averager.staging.write_(values, tensors)
-            # The tensors do not hold exactly `values` where their type is shorter, or where a
-            # momentum does not exist yet. The next step must count from what they hold.
-            if not averager.staging.exact or not (
-                averager.momenta is None or averager.momenta.complete
-            ):
-                self._trainer.rebase(self._read())
+            # The tensors do not hold exactly `values` where their type is shorter. The next step
+            # must count from what they hold.
+            if not averager.staging.exact:
+                self._model.rebase(self._read())
         averager.weights.write_counters(counters)
         self._encode_s += time.perf_counter() - begin_s
 
     def _read(self) -> Values:
-        values = self._averager.staging.read(self._averager.tensors())
+        values = self._averager.staging.read(self._averager.weights.tensors())
         require_finite([torch.from_numpy(values)], rank=self._averager.rank)
         return values
 
@@ -383,21 +336,17 @@ class BackgroundWeightAverage(BackgroundCallback):
     """After every optimizer step, publishes this rank's weights and takes the averaged ones.
 
     Args:
-        averager: averages on behalf of this rank. Its trainer knows after which steps to arrive.
+        averager: averages on behalf of this rank.
         overlap: whether the trainer continues as soon as enough ranks have arrived (at once where
             one suffices) and takes the average at the end of a later step; else it waits for the
             average.
-        watch: is told of each step, where the interval between arrivals depends on what they cost.
     """
 
     state_key: ClassVar[str] = "group_average"
 
-    def __init__(
-        self, averager: BackgroundAverager, *, overlap: bool, watch: IntervalWatch | None = None
-    ) -> None:
+    def __init__(self, averager: BackgroundAverager, *, overlap: bool) -> None:
         super().__init__(averager)
         self._overlap = overlap
-        self._watch = watch
 
     @override
     def on_before_step(self) -> None:
@@ -406,9 +355,7 @@ class BackgroundWeightAverage(BackgroundCallback):
     @override
     def on_after_step(self) -> None:
         self._advance()
-        if self._watch is not None:
-            self._watch.end_step()
-        if self._trainer.is_due:
+        if self._model.is_due:
             self._arrive(self._must_wait, for_average=not self._overlap)
         else:
             self._averager.progress.end_step()
@@ -416,7 +363,3 @@ class BackgroundWeightAverage(BackgroundCallback):
 
     def _must_wait(self, version: int) -> bool:
         return not self._overlap or self._averager.progress.must_wait(version)
-
-
-def _num_reals(tensor: torch.Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)

@@ -57,7 +57,6 @@ class DirectRound(GroupRound):
             0,
             self._num_elements,
             has_values=message.weight > 0,
-            num_elements=self._num_elements,
         )
         is_late = self.over
         self._chunks.setdefault(sender, message)

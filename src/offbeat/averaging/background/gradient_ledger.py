@@ -20,17 +20,16 @@ from typing_extensions import override
 
 from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
-from offbeat.averaging.background.model_state import ModelState, Taken
-from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.shared_model import SharedModel, Taken
 from offbeat.codec.model_wire import Counters, Values
 
 UsedParameters = NDArray[np.bool_]
 """Which parameters had a gradient, shape (num_parameters,)."""
 
 
-class GradientLedger(ModelState):
+class GradientLedger(SharedModel):
     """A rank's model and gradients, for versions that average gradients and some that average
-    models. Used under the lock of a `PublishedModel`.
+    models.
 
     Which parameters any rank has used travels as further counters of the model: an average has the
     largest value of each.
@@ -51,7 +50,8 @@ class GradientLedger(ModelState):
         make_rule: Callable[[Values], MergeRule],
         averages_models: Callable[[int], bool],
     ) -> None:
-        super().__init__(make_rule)
+        # A rank that skipped more than one arrival would keep its gradients for too long.
+        super().__init__(make_rule, max_credit=1)
         self._num_elements = num_elements
         self._num_parameters = num_parameters
         self._averages_models = averages_models
@@ -64,42 +64,62 @@ class GradientLedger(ModelState):
     # The trainer's gradients
 
     def owe(self, gradient: Values, used: UsedParameters) -> None:
-        """Add a new gradient to what is owed."""
-        self._owed = gradient if self._owed is None else self._owed + gradient
-        self._used = self._used | used
+        """This rank has a new gradient, shape (num_elements,), which belongs to this object from
+        now on.
+        """
+        with self._changed:
+            self._owed = gradient if self._owed is None else self._owed + gradient
+            self._used = self._used | used
 
     def owed(self) -> Values | None:
-        """What no version has taken in so far, including what is under way; None: nothing."""
-        accounts = [*self._under_way.values(), *([] if self._owed is None else [self._owed])]
-        return np.sum(accounts, axis=0) if accounts else None
+        """A copy of what no version has taken in so far, including what is under way; None:
+        nothing.
+        """
+        with self._changed:
+            accounts = [*self._under_way.values(), *([] if self._owed is None else [self._owed])]
+            return np.sum(accounts, axis=0) if accounts else None
 
-    def to_apply(self) -> Values | None:
-        """A copy of what has come and was not applied; None: nothing."""
-        return None if self._to_apply is None else self._to_apply.copy()
+    def accounts(self) -> tuple[Values | None, Values | None]:
+        """Copies, of one moment, of what is owed and of what is to be applied; None: nothing."""
+        with self._changed:
+            return self.owed(), None if self._to_apply is None else self._to_apply.copy()
 
     def take_update(self) -> tuple[Values | None, UsedParameters]:
-        """What is to be applied, which counts as applied from now on."""
-        taken, used = self._to_apply, self._used_to_apply
-        self._to_apply, self._used_to_apply = None, self._none_used()
-        return taken, used
+        """What the trainer must apply now.
 
-    def resume(self, *, owed: Values, to_apply: Values, used: UsedParameters) -> None:
-        """Restore the accounts of a saved state."""
-        self._owed = owed if owed.any() else None
-        self._to_apply = to_apply if to_apply.any() else None
-        self._used = used if self._owed is not None else self._none_used()
-        self._used_to_apply = used if self._to_apply is not None else self._none_used()
+        Returns:
+            The sum, over the versions since the last call, of their contributions divided by the
+            number of members, None if there was no version; and which parameters any rank used.
+        """
+        with self._changed:
+            taken, used = self._to_apply, self._used_to_apply
+            self._to_apply, self._used_to_apply = None, self._none_used()
+            return taken, used
+
+    def restore(self, *, owed: Values, to_apply: Values, used: UsedParameters) -> None:
+        """Restore the accounts of a saved state.
+
+        Args:
+            owed: what was owed, shape (num_elements,).
+            to_apply: what was to be applied, shape (num_elements,).
+            used: which parameters count as used, where an account is not zero.
+        """
+        with self._changed:
+            self._owed = owed if owed.any() else None
+            self._to_apply = to_apply if to_apply.any() else None
+            self._used = used if self._owed is not None else self._none_used()
+            self._used_to_apply = used if self._to_apply is not None else self._none_used()
 
     # Versions
 
     @override
-    def averages_models(self, version: int) -> bool:
+    def _moves_model(self, version: int) -> bool:
         return self._averages_models(version)
 
     @override
-    def contribute(self, version: int, *, fresh: bool) -> Contribution | None:
-        if self.averages_models(version):
-            return super().contribute(version, fresh=fresh)
+    def _contribution_to(self, version: int, *, fresh: bool) -> Contribution | None:
+        if self._averages_models(version):
+            return super()._contribution_to(version, fresh=fresh)
         if self._owed is None:
             return None  # it would be zeros, so there is no reason to send it
         mine, used = self._owed, self._used
@@ -111,9 +131,9 @@ class GradientLedger(ModelState):
         return replace(self._contribution(mine, fresh=fresh), counters=counters)
 
     @override
-    def merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
-        if self.averages_models(version):
-            super().merge(version, pieces)
+    def _merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
+        if self._averages_models(version):
+            super()._merge(version, pieces)
             return
         mine = self._under_way.get(version)
         for piece in pieces:
@@ -133,19 +153,21 @@ class GradientLedger(ModelState):
             del self._under_way[version]
 
     @override
-    def finalize_version(self, version: int) -> None:
+    def _finalize(self, version: int) -> None:
         if (lost := self._under_way.pop(version, None)) is not None:
             self._owe_again(lost, 0, lost.size)
 
     @override
     def begin_generation(self) -> None:
-        for values in self._under_way.values():
-            self._owe_again(values, 0, values.size)
-        self._under_way = {}
+        with self._changed:
+            for values in self._under_way.values():
+                self._owe_again(values, 0, values.size)
+            self._under_way = {}
+            super().begin_generation()
 
     @property
     @override
-    def is_under_way(self) -> bool:
+    def _is_under_way(self) -> bool:
         return bool(self._under_way)
 
     # The model
@@ -166,11 +188,12 @@ class GradientLedger(ModelState):
 
     @override
     def adopt(self, model: Contribution) -> None:
-        super().adopt(model)
-        # Gradients of the model that is given up say nothing about the new one.
-        self._owed = self._to_apply = None
-        self._used, self._used_to_apply = self._none_used(), self._none_used()
-        self._under_way = {}
+        with self._changed:
+            super().adopt(model)
+            # Gradients of the model that is given up say nothing about the new one.
+            self._owed = self._to_apply = None
+            self._used, self._used_to_apply = self._none_used(), self._none_used()
+            self._under_way = {}
 
     def _owe_again(self, values: Values, begin: int, end: int) -> None:
         if self._owed is None:
@@ -185,56 +208,3 @@ class GradientLedger(ModelState):
 
     def _with_used(self, counters: Counters, used: UsedParameters) -> Counters:
         return np.concatenate([counters, used.astype(np.int64)])
-
-
-class GradientPort:
-    """What the thread that trains may do with gradients, besides its `TrainerPort`.
-
-    Args:
-        published: the state object.
-        ledger: the model that it was made with.
-    """
-
-    def __init__(self, published: PublishedModel, ledger: GradientLedger) -> None:
-        self._lock = published.changed
-        self._ledger = ledger
-
-    def owe(self, gradient: Values, used: UsedParameters) -> None:
-        """This rank has a new gradient, shape (num_elements,), which belongs to this object from
-        now on.
-        """
-        with self._lock:
-            self._ledger.owe(gradient, used)
-
-    def take_update(self) -> tuple[Values | None, UsedParameters]:
-        """What the trainer must apply now.
-
-        Returns:
-            The sum, over the versions since the last call, of their contributions divided by the
-            number of members, None if there was no version; and which parameters any rank used.
-        """
-        with self._lock:
-            return self._ledger.take_update()
-
-    def owed(self) -> Values | None:
-        """A copy of what no version has taken in so far, including what is under way; None:
-        nothing.
-        """
-        with self._lock:
-            return self._ledger.owed()
-
-    def accounts(self) -> tuple[Values | None, Values | None]:
-        """Copies, of one moment, of what is owed and of what is to be applied; None: nothing."""
-        with self._lock:
-            return self._ledger.owed(), self._ledger.to_apply()
-
-    def resume(self, *, owed: Values, to_apply: Values, used: UsedParameters) -> None:
-        """Restore the accounts of a saved state.
-
-        Args:
-            owed: what was owed, shape (num_elements,).
-            to_apply: what was to be applied, shape (num_elements,).
-            used: which parameters count as used, where an account is not zero.
-        """
-        with self._lock:
-            self._ledger.resume(owed=owed, to_apply=to_apply, used=used)

@@ -9,7 +9,7 @@ No rank waits for one that computes. What happens at a rank in version t:
     all contributions are here:      they are averaged by weight and merged
 
 Each rank runs one collective, `serve`, in a thread beside its trainer for as long as the generation
-lasts. `serve` asks the `ProtocolPort` of its rank for contributions and hands it the averages.
+lasts. `serve` asks the `SharedModel` of its rank for contributions and hands it the averages.
 
 Differences from the paper:
 - The world and the groups may have any size, and members may be late, stop or die. Every average
@@ -20,18 +20,18 @@ Differences from the paper:
 - `VersionGroup.min_arrivals` says how many arrivals a version waits for before the snapshots of the
   other members are contributed. A group average waits for one; a global synchronization waits for a
   quorum, or for all as in the paper. An arrival is announced in a small message before the model is
-  sent, so that trainers need not wait for the network (`ProtocolPort.quorum_arrived`).
+  sent, so that trainers need not wait for the network (`SharedModel.quorum_arrived`).
 
 Quorums alone do not bound how old a snapshot may be. `VersionGroup.catch_up` does: a trainer that
 has come to a global synchronization begins no further step before every member has arrived at an
-earlier one, `catch_up`, or later (`ProtocolPort.hold`). A rank that contributed to a global
+earlier one, `catch_up`, or later (`SharedModel.hold`). A rank that contributed to a global
 synchronization before it arrived therefore tells all members when its step ends. Averages go on
 meanwhile, and no rank is waited for that is suspected, dead or takes no more steps.
 
 A peer that does not answer within a deadline learned from earlier answers is *suspected*: no rank
 waits for it and it is sent no values, until a message of it arrives. A peer that is *dead*, as the
 driver says, is left out for good. A late contribution is ignored and counted. A late average is
-merged when it arrives (`ProtocolPort.merge_late`). A suspicion therefore costs time and mixing, but
+merged when it arrives (`SharedModel.merge_late`). A suspicion therefore costs time and mixing, but
 changes no weight.
 
 Bytes for a rank and version, for a model of N bytes and a group of S: at most 2 N (S-1) / S, or
@@ -48,19 +48,19 @@ from collections.abc import Set
 from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
 from offbeat.averaging.background.interface import (
     ProtocolCounts,
-    ProtocolPort,
     ProtocolSettings,
     VersionResult,
 )
 from offbeat.averaging.background.managed_round import ClosedVersions, ManagedRound, Phase
 from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective
 
 
 def serve(
-    rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts | None = None
+    rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts | None = None
 ) -> Collective[ProtocolCounts]:
     """Take part in group averages on behalf of `rank` throughout a generation.
 
@@ -70,23 +70,23 @@ def serve(
     Args:
         rank: one of `settings.members`.
         settings: what the members agree on.
-        port: gives this rank's contributions and receives the averages.
+        model: gives this rank's contributions and receives the averages.
         counts: is updated while the protocol runs, and can be read meanwhile.
 
     Raises:
         WireError: a message is corrupt, or its sender trains another model. No average was merged
             because of it.
     """
-    return run_member(RoundManager(rank, settings, port, counts or ProtocolCounts()))
+    return run_member(RoundManager(rank, settings, model, counts or ProtocolCounts()))
 
 
 class RoundManager(ProtocolMember):
     """Opens, advances and closes the rounds of one rank."""
 
     def __init__(
-        self, rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts
+        self, rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts
     ) -> None:
-        super().__init__(rank, settings, port, counts)
+        super().__init__(rank, settings, model, counts)
         self._rounds: dict[int, ManagedRound] = {}
         self._closed = ClosedVersions()
         self._arrived = -1
@@ -138,7 +138,7 @@ class RoundManager(ProtocolMember):
         arrived = version <= self._arrived or (mine is not None and mine.fresh)
         if not arrived and managed.group.catch_up is not None:
             # A trainer that waits has ended its step, although it may have to stay out of this one.
-            arrived = not self._port.await_step(version)
+            arrived = not self._model.await_step(version)
             self._late_at = None if arrived else version
         if arrived and managed.group.min_arrivals > 1 and not managed.is_small:
             # The announcement goes ahead of the chunks, which may take long: a trainer that waits
@@ -190,7 +190,7 @@ class RoundManager(ProtocolMember):
                 self._close(managed, now_s)
             elif not managed.quorum_arrived and managed.has_quorum(self.counts):
                 managed.quorum_arrived = True
-                self._port.quorum_arrived(round_.version)
+                self._model.quorum_arrived(round_.version)
 
     def _update_hold(self) -> None:
         """Let the trainer wait for the members that have not caught up, and for no others."""
@@ -201,7 +201,7 @@ class RoundManager(ProtocolMember):
         )
         if late != self._held_by:
             self._held_by = late
-            self._port.hold(late)
+            self._model.hold(late)
 
     def _close(self, managed: ManagedRound, now_s: float) -> None:
         """Hand over what has arrived. The round is kept as long as late pieces may arrive."""
@@ -209,7 +209,7 @@ class RoundManager(ProtocolMember):
         version, pieces = round_.version, round_.take_pieces()
         if version in self._closed:
             for piece in pieces:
-                self._port.merge_late(version, piece)
+                self._model.merge_late(version, piece)
         else:
             self._closed.add(version, managed.contributions_due_s)
             managed.deadline_s = math.inf
@@ -218,7 +218,7 @@ class RoundManager(ProtocolMember):
             if round_.late_senders():
                 round_.keep_for_late_pieces()
             pieces.sort(key=lambda piece: piece.begin)
-            self._port.close(
+            self._model.close_version(
                 VersionResult(
                     version=version,
                     group=round_.group,
@@ -229,15 +229,13 @@ class RoundManager(ProtocolMember):
             )
         if not round_.late_senders():
             del self._rounds[version]
-            self._port.finalize_version(version)
+            self._model.finalize_version(version)
 
     # Messages of peers
 
     def _receive_of_version(self, sender: int, message: ModelMessage, now_s: float) -> None:
         if message.arrived or message.kind == MessageKind.ARRIVED:
             self._arrivals[sender] = max(self._arrivals.get(sender, -1), message.version)
-        if message.interval:
-            self._port.hear_interval(sender, message.interval)
         if message.kind == MessageKind.ARRIVE:
             self._arrive(message.version, now_s)
         elif message.version not in self._rounds and message.version in self._closed:
@@ -266,7 +264,7 @@ class RoundManager(ProtocolMember):
                 self._count_late(message, is_late=managed.round.receive(sender, message))
         has_stopped = self._rank in self.counts.stopped
         if is_new and not has_stopped and not managed.must_contribute(self.counts):
-            self._port.invite(version)
+            self._model.invite(version)
 
     def _count_late(self, message: ModelMessage, *, is_late: bool) -> None:
         self.counts.late_chunks += is_late and message.kind == MessageKind.CHUNK

@@ -1,14 +1,13 @@
-"""What the averaging protocols take and give, and what they need to know of the rank they serve.
+"""What the averaging protocols take and give.
 
 Both protocols, `group_average` (WAGMA-SGD) and `pair_average` (AD-PSGD), use these types. A
-protocol knows its rank only through a `ProtocolPort`.
+protocol knows its rank only through the rank's `SharedModel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -40,7 +39,6 @@ class Contribution:
         weight: the weight of this contribution in the average, > 0.
         counters: the model's integer buffers, int64, shape (`ProtocolSettings.num_counters`,). An
             average has the largest value of each.
-        interval: after how many steps the rank would average, in [1, 255]; 0: it does not say.
     """
 
     values: Values
@@ -48,7 +46,6 @@ class Contribution:
     fresh: bool
     weight: float = 1.0
     counters: Counters = field(default_factory=no_counters)
-    interval: int = 0
 
     @property
     def note(self) -> Note:
@@ -102,7 +99,7 @@ class VersionResult:
         group: the ranks of its group.
         pieces: the averages that have arrived, by `begin`. Elements that they do not cover keep
             their values: they were not averaged, or their average arrives later
-            (`ProtocolPort.merge_late`).
+            (`SharedModel.merge_late`).
         opened_s, closed_s: when this rank learned of the version, and when it closed it, in seconds
             of the driver's clock.
     """
@@ -125,100 +122,6 @@ class VersionResult:
         return {rank: notes[rank] for rank in self.group if rank in notes}
 
 
-class ProtocolPort(Protocol):
-    """What an averaging protocol asks of, and tells, the rank that it serves.
-
-    The calls come from the thread that runs the protocol. They must not block.
-    """
-
-    def contribute(self, version: int) -> Contribution | None:
-        """The contribution to `version`; None to stay out of it. Called once for each version.
-
-        The contribution is fresh when the rank has arrived and waits, at this version or another
-        one, whether or not the protocol has received the arrival yet.
-        """
-        ...
-
-    def invite(self, version: int) -> None:
-        """`version` has begun and waits for arrivals: the rank should arrive there, or at a later
-        version, at the end of its next step, even if it is late.
-        """
-        ...
-
-    def hear_interval(self, member: int, interval: int) -> None:
-        """`member` would average after so many steps; see `Contribution.interval`."""
-        ...
-
-    def quorum_arrived(self, version: int) -> None:
-        """Enough ranks have arrived at `version`, so its average now depends on the network alone.
-        Called at most once, and not after `close`.
-        """
-        ...
-
-    def await_step(self, version: int) -> bool:
-        """Peers may come to wait for the end of this rank's step: it contributed to `version`
-        before it arrived. The protocol must be told when the step has ended, by an arrival at
-        `version` or a later one.
-
-        Returns:
-            Whether the rank computes a step; False where it has ended one, and waits.
-        """
-        ...
-
-    def hold(self, late: Set[int]) -> None:
-        """From now on the rank must begin no step before the ranks `late` have ended theirs; none:
-        it need not wait for any. Called when this changes.
-        """
-        ...
-
-    def close(self, result: VersionResult) -> None:
-        """The version is closed. The protocol does not need the contribution's values any more."""
-        ...
-
-    def merge_late(self, version: int, piece: Piece) -> None:
-        """A piece of a closed version has arrived after all. It must be merged, because peers have
-        merged it, and without it the mean over ranks would change.
-        """
-        ...
-
-    def finalize_version(self, version: int) -> None:
-        """No further piece of this closed version will arrive: what is missing of its average does
-        not exist for this rank.
-        """
-        ...
-
-    def snapshot(self) -> Contribution | None:
-        """The current model, for a member that requested it; None while there is no model. The
-        values are copied into a message before this rank does anything else.
-        """
-        ...
-
-    def receive_model(self, sender: int, model: Contribution | None) -> None:
-        """Member `sender` has answered a request for its model, with read-only values or, if it has
-        no model, with None.
-        """
-        ...
-
-    def mark_dead(self, rank: int) -> None:
-        """The driver says that member `rank` is dead or has left: nothing more arrives from it.
-        Called once for each.
-        """
-        ...
-
-    def mark_final(self) -> None:
-        """No living member takes a step any more, and every average that this rank contributed to
-        has arrived. Its model changes no more, unless by a version of a member that it takes for
-        dead. Called once.
-        """
-        ...
-
-    def end_training(self) -> None:
-        """`ProtocolSettings.ends_with` members take no more steps: what this rank learns in further
-        steps does not count.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProtocolSettings:
     """What all members of a generation agree on.
@@ -228,7 +131,6 @@ class ProtocolSettings:
         generation: the number of the generation.
         num_elements: the number of elements of the model.
         num_counters: the number of elements of its integer buffers together.
-        num_averaged: how many elements a version averages, beginning with the first; None: all.
         group_of: the group of a version to which this rank belongs; the answers of all members must
             be consistent.
         direct_bytes: a group exchanges directly when it has two members, or when no member sends
@@ -237,8 +139,6 @@ class ProtocolSettings:
         rounding: how contributions and averages are rounded; None: not at all. Models that are
             requested are never rounded.
         reply_deadline: for contributions and averages, which take only as long as the network does.
-        ends_with: when so many members take no more steps, those of the others do not count; None:
-            they always do.
         arrival_deadline: for arrivals, where `VersionGroup.min_arrivals` asks for several of them
             but not for all.
 
@@ -253,11 +153,9 @@ class ProtocolSettings:
     num_elements: int
     group_of: Callable[[int], VersionGroup]
     num_counters: int = 0
-    num_averaged: Callable[[int], int] | None = None
     direct_bytes: int = 65_536
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
     rounding: Rounding | None = None
-    ends_with: int | None = None
     reply_deadline: DeadlineRule = field(
         default_factory=lambda: DeadlineRule(min_samples=4, initial_s=0.4)
     )
@@ -266,10 +164,6 @@ class ProtocolSettings:
             min_samples=2, initial_s=0.4, num_mads=4.0, min_spread=0.25
         )
     )
-
-    def length(self, version: int) -> int:
-        """The number of elements that `version` averages."""
-        return self.num_elements if self.num_averaged is None else self.num_averaged(version)
 
     @property
     def bytes_per_element(self) -> int:
@@ -313,7 +207,6 @@ def check_values(
     end: int,
     *,
     has_values: bool,
-    num_elements: int | None = None,
 ) -> None:
     """Check that a message holds the elements that it should hold.
 
@@ -324,19 +217,13 @@ def check_values(
         begin: the index of the first element that the message should hold.
         end: the index after the last one.
         has_values: whether it should hold values; else it must hold none, and no counters.
-        num_elements: the number of elements that this version averages; None: all of the model.
 
     Raises:
         WireError: the message holds something else.
     """
     found = (message.num_elements, message.begin, message.size, message.counters.size)
     num_values, num_counters = (end - begin, settings.num_counters) if has_values else (0, 0)
-    expected = (
-        settings.num_elements if num_elements is None else num_elements,
-        begin,
-        num_values,
-        num_counters,
-    )
+    expected = (settings.num_elements, begin, num_values, num_counters)
     if found != expected or (message.size and message.values.dtype != settings.dtype):
         raise WireError(
             f"rank {sender} sent for version {message.version} (elements of the model, first,"

@@ -33,7 +33,7 @@ class ManagedRound:
 
     Attributes:
         announced: the ranks that have announced their arrival.
-        quorum_arrived: whether enough have arrived, and the port has been told.
+        quorum_arrived: whether enough have arrived, and the model has been told.
         contributions_due_s: when all members had to contribute.
         averages_due_s: when this rank had averaged its own region.
     """
@@ -48,7 +48,7 @@ class ManagedRound:
         now_s: float,
     ) -> None:
         size = len(group.ranks)
-        num_bytes = settings.length(version) * settings.bytes_per_element
+        num_bytes = settings.num_elements * settings.bytes_per_element
         # Whether the model is so small that each member can send all of it to all others.
         self.is_small = (size - 1) * num_bytes <= settings.direct_bytes
         is_direct = size <= 2 or (self.is_small and size <= _MAX_DIRECT_GROUP)

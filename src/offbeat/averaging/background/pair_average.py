@@ -10,7 +10,7 @@ No rank waits for one that computes. What happens at a rank:
 The interface is that of `group_average`, and the trainer posts the same messages. Versions are each
 rank's own. `VersionGroup.ranks` is this rank and its partner, who need not know of it, or this rank
 alone; `VersionGroup.min_arrivals` is not used. An average that a peer asked for has no version of
-this rank: `ProtocolPort.contribute` and `close` get -1, -2, -3, ... for these. No number is used
+this rank: `SharedModel.contribute` and `close` get -1, -2, -3, ... for these. No number is used
 twice, and each such version is closed before anything else happens. Averages must be merged by
 `merge_delta`, because a rank that waits for its partner may have averaged with peers meanwhile.
 
@@ -40,27 +40,27 @@ from offbeat.averaging.background.interface import (
     Contribution,
     Piece,
     ProtocolCounts,
-    ProtocolPort,
     ProtocolSettings,
     VersionResult,
     check_values,
 )
 from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
 from offbeat.averaging.background.rounds import largest_of, mean_of
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective
 
 
 def serve(
-    rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts | None = None
+    rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts | None = None
 ) -> Collective[ProtocolCounts]:
     """Take part in averages of pairs on behalf of `rank` throughout a generation.
 
     Args, return value and errors are those of `group_average.serve`. The versions at which a rank
     arrives are 0 or more and grow.
     """
-    return run_member(PairMember(rank, settings, port, counts or ProtocolCounts()))
+    return run_member(PairMember(rank, settings, model, counts or ProtocolCounts()))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,9 +82,9 @@ class PairMember(ProtocolMember):
     """Sends this rank's model to partners, and answers peers that have chosen this rank."""
 
     def __init__(
-        self, rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts
+        self, rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts
     ) -> None:
-        super().__init__(rank, settings, port, counts)
+        super().__init__(rank, settings, model, counts)
         self._requests: dict[int, _Request] = {}
         self._newest = -1
         self._num_answers = 0
@@ -102,7 +102,7 @@ class PairMember(ProtocolMember):
         partner = next((rank for rank in pair if rank != self._rank), None)
         if partner is None or partner in self._absent() or mine is None:
             self._close(version, pair, now_s, now_s)
-            self._port.finalize_version(version)
+            self._model.finalize_version(version)
             return
         chunk = self._message(MessageKind.CHUNK, mine, version=version)
         self._outgoing.append((partner, chunk.to_bytes()))
@@ -143,7 +143,7 @@ class PairMember(ProtocolMember):
             pieces.append(_piece(answer, mine))
         self._outgoing.append((sender, answer.to_bytes()))
         self._close(-self._num_answers, (sender, self._rank), now_s, now_s, *pieces)
-        self._port.finalize_version(-self._num_answers)
+        self._model.finalize_version(-self._num_answers)
 
     def _receive_answer(self, sender: int, answer: ModelMessage, now_s: float) -> None:
         """The average that this rank asked for has come back."""
@@ -164,10 +164,10 @@ class PairMember(ProtocolMember):
         if request.closed:
             self.counts.late_averages += 1
             for piece in pieces:
-                self._port.merge_late(answer.version, piece)
+                self._model.merge_late(answer.version, piece)
         else:
             self._close(answer.version, (self._rank, sender), request.opened_s, now_s, *pieces)
-        self._port.finalize_version(answer.version)
+        self._model.finalize_version(answer.version)
 
     def _advance(self, now_s: float) -> None:
         """Close the versions whose partner is dead or suspected."""
@@ -181,7 +181,7 @@ class PairMember(ProtocolMember):
                 self._close(version, (self._rank, request.partner), request.opened_s, now_s)
             if request.partner in self.counts.dead:
                 del self._requests[version]
-                self._port.finalize_version(version)
+                self._model.finalize_version(version)
 
     def _receive_of_version(self, sender: int, message: ModelMessage, now_s: float) -> None:
         match message.kind:
@@ -216,7 +216,7 @@ class PairMember(ProtocolMember):
     def _close(
         self, version: int, group: tuple[int, ...], opened_s: float, closed_s: float, *pieces: Piece
     ) -> None:
-        self._port.close(
+        self._model.close_version(
             VersionResult(
                 version=version, group=group, pieces=pieces, opened_s=opened_s, closed_s=closed_s
             )

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.background.averager import BackgroundAverager, BackgroundCallback
-from offbeat.averaging.background.gradient_ledger import GradientPort, UsedParameters
+from offbeat.averaging.background.gradient_ledger import GradientLedger, UsedParameters
 from offbeat.codec.model_wire import Values
 from offbeat.errors import CheckpointError, UnsupportedError
 
@@ -24,7 +24,7 @@ class PartialAllReduce(BackgroundCallback):
 
     Args:
         averager: averages on behalf of this rank.
-        gradients: the gradients that it averages.
+        gradients: the model that it averages, with its gradients.
         parameters: the model's parameters by name.
         averages_models: whether a version averages models instead of gradients.
     """
@@ -34,7 +34,7 @@ class PartialAllReduce(BackgroundCallback):
     def __init__(
         self,
         averager: BackgroundAverager,
-        gradients: GradientPort,
+        gradients: GradientLedger,
         *,
         parameters: Mapping[str, torch.nn.Parameter],
         averages_models: Callable[[int], bool],
@@ -85,7 +85,7 @@ class PartialAllReduce(BackgroundCallback):
             name: state["local"].get(f"to_apply/{name}", torch.zeros(shape))
             for name, shape in shapes.items()
         }
-        self._gradients.resume(
+        self._gradients.restore(
             owed=self._vector(owed),
             to_apply=self._vector(to_apply),
             used=np.ones(len(shapes), np.bool_),

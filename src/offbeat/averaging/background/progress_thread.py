@@ -16,8 +16,8 @@ import numpy as np
 
 from offbeat.averaging.background.interface import Contribution, ProtocolSettings
 from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
-from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.averaging.background.served_generation import AveragingProtocol, ServedGeneration
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
@@ -60,7 +60,7 @@ class ProgressThread:
     """Runs the protocol of one rank. It is the host of `membership.generations`.
 
     Args:
-        published: this rank's model.
+        model: this rank's.
         serve: the protocol.
         settings: what a generation's members agree on, as the member at a position of it sees it.
         count: puts a wrapper that counts traffic around a generation's driver.
@@ -71,7 +71,7 @@ class ProgressThread:
 
     def __init__(
         self,
-        published: PublishedModel,
+        model: SharedModel,
         *,
         serve: AveragingProtocol,
         settings: Callable[[Generation, int], ProtocolSettings],
@@ -79,8 +79,7 @@ class ProgressThread:
         notify: Callable[[str], None],
         yields: bool = False,
     ) -> None:
-        self._published = published
-        self._membership = published.membership
+        self._model = model
         self._serve = serve
         self._settings = settings
         self._count = count
@@ -101,13 +100,13 @@ class ProgressThread:
         changed since.
         """
         with self._switching:
-            if self._membership.is_arrived_at(version):
+            if self._model.is_arrived_at(version):
                 self._served.post(arrive(version, generation=self._served.generation.number))
 
     def end_step(self) -> None:
         """Tell the protocol that the trainer has ended a step, if peers await that."""
         with self._switching:
-            if (version := self._membership.take_awaited()) is not None:
+            if (version := self._model.take_awaited()) is not None:
                 self._served.post(arrive(version, generation=self._served.generation.number))
 
     def native_ids(self) -> tuple[int, ...]:
@@ -138,9 +137,9 @@ class ProgressThread:
         self._stopped_stepping = True
         while True:
             with self._switching:
-                served, epoch = self._served, self._membership.epoch
+                served, epoch = self._served, self._model.epoch
                 served.post(stop_stepping(generation=served.generation.number))
-            if self._membership.wait_until_final(epoch):
+            if self._model.wait_until_final(epoch):
                 return
 
     def mean(self) -> MeanModel:
@@ -155,21 +154,21 @@ class ProgressThread:
             PeerError: half of the living members or more have no model or did not answer.
         """
         give_up_s = time.monotonic() + MEAN_TIMEOUT_S
-        self._membership.forget_received()
+        self._model.forget_received()
         while True:
             models: dict[int, Contribution] | None = None
             with self._switching:
-                served, epoch = self._served, self._membership.epoch
-                is_member = self._membership.is_available
+                served, epoch = self._served, self._model.epoch
+                is_member = self._model.is_available
                 if is_member:
                     served.post(fetch_model(None, generation=served.generation.number))
             if is_member:
-                models = self._membership.collect_models(
+                models = self._model.collect_models(
                     served.peers, epoch, timeout_s=served.collect_timeout_s
                 )
             is_over = time.monotonic() > give_up_s
             if models is not None:
-                living = served.peers - self._membership.dead()
+                living = served.peers - self._model.dead()
                 # The dead count until there is a generation without them: this rank may be the one
                 # that is cut off.
                 counted = living if is_over else served.peers
@@ -177,7 +176,7 @@ class ProgressThread:
                     return self._mean_of(served, models, missing=served.peers - models.keys())
             if is_over:
                 raise PeerError(self._no_mean(served, models or {}))
-            self._membership.wait_for_news(_ASK_AGAIN_S)
+            self._model.wait_for_news(_ASK_AGAIN_S)
 
     def _mean_of(
         self, served: ServedGeneration, models: dict[int, Contribution], missing: frozenset[int]
@@ -189,7 +188,7 @@ class ProgressThread:
                 " not answer in time or had not begun to train"
             )
         # In the order of positions, so that all members compute the same bits.
-        every = {served.position: self._membership.own_model(), **models}
+        every = {served.position: self._model.own_model(), **models}
         included = [every[position] for position in sorted(every)]
         total = np.zeros(served.settings.num_elements, np.float64)
         for model in included:
@@ -199,12 +198,12 @@ class ProgressThread:
         return MeanModel(total, counters, served.ranks(missing))
 
     def _no_mean(self, served: ServedGeneration, models: Collection[int]) -> str:
-        if not self._membership.is_available:
+        if not self._model.is_available:
             return (
                 "this worker is no member of the run at present, so there is no mean of all models"
                 " to be had; the others went on without it"
             )
-        missing = served.peers - frozenset(models) - self._membership.dead()
+        missing = served.peers - frozenset(models) - self._model.dead()
         return (
             f"within {MEAN_TIMEOUT_S:g} s only {len(models) + 1} of {len(served.peers) + 1} workers"
             f" had a model to average: worker {served.names(missing)} did not answer, or has not"
@@ -218,7 +217,7 @@ class ProgressThread:
         Raises:
             PeerError: no member has sent one.
         """
-        if self._needs_model and not self._membership.wait_until_begun(MODEL_TIMEOUT_S):
+        if self._needs_model and not self._model.wait_until_begun(MODEL_TIMEOUT_S):
             raise PeerError(
                 f"no member of the run sent its model within {MODEL_TIMEOUT_S:g} s; do they train,"
                 " and can they be reached?"
@@ -269,7 +268,7 @@ class ProgressThread:
         """
         settings, counted = self._settings(generation, position), self._count(driver)
         if self._current is not None:
-            self._membership.quiesce(QUIESCE_S)
+            self._model.quiesce(QUIESCE_S)
         with self._switching:
             if self._closed:
                 counted.close()
@@ -279,9 +278,9 @@ class ProgressThread:
                 old.stop()
             # After the old protocol has stopped, so that it cannot change the new state, and before
             # the new one starts.
-            self._membership.begin_generation()
+            self._model.begin_generation()
             served = self._current = ServedGeneration(
-                generation, position, counted, settings, self._serve, self._published
+                generation, position, counted, settings, self._serve, self._model
             )
             if self._stopped_stepping:
                 served.post(stop_stepping(generation=generation.number))
@@ -291,17 +290,17 @@ class ProgressThread:
             # This takes as long as its last messages do, and the trainer need not wait for that.
             old.driver.close()
             self._notify(changes(old.generation, generation))
-        self._needs_model = not self._membership.is_available and (
+        self._needs_model = not self._model.is_available and (
             self._needs_model or position in generation.newcomers
         )
         if self._needs_model:
             served.request_model(without=position)
 
     def unreachable(self) -> frozenset[int]:
-        return self._membership.dead()
+        return self._model.dead()
 
     def expelled(self) -> None:
-        self._membership.expel()
+        self._model.expel()
         self._needs_model = True
         self._notify(
             "this worker was away for so long that the others went on without it; it joins them"
@@ -319,7 +318,7 @@ class ProgressThread:
 
     def run_over(self) -> None:
         if not self._is_leaving:
-            self._membership.fail(
+            self._model.fail(
                 PeerError(
                     "the run ended without this worker: its peers took it for dead, because it was"
                     " suspended or cut off for long, and have all finished. Its model is not the"
@@ -328,7 +327,7 @@ class ProgressThread:
             )
 
     def retired(self, reason: str) -> None:
-        self._membership.fail(PeerError(reason))
+        self._model.fail(PeerError(reason))
 
     @property
     def _served(self) -> ServedGeneration:

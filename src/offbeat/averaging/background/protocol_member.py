@@ -18,10 +18,10 @@ from functools import partial
 from offbeat.averaging.background.interface import (
     Contribution,
     ProtocolCounts,
-    ProtocolPort,
     ProtocolSettings,
     check_values,
 )
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import PeerError, PeerTimeoutError, WireError
 from offbeat.transport.operations import Collective, Now, Payload, RecvAny, Send
@@ -36,16 +36,16 @@ _FROM_THIS_RANK = (
 
 def arrive(version: int, *, generation: int) -> bytes:
     """A rank posts this to its own member when it has ended a step. From then on, and until the
-    version is closed, `ProtocolPort.contribute` must be fresh.
+    version is closed, `SharedModel.contribute` must be fresh.
     """
     return ModelMessage(kind=MessageKind.ARRIVE, generation=generation, version=version).to_bytes()
 
 
 def fetch_model(peer: int | None, *, generation: int) -> bytes:
     """A rank posts this to request the model of member `peer`, or of every living peer if that is
-    None. The answers come to `ProtocolPort.receive_model`.
+    None. The answers come to `SharedModel.receive_model`.
 
-    For a peer that is dead, or is not a member, there is only `ProtocolPort.mark_dead`. The
+    For a peer that is dead, or is not a member, there is only `SharedModel.mark_dead`. The
     protocol does not return before the answers to requests made before `finish` have arrived.
     """
     return ModelMessage(
@@ -78,12 +78,12 @@ class ProtocolMember(ABC):
     """
 
     def __init__(
-        self, rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts
+        self, rank: int, settings: ProtocolSettings, model: SharedModel, counts: ProtocolCounts
     ) -> None:
         self.counts = counts
         self._rank = rank
         self._settings = settings
-        self._port = port
+        self._model = model
         self._outgoing: list[tuple[int, bytes]] = []
         self._asked: set[int] = set()
         self._requesters: list[int] = []
@@ -110,7 +110,7 @@ class ProtocolMember(ABC):
         if self._is_final:
             if not self._said_final:
                 self._said_final = True
-                self._port.mark_final()
+                self._model.mark_final()
             if self._fetches_final_models:
                 self._fetches_final_models = False
                 self._ask_for_models(self.live_peers)
@@ -124,7 +124,7 @@ class ProtocolMember(ABC):
         ]
         if answered:
             model = self._message(
-                MessageKind.MODEL_REPLY, self._checked(self._port.snapshot())
+                MessageKind.MODEL_REPLY, self._checked(self._model.snapshot())
             ).to_bytes()
             self._outgoing += [(requester, model) for requester in answered]
             self._requesters = [each for each in self._requesters if each not in answered]
@@ -173,7 +173,7 @@ class ProtocolMember(ABC):
         self.counts.dead.add(rank)
         self._find_live_peers()
         self.counts.suspected.discard(rank)
-        self._port.mark_dead(rank)
+        self._model.mark_dead(rank)
         self._forget_rank(rank)
         self._advance(now_s)
 
@@ -213,7 +213,7 @@ class ProtocolMember(ABC):
         return self.counts.dead | self.counts.suspected
 
     def _contribution(self, version: int) -> Contribution | None:
-        return self._checked(self._port.contribute(version))
+        return self._checked(self._model.contribute(version))
 
     def _checked(self, mine: Contribution | None) -> Contribution | None:
         assert mine is None or mine.counters.size == self._settings.num_counters, (
@@ -226,10 +226,7 @@ class ProtocolMember(ABC):
         self._outgoing += [(peer, message) for peer in sorted(peers)]
 
     def _mark_stopped(self, rank: int) -> None:
-        if rank not in self.counts.stopped:
-            self.counts.stopped.add(rank)
-            if len(self.counts.stopped) == self._settings.ends_with:
-                self._port.end_training()
+        self.counts.stopped.add(rank)
 
     def _mark_finished(self, rank: int) -> None:
         self._finished.add(rank)
@@ -284,7 +281,7 @@ class ProtocolMember(ABC):
             weight=message.weight,
             counters=message.counters,
         )
-        self._port.receive_model(sender, model if has_values else None)
+        self._model.receive_model(sender, model if has_values else None)
 
 
 def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:

@@ -64,7 +64,7 @@ class GroupRound(ABC):
         self.over = False
         self._rank = rank
         self._settings = settings
-        self._num_elements = settings.length(version)
+        self._num_elements = settings.num_elements
         self._chunks: dict[int, ModelMessage] = {}
         self._new_pieces: list[Piece] = []
         self._fresh = False
@@ -158,7 +158,6 @@ class GroupRound(ABC):
             step=-1 if mine is None else mine.step,
             fresh=mine is not None and mine.fresh,
             arrived=self._arrived,
-            interval=0 if mine is None else mine.interval,
             participants=participants,
             num_elements=self._num_elements,
             begin=begin,

@@ -62,7 +62,6 @@ class ScatteredRound(GroupRound):
             self._settings,
             *self._bounds[self._rank],
             has_values=message.weight > 0,
-            num_elements=self._num_elements,
         )
         if self._rank in self._averages:
             return True
@@ -148,7 +147,6 @@ class ScatteredRound(GroupRound):
             self._settings,
             *self._bounds[owner],
             has_values=any(note.weight for note in message.notes),
-            num_elements=self._num_elements,
         )
         if len(message.notes) != len(self.group):
             raise WireError(

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from offbeat.averaging.background.interface import ProtocolCounts, ProtocolPort, ProtocolSettings
+from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.protocol_member import fetch_model, stop_stepping
-from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation
 from offbeat.transport.driver import Driver, Ticket
@@ -29,7 +29,7 @@ class AveragingProtocol(Protocol):
         self,
         rank: int,
         settings: ProtocolSettings,
-        port: ProtocolPort,
+        model: SharedModel,
         counts: ProtocolCounts | None = None,
     ) -> Collective[ProtocolCounts]: ...
 
@@ -43,16 +43,15 @@ class ServedGeneration:
     driver: Driver
     settings: ProtocolSettings
     serve: AveragingProtocol
-    published: PublishedModel
+    model: SharedModel
 
     def __post_init__(self) -> None:
         self.counts = ProtocolCounts()
         self.ended_well = False
         self._stoppable = _Stoppable(self.driver)
-        self._membership = self.published.membership
         self._have_no_model: set[int] = set()
         self._model_source: int | None = None
-        self._membership.on_missing_model(self._on_missing_model)
+        self.model.on_missing_model = self._on_missing_model
         self._thread = threading.Thread(
             target=self._run, name=f"offbeat-progress-{self.position}", daemon=True
         )
@@ -86,18 +85,18 @@ class ServedGeneration:
         """Request the model of a member, but not of `without` or of members that had none."""
         self._have_no_model.add(without)
         candidates = (
-            self.peers - self.generation.newcomers - self._have_no_model - self._membership.dead()
+            self.peers - self.generation.newcomers - self._have_no_model - self.model.dead()
         )
         self._model_source = min(candidates, default=None)
         if self._model_source is not None:
             self.post(fetch_model(self._model_source, generation=self.generation.number))
         else:
-            self._membership.continue_without_model(
+            self.model.continue_without_model(
                 PeerError("no member of the run has a model to give to this worker")
             )
 
     def _on_missing_model(self, member: int) -> None:
-        if member == self._model_source and not self._membership.is_available:
+        if member == self._model_source and not self.model.is_available:
             self.request_model(without=member)
 
     def post(self, message: bytes) -> None:
@@ -117,14 +116,14 @@ class ServedGeneration:
     def _run(self) -> None:
         try:
             self._stoppable.run(
-                self.serve(self.position, self.settings, self.published.protocol, self.counts),
+                self.serve(self.position, self.settings, self.model, self.counts),
                 CHANNEL,
             )
             self.ended_well = True
         except Exception as error:  # noqa: BLE001 - the trainer must hear of any failure of this thread
             if not self._stoppable.stopped:
                 self.driver.abort(f"{type(error).__name__}: {error}")
-                self._membership.fail(error)
+                self.model.fail(error)
 
 
 class _Stoppable(Wrapper):

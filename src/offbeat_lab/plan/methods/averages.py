@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
-from offbeat.averaging.periodic import last_average
+from offbeat.averaging.periodic import GrowingPeriod
 from offbeat.collectives import dense
 from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.transport.operations import Collective, Payload
@@ -24,34 +24,27 @@ class PeriodicMean(StepMethod):
     """All models are averaged densely after every so many steps: LocalSGD, CROSSBOW.
 
     Args:
-        period: steps between averages.
-        warmup: the steps in which the period grows by one, from 1 on; 0: it does not.
-        start_step: steps before the first local one, which `FirstSteps` does.
+        schedule: after which steps. `FirstSteps` does those before the first local one.
         averages_state: whether the optimizer's state is averaged with the models.
         extra_bytes: as of `Method`.
     """
 
     def __init__(
         self,
-        period: int,
+        schedule: GrowingPeriod,
         *,
-        warmup: int = 0,
-        start_step: int = 0,
         averages_state: bool = False,
         extra_bytes: float = 1.0,
     ) -> None:
         super().__init__()
-        self.steps_in_a_period = period
+        self.steps_in_a_period = schedule.period
         self.extra_bytes = extra_bytes
-        self._warmup = warmup
-        self._start_step = start_step
+        self._schedule = schedule
         self._averages_state = averages_state
 
     def _averages_after(self, number: int) -> bool:
-        local, period = number + 1 - self._start_step, self.steps_in_a_period
-        return self.remember(
-            (number,), lambda: last_average(local, period=period, warmup=self._warmup) == local
-        )
+        num_steps = number + 1
+        return self.remember((number,), lambda: self._schedule.last(num_steps) == num_steps)
 
     def _num_bytes(self, setting: Setting) -> int:
         return setting.profile.averaged_bytes(with_state=self._averages_state)

@@ -14,15 +14,12 @@ from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.interface import (
     ProtocolCounts,
-    ProtocolPort,
     ProtocolSettings,
     VersionResult,
 )
-from offbeat.averaging.background.interval_choice import IntervalChoice
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import scaled_bytes
 from offbeat.codec.rounding import Rounding
 from offbeat.transport.operations import Collective, Payload, Post, Sleep
@@ -51,7 +48,6 @@ class Background(Method):
         interval: steps from one version to the next.
         rounds: whether the values of a vector of so many elements travel in bfloat16.
         overlaps: whether a step is computed while an average travels.
-        averages_momenta: whether averages of all ranks take along a momentum of each element.
     """
 
     def __init__(
@@ -63,12 +59,10 @@ class Background(Method):
         interval: int = 1,
         rounds: Callable[[int], bool] = lambda num_elements: False,
         overlaps: bool = True,
-        averages_momenta: bool = False,
     ) -> None:
         super().__init__()
         self._overlaps = overlaps
-        self._vectors = 1 + averages_momenta
-        self.extra_bytes = 4.0 * self._vectors
+        self.extra_bytes = 4.0
         self.steps_in_a_period = period
         self._interval = interval
         self._group_of = group_of
@@ -82,7 +76,7 @@ class Background(Method):
             note = f"as of {EVENTS_UP_TO} workers: its groups average independently of each other"
             setting = replace(setting, cluster=setting.cluster.left_with(EVENTS_UP_TO))
         profile, world_size = setting.profile, setting.world_size
-        published_s = self._vectors * profile.publish_s
+        published_s = profile.publish_s
         miniature = max(MINIATURE, 2 * world_size)
         scale = profile.num_elements / miniature
         few = _STEPS_OF_FEW if world_size <= FEW_WORKERS else _BACKGROUND_STEPS
@@ -110,7 +104,7 @@ class Background(Method):
                 rank,
                 setting,
                 num_steps,
-                num_elements=self._vectors * miniature,
+                num_elements=miniature,
                 published_s=published_s,
                 pairs=self._pairs,
                 interval=self._interval,
@@ -144,7 +138,7 @@ class Background(Method):
 
     def _slow_note(self, setting: Setting) -> str:
         """Averages that take many steps are not over in those that are simulated."""
-        world_size, num_elements = setting.world_size, self._vectors * setting.profile.num_elements
+        world_size, num_elements = setting.world_size, setting.profile.num_elements
         element_bytes = FLOAT_BYTES // 2 if self._rounds(num_elements) else FLOAT_BYTES
         sent = 1.0 if self._pairs else 2 * (world_size - 1) / world_size
         average_s = setting.network.messages.time_s(
@@ -158,9 +152,6 @@ class Background(Method):
             " step is a lower limit: later steps wait for averages. It is recommended only where"
             " nothing else is planned for"
         )
-
-    def _is_global(self, version: int) -> bool:
-        return (version + 1) % (self.steps_in_a_period // self._interval) == 0
 
     def _group(self, rank: int, world_size: int, version: int) -> VersionGroup:
         return self._group_of(version, rank, world_size)
@@ -176,36 +167,31 @@ class Background(Method):
         settings = ProtocolSettings(
             members=tuple(range(world_size)),
             generation=0,
-            num_elements=self._vectors * miniature,
-            num_averaged=lambda version: (
-                miniature * (self._vectors if self._is_global(version) else 1)
-            ),
+            num_elements=miniature,
             group_of=partial(self._group, trainer.rank, world_size),
-            rounding=(
-                Rounding() if self._rounds(round(scale * self._vectors * miniature)) else None
-            ),
+            rounding=Rounding() if self._rounds(round(scale * miniature)) else None,
         )
         settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
-        return serve(trainer.rank, settings, trainer.port)
+        return serve(trainer.rank, settings, trainer.model)
 
 
-class _NotingPort:
-    """A published model's port for the protocol. It notes which versions have their quorum."""
+class _NotingModel(SharedModel):
+    """Notes which versions have their quorum."""
 
-    def __init__(self, port: ProtocolPort, note: Callable[[int], None]) -> None:
-        self._port = port
+    def __init__(self, note: Callable[[int], None], *, one_at_a_time: bool, interval: int) -> None:
+        rule = partial(DeltaMerge, statistics=[])
+        super().__init__(rule, one_at_a_time=one_at_a_time, interval=interval)
         self._note = note
 
+    @override
     def quorum_arrived(self, version: int) -> None:
-        self._port.quorum_arrived(version)
+        super().quorum_arrived(version)
         self._note(version)
 
-    def close(self, result: VersionResult) -> None:
-        self._port.close(result)
+    @override
+    def close_version(self, result: VersionResult) -> None:
+        super().close_version(result)
         self._note(result.version)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._port, name)
 
 
 class _BackgroundTrainer:
@@ -233,14 +219,8 @@ class _BackgroundTrainer:
         self._num_steps = num_steps
         self._published_s = published_s
         self._overlaps = overlaps
-        self._published = PublishedModel(
-            ModelState(partial(DeltaMerge, statistics=[])),
-            one_at_a_time=not pairs,
-            intervals=IntervalChoice.fixed(interval),
-        )
+        self.model = _NotingModel(self._note, one_at_a_time=not pairs, interval=interval)
         self._settled = -1
-        noting = _NotingPort(self._published.protocol, self._note)
-        self.port: ProtocolPort = noting  # type: ignore[assignment]  # the rest by __getattr__
         self._zeros = np.zeros(num_elements, dtype=np.float32)
 
     def _note(self, version: int) -> None:
@@ -248,7 +228,7 @@ class _BackgroundTrainer:
         self._cluster.touch(self.rank)
 
     def train(self, group_of: Callable[[int], VersionGroup]) -> Collective[None]:
-        setting, trainer = self._setting, self._published.trainer
+        setting, trainer = self._setting, self.model
         profile, driver = setting.profile, self._cluster.drivers[self.rank]
         copied_s = self._published_s
         trainer.begin(self._zeros, np.zeros(0, np.int64), step=0)
@@ -268,13 +248,13 @@ class _BackgroundTrainer:
             if not trainer.is_due:
                 continue
             if not self._overlaps or group_of(trainer.upcoming).min_arrivals > 1:
-                yield SleepUntil(over=self._is_free)
+                yield SleepUntil(over=lambda: trainer.is_free)
             version = trainer.arrive(lambda version: not self._overlaps)
             if version is None:
                 continue
             driver.start(Post(arrive(version, generation=0)), _SERVE)
             if not self._overlaps:
-                yield SleepUntil(over=lambda: self._published.arrival is None)
+                yield SleepUntil(over=lambda: trainer.arrival is None)
                 trainer.wait()
             elif group_of(version).min_arrivals > 1:
                 yield SleepUntil(over=partial(self._is_settled, version))
@@ -282,15 +262,10 @@ class _BackgroundTrainer:
         self.ended_s = self._cluster.now_s
         driver.start(Post(finish(generation=0)), _SERVE)
 
-    def _is_free(self) -> bool:
-        """Whether no contribution of this rank is under way."""
-        published = self._published
-        return published.arrival is None and not (published.one_at_a_time and published.open)
-
     def _is_settled(self, version: int) -> bool:
         return self._settled >= version
 
     def _report_step(self) -> None:
-        if (awaited := self._published.membership.take_awaited()) is not None:
+        if (awaited := self.model.take_awaited()) is not None:
             post = Post(arrive(awaited, generation=0))
             self._cluster.drivers[self.rank].start(post, _SERVE)

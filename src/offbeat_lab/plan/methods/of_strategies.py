@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from offbeat.averaging.periodic import GrowingPeriod
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.errors import ConfigError
 from offbeat_lab.options import Recipe
@@ -53,37 +53,30 @@ def _method_of(name: str, recipe: Any) -> Method:
             method = FirstSteps(
                 recipe.start_step,
                 first=method_of(first.name, first),
-                then=PeriodicMean(
-                    recipe.period,
-                    warmup=recipe.steps_of_growth,
-                    start_step=recipe.start_step,
-                    averages_state=recipe.averages_state,
-                ),
+                then=PeriodicMean(recipe.schedule, averages_state=recipe.averages_state),
             )
         case "post-localsgd":
             method = FirstSteps(
                 recipe.start_step,
                 first=DenseGradients(),
-                then=PeriodicMean(recipe.period, start_step=recipe.start_step),
+                then=PeriodicMean(
+                    GrowingPeriod(period=recipe.period, start_step=recipe.start_step)
+                ),
             )
         case "crossbow":
-            method = PeriodicMean(recipe.period, extra_bytes=3.0)
+            method = PeriodicMean(GrowingPeriod(period=recipe.period), extra_bytes=3.0)
         case "dpsgd":
             method = Gossip()
         case "sgp":
             method = Gossip(recipe.out_degree)
         case "wagma":
-            # Workers with processors to spare average in each step.
-            if recipe.interval == "auto":
-                recipe = replace(recipe, interval=1, budget=type(recipe).budget)
             method = Background(
                 recipe.group_of,
                 pairs=False,
                 period=recipe.period,
-                interval=recipe.intervals[0],
+                interval=recipe.interval,
                 rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
                 overlaps=recipe.overlaps,
-                averages_momenta=recipe.momenta == "averaged",
             )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)

@@ -1,0 +1,699 @@
+"""The model of a rank that three threads share, and where the rank stands.
+
+One lock guards everything. A method is one transition, and belongs to one of three callers:
+
+- **the trainer**, the thread that trains, publishes the model at the end of a step, arrives at
+  versions, and takes what averages have made of the model;
+- **the protocol**, the thread that averages, asks for contributions and hands over averages;
+- **the membership** (`progress_thread`) leads the rank from one generation into the next.
+
+The state has three components, which change independently.
+
+**The model.**
+
+    EMPTY      There is no model: the training has not begun, or a checkpoint was loaded.
+    PUBLISHED  Peers may have the model.
+    EXPELLED   This rank is not a member. Its trainer continues alone, with its own model.
+
+    event                     from             to
+    begin                     EMPTY            PUBLISHED, with the trainer's model
+    forget                    PUBLISHED        EMPTY
+    expel                     any              EXPELLED
+    adopt                     any              PUBLISHED, with a member's model
+    receive_model             EMPTY, EXPELLED  PUBLISHED, with a member's model
+    continue_without_model    EXPELLED         PUBLISHED, with the rank's own model
+    continue_without_model    EMPTY            failed
+    fail                      any              failed
+
+A rank may be EXPELLED without a model, too; `continue_without_model` then fails as from EMPTY.
+After a failure, every later call of the trainer that could wait raises the error.
+
+**The arrival of the trainer.**
+
+    COMPUTING    The trainer has arrived at no version whose average is still to come.
+    ARRIVED(v)   It has arrived at version v. Its contribution is fresh.
+    QUORUM(v)    Enough ranks have arrived at v; the average depends on the network alone.
+
+    event               from                   to
+    arrive              COMPUTING              ARRIVED(v)
+    quorum_arrived(v)   ARRIVED(v)             QUORUM(v)
+    close_version(v)    ARRIVED(v), QUORUM(v)  COMPUTING
+    begin_generation    any                    COMPUTING
+
+`arrive` waits for COMPUTING, or returns without an arrival. `wait` waits for COMPUTING, or, where
+the average may come later, for QUORUM.
+
+**Each version.**
+
+    event                 from      to
+    contribute(v)         unknown   open: a contribution of this rank is under way
+    close_version(v)      open      closed: the averages that came are merged
+    merge_late(v)         closed    closed: an average that came late is merged
+    finalize_version(v)   closed    final: nothing more will come
+    begin_generation      any       unknown: versions are numbered anew
+
+Besides, the protocol may *hold* the trainer: `wait_for_late` waits until the members that it names
+have ended their steps. A rank whose step end is awaited like that knows so (`await_step`) and tells
+its peers, also where it skips an arrival (`take_awaited`).
+
+With `one_at_a_time` a rank has at most one open version, because two averages that both contain one
+snapshot of its model would move the model twice. Then it also takes part in about one version for
+each of its steps, which bounds its traffic: every contribution that was made on its behalf while it
+was computing gives it a *credit*, and for each credit it skips one arrival. `quiesce` ends all this
+before a generation changes: no version opens any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
+from offbeat.averaging.background.merge_rules import MergeRule
+from offbeat.codec.model_wire import Counters, Values, no_counters
+from offbeat.errors import PeerError
+
+
+@dataclass(kw_only=True, slots=True)
+class AveragingCounts:
+    """What became of the averages of a rank.
+
+    Attributes:
+        made: the versions of which it received at least one piece.
+        missed: the versions that it contributed to, or arrived at, and of which it received none.
+        stale: the contributions in its averages, its own included, that were not fresh.
+        contributions: all contributions in its averages.
+    """
+
+    made: int = 0
+    missed: int = 0
+    stale: int = 0
+    contributions: int = 0
+
+
+class Taken(NamedTuple):
+    """With what the trainer continues.
+
+    Attributes:
+        values: of the model; read-only.
+        counters: the model's.
+        is_held: whether the trainer's model holds `values` already: no average has come since it
+            ended its step.
+    """
+
+    values: Values
+    counters: Counters
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerArrival:
+    """The trainer has arrived at a version that is not closed.
+
+    Attributes:
+        version: the version.
+        has_quorum: whether enough ranks have arrived at it.
+    """
+
+    version: int
+    has_quorum: bool = False
+
+
+class SharedModel:
+    """A rank's model, its integer buffers and its step, for the three threads that use it.
+
+    Args:
+        make_rule: makes the merge rule that holds a model, once there is one.
+        one_at_a_time: whether the rank takes part in one average at a time; else it arrives after
+            every step, and contributes whenever a peer asks.
+        max_credit: how many arrivals the rank skips at most for contributions on its behalf, >= 1.
+        interval: how many steps there are from one arrival to the next, >= 1.
+
+    Attributes:
+        counts: what became of averages.
+        on_missing_model: is called, outside the lock, with a member that may have been asked for
+            its model and has none to give, or is dead.
+    """
+
+    def __init__(
+        self,
+        make_rule: Callable[[Values], MergeRule],
+        *,
+        one_at_a_time: bool = True,
+        max_credit: int = 20,
+        interval: int = 1,
+    ) -> None:
+        # Callers wait on its condition. It is re-entrant because transitions use each other.
+        self._changed = threading.Condition(threading.RLock())
+        self.counts = AveragingCounts()
+        self.on_missing_model: Callable[[int], None] = lambda member: None
+        self._make_rule = make_rule
+        self._one_at_a_time, self._max_credit, self._interval = one_at_a_time, max_credit, interval
+        self._rule: MergeRule | None = None
+        self._counters = no_counters()
+        self._step = self._num_since = self._epoch = self._steps_behind = 0
+        self._replaced = self._expelled = False
+        self._error: Exception | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """The state of a new generation."""
+        self._quiescing = False
+        self._open: set[int] = set()
+        self._newest = -1
+        self._invited: int | None = None
+        self._arrival: TrainerArrival | None = None
+        self._trainer_waits = False
+        self._credit = 0
+        self._awaited: int | None = None
+        self._steps: dict[int, int] = {}
+        self._held_by: Set[int] = frozenset()
+        self._given_up: Set[int] = frozenset()
+        self._dead: set[int] = set()
+        self._averages_are_over = False
+        self._received: dict[int, Contribution | None] = {}
+
+    # The trainer
+
+    @property
+    def step(self) -> int:
+        """How many steps the trainer has made, including those of the member whose model was
+        adopted.
+        """
+        with self._changed:
+            return self._step
+
+    @property
+    def steps_behind(self) -> int:
+        """How many steps this rank had made less than half of the ranks when it last heard of
+        theirs; 0 for that half.
+        """
+        with self._changed:
+            return self._steps_behind
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a model."""
+        with self._changed:
+            return self._rule is not None
+
+    def begin(self, model: Values, counters: Counters, *, step: int) -> None:
+        """From now on there is a model: `model`, which belongs to this object."""
+        with self._changed:
+            self._rule, self._counters, self._step = self._make_rule(model), counters, step
+            self._num_since = step % self._interval
+
+    def forget(self) -> None:
+        """There is no model any more, until `begin`."""
+        with self._changed:
+            self._rule = None
+
+    def advance(self, model: Sequence[Values], counters: Counters) -> bool:
+        """The trainer has ended a step.
+
+        Args:
+            model: what it holds, in vectors that have all elements side by side. They are read now
+                and not kept.
+            counters: its integer buffers.
+
+        Returns:
+            Whether the model is finite; if not, nothing has changed.
+        """
+        with self._changed:
+            # A step that began with a model which was replaced meanwhile says nothing about the
+            # new one.
+            if not self._replaced:
+                if not self._existing.advance(model):
+                    return False
+                self._counters = counters
+            self._replaced = False
+            self._step += 1
+            self._num_since += 1
+            return True
+
+    def take(self) -> Taken:
+        """The trainer continues."""
+        with self._changed:
+            self._replaced = False
+            values = self._existing.take()
+            return Taken(values, self._counters, is_held=values is self._existing.held)
+
+    def rebase(self, held: Values) -> None:
+        """The trainer's model holds `held` instead of what it took."""
+        with self._changed:
+            self._existing.rebase(held)
+
+    @property
+    def upcoming(self) -> int:
+        """The version at which the trainer would arrive now."""
+        with self._changed:
+            return max(self._newest + 1, self._invited or 0)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the trainer, which has ended a step, should arrive: after `interval` steps, or
+        where a version waits for it.
+        """
+        with self._changed:
+            return self._num_since >= self._interval or self._invited is not None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `arrive` need not wait for a contribution that is under way."""
+        with self._changed:
+            return self._arrival is None and not (self._one_at_a_time and self._open)
+
+    @property
+    def arrival(self) -> TrainerArrival | None:
+        """The trainer's, until its version is closed."""
+        with self._changed:
+            return self._arrival
+
+    def arrive(self, must_wait: Callable[[int], bool]) -> int | None:
+        """Arrive at a version, unless this rank need not.
+
+        While a contribution is under way this waits, but only for a version that `must_wait`: else
+        the rank does without an arrival. After an arrival the protocol must be told of it.
+
+        Returns:
+            The version; None without an arrival.
+
+        Raises:
+            Exception: what the protocol has failed with.
+        """
+        with self._changed:
+            self._num_since = 0
+            while True:
+                self.raise_failure()
+                skips = self._one_at_a_time and self._credit > 0 and self._invited is None
+                if self._expelled or self._quiescing or skips:
+                    self._credit = max(0, self._credit - 1)
+                    return None
+                version = self.upcoming
+                if self.is_free:
+                    break
+                if not must_wait(version):
+                    return None
+                self._changed.wait()
+            self._arrival, self._invited = TrainerArrival(version), None
+            self._trainer_waits = must_wait(version)
+            return version
+
+    @property
+    def held_by(self) -> Set[int]:
+        """The members that must end their steps before this rank begins another one."""
+        with self._changed:
+            return self._held_by
+
+    def rest(self) -> None:
+        """The trainer computes no step until `resume`, so that its model is fresh at any
+        version.
+        """
+        with self._changed:
+            self._trainer_waits = True
+
+    def resume(self) -> None:
+        """The trainer computes again."""
+        with self._changed:
+            self._trainer_waits = False
+
+    def wait_for_late(self, timeout_s: float) -> Set[int]:
+        """Wait until this rank may begin another step.
+
+        Args:
+            timeout_s: how long to wait at most, in seconds. Members that are late for longer are
+                not waited for any more until they have ended a step.
+
+        Returns:
+            The members that were waited for in vain.
+
+        Raises:
+            Exception: what the protocol has failed with.
+        """
+
+        def may_go_on() -> bool:
+            ended = self._error is not None or self._expelled or self._quiescing
+            return ended or not self._held_by - self._given_up
+
+        with self._changed:
+            # Meanwhile this rank has ended its step, so that its model is fresh at any version.
+            self._trainer_waits = True
+            released = self._changed.wait_for(may_go_on, timeout_s)
+            self._trainer_waits = False
+            self.raise_failure()
+            late = frozenset() if released else frozenset(self._held_by - self._given_up)
+            self._given_up |= late
+            return late
+
+    def wait(self, *, for_average: bool = True) -> None:
+        """Wait until the version at which the trainer arrived is closed, or the generation changes.
+
+        Args:
+            for_average: whether to wait for the average. If not, it suffices that enough ranks have
+                arrived; the average comes while the next step is computed.
+
+        Raises:
+            Exception: what the protocol has failed with.
+        """
+
+        def is_over() -> bool:
+            return (
+                self._arrival is None
+                or self._error is not None
+                or (self._arrival.has_quorum and not for_average)
+            )
+
+        with self._changed:
+            self._changed.wait_for(is_over)
+            self._trainer_waits = False
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what the protocol has failed with, or the membership, if one has."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+
+    # The protocol. Its calls do not block.
+
+    def contribute(self, version: int) -> Contribution | None:
+        """The contribution to `version`; None to stay out of it. Called once for each version.
+
+        The contribution is fresh when the trainer has arrived and waits, at this version or another
+        one, whether or not the protocol has received the arrival yet.
+        """
+        with self._changed:
+            self._newest = max(self._newest, version)
+            if self._invited is not None and self._invited <= version:
+                self._invited = None  # the version proceeds without this rank's arrival
+            if not self.is_available or self._quiescing:
+                return None
+            has_arrived = self.is_arrived_at(version)
+            waits_for_another = self._one_at_a_time and self._open and not has_arrived
+            if waits_for_another and self._moves_model(version):
+                return None
+            # A trainer that waits has ended its step, so its model is fresh at any version.
+            fresh = has_arrived or self._trainer_waits
+            mine = self._contribution_to(version, fresh=fresh)
+            if mine is not None:
+                self._open.add(version)
+            self._credit = min(self._credit + (not fresh), self._max_credit)
+            return mine
+
+    def invite(self, version: int) -> None:
+        """`version` has begun and waits for arrivals: the rank should arrive there, or at a later
+        version, at the end of its next step, even if it is late.
+        """
+        with self._changed:
+            self._invited = max(version, self._invited or 0)
+
+    def quorum_arrived(self, version: int) -> None:
+        """Enough ranks have arrived at `version`, so its average now depends on the network alone.
+        Called at most once, and not after `close_version`.
+        """
+        with self._changed:
+            if self.is_arrived_at(version):
+                self._arrival = TrainerArrival(version, has_quorum=True)
+                self._changed.notify_all()
+
+    def await_step(self, version: int) -> bool:
+        """Peers may come to wait for the end of this rank's step: it contributed to `version`
+        before it arrived. The protocol must be told when the step has ended, by an arrival at
+        `version` or a later one.
+
+        Returns:
+            Whether the rank computes a step; False where it has ended one, and waits.
+        """
+        with self._changed:
+            computes = not self._trainer_waits
+            self._awaited = version if computes else None
+            return computes
+
+    def hold(self, late: Set[int]) -> None:
+        """From now on the rank must begin no step before the ranks `late` have ended theirs; none:
+        it need not wait for any. Called when this changes.
+        """
+        with self._changed:
+            self._held_by = late
+            self._given_up &= late
+            self._changed.notify_all()
+
+    def close_version(self, result: VersionResult) -> None:
+        """The version is closed. The protocol does not need the contribution's values any more."""
+        with self._changed:
+            self._merge(result.version, result.pieces)
+            members, counts = result.members, self.counts
+            counts.made += bool(result.pieces)
+            counts.missed += not result.pieces
+            counts.contributions += len(members)
+            counts.stale += sum(not note.fresh for note in members.values())
+            for rank, note in members.items():
+                self._steps[rank] = max(note.step, self._steps.get(rank, 0))
+            if self._steps:
+                # Until there is news, peers go on as this rank does.
+                half = sorted(self._steps.values())[len(self._steps) // 2]
+                self._steps_behind = max(0, half - self._step)
+            self._open.discard(result.version)
+            if self.is_arrived_at(result.version):
+                self._arrival = None
+            self._changed.notify_all()
+
+    def merge_late(self, version: int, piece: Piece) -> None:
+        """A piece of a closed version has arrived after all. It must be merged, because peers have
+        merged it, and without it the mean over ranks would change.
+        """
+        with self._changed:
+            self._merge(version, (piece,))
+
+    def finalize_version(self, version: int) -> None:
+        """No further piece of this closed version will arrive: what is missing of its average does
+        not exist for this rank.
+        """
+        with self._changed:
+            self._finalize(version)
+            self._changed.notify_all()
+
+    def snapshot(self) -> Contribution | None:
+        """The current model, for a member that requested it; None while there is no model. The
+        values are copied into a message before this rank does anything else.
+        """
+        with self._changed:
+            return self.own_model() if self.is_available else None
+
+    def receive_model(self, sender: int, model: Contribution | None) -> None:
+        """Member `sender` has answered a request for its model, with read-only values or, if it has
+        no model, with None.
+        """
+        with self._changed:
+            if self.is_available:  # it was asked for a mean of all models
+                self._received[sender] = model
+                self._changed.notify_all()
+                return
+            if model is not None:  # it was asked for by a rank that has none
+                self.adopt(model)
+                return
+        # Outside the lock: the callback asks the next member, and posts to the protocol.
+        self.on_missing_model(sender)
+
+    def mark_dead(self, rank: int) -> None:
+        """The driver says that member `rank` is dead or has left: nothing more arrives from it.
+        Called once for each.
+        """
+        with self._changed:
+            self._dead.add(rank)
+            self._changed.notify_all()
+        self.on_missing_model(rank)
+
+    def mark_final(self) -> None:
+        """No living member takes a step any more, and every average that this rank contributed to
+        has arrived. Its model changes no more, unless by a version of a member that it takes for
+        dead. Called once.
+        """
+        with self._changed:
+            self._averages_are_over = True
+            self._changed.notify_all()
+
+    # The membership, in the trainer's thread or its own. Generations are counted here in epochs: a
+    # call that waits for members is told the epoch in which it began, and ends when that is over.
+
+    @property
+    def epoch(self) -> int:
+        with self._changed:
+            return self._epoch
+
+    @property
+    def is_available(self) -> bool:
+        """Whether there is a model that peers may have."""
+        with self._changed:
+            return self._rule is not None and not self._expelled
+
+    def begin_generation(self) -> None:
+        """A new generation begins: no version is open, and every caller that waits continues."""
+        with self._changed:
+            self._epoch += 1
+            self._reset()
+            self._changed.notify_all()
+
+    def quiesce(self, timeout_s: float) -> None:
+        """Open no versions any more, and wait for those that are open.
+
+        A rank that left in the middle of an average would have contributed to models of peers that
+        it never receives.
+        """
+        with self._changed:
+            self._quiescing = True
+            self._changed.wait_for(lambda: not (self._open or self._is_under_way), timeout_s)
+
+    def expel(self) -> None:
+        """This rank is not a member any more. Its trainer continues alone, and peers do not get its
+        model, until `adopt`.
+        """
+        with self._changed:
+            self._expelled = True
+            self._changed.notify_all()
+
+    def adopt(self, model: Contribution) -> None:
+        """Replace this rank's model, and what the trainer does until it takes the next one, by the
+        model of a member.
+        """
+        with self._changed:
+            self._replaced = self._rule is not None
+            self._rule, self._counters = self._make_rule(model.values.copy()), model.counters
+            self._step = self._step if self._replaced else model.step
+            self._expelled = False
+            self._changed.notify_all()
+
+    def continue_without_model(self, error: PeerError) -> None:
+        """No member has a model to give: continue with this rank's own, or fail if it has none."""
+        with self._changed:
+            self._expelled = False
+            if self._rule is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """The protocol has ended with `error`, which the trainer's next call raises."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def is_arrived_at(self, version: int) -> bool:
+        """Whether the trainer has arrived at `version`, and the version is not closed."""
+        with self._changed:
+            return self._arrival is not None and self._arrival.version == version
+
+    def take_awaited(self) -> int | None:
+        """The version after which peers await the end of this rank's step; None if they do not.
+        The step has ended, and the protocol must be told so.
+        """
+        with self._changed:
+            awaited, self._awaited = self._awaited, None
+            return awaited
+
+    def own_model(self) -> Contribution:
+        """This rank's current model, whether or not peers may have it."""
+        with self._changed:
+            return self._contribution(self._existing.snapshot, fresh=False)
+
+    def dead(self) -> frozenset[int]:
+        """The members that are dead or have left."""
+        with self._changed:
+            return frozenset(self._dead)
+
+    def wait_until_begun(self, timeout_s: float) -> bool:
+        """Wait until there is a model. Returns whether there is one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._rule is not None or self._error is not None, timeout_s
+            )
+            self.raise_failure()
+            return self._rule is not None
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Wait until something changes here, for `timeout_s` at most."""
+        with self._changed:
+            self.raise_failure()
+            self._changed.wait(timeout_s)
+
+    def forget_received(self) -> None:
+        """Drop models that came after the one who asked for them had stopped waiting."""
+        with self._changed:
+            self._received = {}
+
+    def collect_models(
+        self, members: frozenset[int], epoch: int, *, timeout_s: float
+    ) -> dict[int, Contribution] | None:
+        """The models that `members` have sent.
+
+        Args:
+            members: the positions of members that were asked.
+            epoch: in which they were asked.
+            timeout_s: how long to wait for members that live, in seconds, >= 0.
+
+        Returns:
+            The models that came, by position; None when the generation has changed.
+        """
+        with self._changed:
+            same = self._wait_in(
+                epoch, lambda: members - self._dead <= self._received.keys(), timeout_s
+            )
+            received, self._received = self._received, {}
+            if not same:
+                return None
+            return {
+                rank: model for rank in sorted(members) if (model := received.get(rank)) is not None
+            }
+
+    def wait_until_final(self, epoch: int) -> bool:
+        """Wait until no member that lives takes a step any more and all averages have arrived here.
+        Returns False when the generation has changed.
+        """
+        with self._changed:
+            return self._wait_in(epoch, lambda: self._averages_are_over)
+
+    def _wait_in(
+        self, epoch: int, until: Callable[[], bool], timeout_s: float | None = None
+    ) -> bool:
+        self._changed.wait_for(
+            lambda: until() or self._error is not None or self._epoch != epoch, timeout_s
+        )
+        self.raise_failure()
+        return self._epoch == epoch
+
+    # What versions average. A subclass whose versions average something else overrides these, which
+    # are called under the lock.
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether something that this rank has contributed may still come back, besides averages
+        of open versions.
+        """
+        return False
+
+    def _moves_model(self, version: int) -> bool:
+        """Whether `version` averages models."""
+        return True
+
+    def _contribution_to(self, version: int, *, fresh: bool) -> Contribution | None:
+        """What this rank contributes to `version`; None if it has nothing to contribute."""
+        return self._contribution(self._existing.snapshot, fresh=fresh)
+
+    def _merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
+        """Merge averages of `version`."""
+        # Counters stay this rank's own. A rank that took over a larger count and went on from there
+        # would count more steps than any rank has made.
+        if self._rule is not None:
+            self._rule.merge(pieces)
+
+    def _finalize(self, version: int) -> None:
+        """No further piece of `version` will come."""
+
+    def _contribution(self, values: Values, *, fresh: bool) -> Contribution:
+        return Contribution(values=values, step=self._step, fresh=fresh, counters=self._counters)
+
+    @property
+    def _existing(self) -> MergeRule:
+        assert self._rule is not None, "begin must be called first"
+        return self._rule
