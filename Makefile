@@ -105,7 +105,8 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_growth.py
+	@$(BIN)/python docs/growth.py
 
 bench: setup
 	@$(BIN)/python benchmarks/run_all.py

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
+import itertools
 import json
 import os
 import re
@@ -67,11 +69,12 @@ def room_sizes(package: Path) -> dict[str, tuple[int, int]]:
 
 
 def num_options() -> dict[str, int]:
-    """Constructor options of each strategy."""
+    """Constructor options of each strategy, and of the objects that such options take."""
+    import offbeat
     from offbeat.strategies import REGISTRY
-    from offbeat.strategies.by_name import asked_names
 
-    return {kind.__name__: len(asked_names(kind)) for kind in REGISTRY.values()}
+    kinds = [*REGISTRY.values(), offbeat.Curvature, offbeat.TopKCodec, offbeat.Outer]
+    return {kind.__name__: len(inspect.signature(kind).parameters) for kind in kinds}
 
 
 def num_words() -> dict[str, int]:
@@ -157,13 +160,18 @@ def walk_step(name: str) -> None:
         batches: Iterable[Any] = torch.utils.data.DataLoader(data, batch_size=16)
         if name == "AdaptiveSGD":
             batches = session.loader(batches)
+        waiting = iter(batches)
         sys.setprofile(walk)
-        for number, (inputs, targets) in enumerate(batches):
+        for number in itertools.count():
+            # Where samples are claimed, a merge comes before the next batch.
             walk.is_on = number == 4 if name != "AdaptiveSGD" else 4 <= number < 8
-            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            batch = next(waiting, None)
+            if batch is None:
+                break
+            torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            walk.is_on = False
+        walk.is_on = False
         sys.setprofile(None)
         threading.setprofile(None)
     print(json.dumps([len(walk.files), walk.calls]))
