@@ -65,6 +65,13 @@ REFUSED = {
 }
 """Tests of what is refused, with the word that names it."""
 
+RACES = {
+    "test_post_localSGD_optimizer_step_reload": (
+        "rank 0 may remove the file before rank 1 has read it"
+    ),
+}
+"""Tests that fail now and then without offbeat, too; they are not run."""
+
 PASS = (
     "test_DistributedDataParallel",
     "test_DistributedDataParallelCPU",
@@ -83,6 +90,7 @@ PASS = (
     "test_ddp_buffer_hook_allreduce_return_future",
     "test_ddp_build_debug_param_to_name_mapping",
     "test_ddp_build_debug_param_to_name_mapping_requires_grad",
+    "test_ddp_compile_static_graph",
     "test_ddp_create_graph",
     "test_ddp_device_mesh_initialization",
     "test_ddp_forward_backward_hook",
@@ -110,14 +118,13 @@ PASS = (
     "test_post_localSGD_optimizer_parity_grad_is_view",
     "test_post_localSGD_optimizer_parity_with_hierarchical_sgd",
     "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view",
-    "test_post_localSGD_optimizer_step_reload",
     "test_stateless_api_with_ddp",
     "test_static_graph_multi_forward",
     "test_undefined_grad_parity_unused_parameters",
     "test_verify_model_across_rank_with_logger",
     "test_verify_model_across_rank_without_logger",
 )
-"""All other tests that pass plainly here and make a DDP model."""
+"""All other tests that pass plainly on a CPU and make a DDP model."""
 
 
 def import_suite() -> Any:
@@ -259,7 +266,7 @@ def names_of_other_tests(rank: int, world_size: int) -> list[str]:
         )
 
     tests = [name for name in sources if name.startswith("test_") and uses_ddp(name)]
-    return [name for name in tests if name not in {*PASS, *REDUCERS_OWN, *REFUSED}]
+    return [name for name in tests if name not in {*PASS, *REDUCERS_OWN, *REFUSED, *RACES}]
 
 
 SOME = (
