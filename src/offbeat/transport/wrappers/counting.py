@@ -60,6 +60,7 @@ class Counting(Wrapper):
     def __init__(self, inner: Driver, *, in_background: bool = False) -> None:
         super().__init__(inner)
         self.traffic = Traffic()
+        # Bound once, because each operation reads it three times.
         self.clock = inner.now_s
         self._in_background = in_background
         # bounded, for whoever never takes them: the oldest go first
