@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import offbeat
+from offbeat.codec.topk_codec import SELECTORS
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.docstrings import OptionDescription, describe_options
 
@@ -36,6 +37,7 @@ OBJECTS = {"curvature": offbeat.Curvature}
 _OPTIONS = re.compile(
     r"<!-- options of (\w+)(?: beside (\w+))? -->\n.*?<!-- end of options -->", re.DOTALL
 )
+_SELECTORS = re.compile(r"<!-- selectors -->\n.*?<!-- end of selectors -->", re.DOTALL)
 _LIST = re.compile(r"<!-- list of strategies -->\n.*?<!-- end of list -->", re.DOTALL)
 
 
@@ -54,6 +56,9 @@ def written(page: Path) -> str:
 
     rows = "\n".join(_strategy_rows())
     text = _OPTIONS.sub(options, page.read_text())
+    selectors = "\n".join(_selector_rows())
+    selectors = f"<!-- selectors -->\n\n{selectors}\n\n<!-- end of selectors -->"
+    text = _SELECTORS.sub(lambda mark: selectors, text)
     listing = f"<!-- list of strategies -->\n\n{rows}\n\n<!-- end of list -->"
     return _LIST.sub(lambda mark: listing, text)
 
@@ -91,6 +96,14 @@ def _option_row(option: OptionDescription) -> str:
     default = "required" if required else f"`{_literal(option.default)}`"
     cells = f"`{option.name}`", _allowed(option.hint), default, option.meaning
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _selector_rows() -> Iterator[str]:
+    yield "| selector | what it picks |"
+    yield "|---|---|"
+    for name, selector in SELECTORS.items():
+        description = " ".join((selector.__doc__ or "").split())
+        yield f'| `"{name}"` | {description} |'
 
 
 def _strategy_rows() -> Iterator[str]:

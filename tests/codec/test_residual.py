@@ -12,8 +12,8 @@ from offbeat.codec import cuda, selectors
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.select import THRESHOLD
-from offbeat.codec.selectors import SELECTORS
 from offbeat.codec.sparse import Sparse, keep_largest
+from offbeat.codec.topk_codec import SELECTORS
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("either_path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("selection", ["exact", "reuse"])
+@pytest.mark.parametrize("selection", SELECTORS)
 def test_over_steps_nothing_is_lost(dtype: torch.dtype, selection: str) -> None:
     n, k = 6000, 60
     state = feedback(n, dtype, selection)
@@ -243,7 +243,7 @@ def test_sending_everything_keeps_the_threshold() -> None:
     assert state.selector_state == {THRESHOLD: 2.5}
 
 
-@pytest.mark.parametrize("selection", ["exact", "reuse"])
+@pytest.mark.parametrize("selection", SELECTORS)
 def test_an_empty_bucket_is_no_trouble(selection: str) -> None:
     state, flat = feedback(0, selection=selection), torch.zeros(0)
     assert len(state.stage(flat, 1).sparse) == 0

@@ -19,6 +19,7 @@ import torch
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
 from kfac_support.plans import FactorsOfEveryone, Unfused
+from offbeat.codec.topk_codec import SELECTORS
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
 from offbeat.session.session import Session
 from offbeat.strategies.gradient import GradientStrategy
@@ -40,9 +41,12 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk dense": offbeat.GTopK(density=0.2, collective="dense"),
     "gtopk auto": offbeat.GTopK(density=0.2),
     "gtopk as it comes": offbeat.GTopK(),
-    "gtopk with threshold reuse": offbeat.GTopK(
-        density=0.2, collective="reduce_scatter", codec="reuse"
-    ),
+    **{
+        f"gtopk with selector {name}": offbeat.GTopK(
+            density=0.2, collective="reduce_scatter", codec=name
+        )
+        for name in SELECTORS
+    },
     "gtopk with a norm that no gradient has, in small buckets": offbeat.GTopK(
         density=0.2, collective="reduce_scatter", clip_norm=1e9, bucket_mib=1e-4
     ),

@@ -340,7 +340,7 @@ def test_options_take_objects_and_names_alike() -> None:
     )
     by_name = offbeat.TopKCodec(selector="reuse", values="bfloat16", indices="gaps")
     assert offbeat.TopKCodec.of("bfloat16+reuse") == by_name == offbeat.TopKCodec.of(by_name)
-    with pytest.raises(ConfigError, match="'exact', 'reuse', or a Selector, got 'exat'; did you"):
+    with pytest.raises(ConfigError, match="'exact', .*, or a Selector, got 'exat'; did you"):
         offbeat.TopKCodec(selector="exat")
     with pytest.raises(ConfigError, match="or a ValueCodec"):
         offbeat.TopKCodec(values=RoundRobin())  # type: ignore[arg-type]
@@ -349,5 +349,5 @@ def test_options_take_objects_and_names_alike() -> None:
 @pytest.mark.parametrize("codec", ["float23", "reuse+exact", "", "float8+", 8])
 def test_a_codec_that_is_none_is_refused(codec: Any) -> None:
     for kind in (offbeat.GTopK, offbeat.TopK, offbeat.EF21):
-        with pytest.raises(ConfigError, match="codec must be a TopKCodec, or of 'exact', 'reuse'"):
+        with pytest.raises(ConfigError, match="codec must be a TopKCodec, or of 'exact', "):
             kind(codec=codec)

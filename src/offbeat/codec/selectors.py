@@ -1,14 +1,13 @@
 """What picks the entries that travel: a `Selector`, chosen by value in a strategy's options.
 
-How the two kinds find the largest entries is in `codec.select` for CPU tensors and in `codec.cuda`
-for tensors on an accelerator.
+Two kinds stand here. How they find the largest entries is in `codec.select` for CPU tensors and in
+`codec.cuda` for tensors on an accelerator. `codec.topk_codec` has the names of all.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Final
 
 import torch
 from typing_extensions import override
@@ -92,9 +91,20 @@ class ThresholdReuse(Selector):
         weight: float,
         state: Mapping[str, float],
     ) -> Selection:
-        reuse = select.reuse if flat.device.type == "cpu" else cuda.reuse
-        return reuse(flat, residual, k=k, weight=weight, threshold=state[THRESHOLD])
+        return reaching(flat, residual, k=k, weight=weight, threshold=state[THRESHOLD])
 
 
-SELECTORS: Final[Mapping[str, Selector]] = {"exact": Exact(), "reuse": ThresholdReuse()}
-"""Selectors by the names that options may use for them."""
+def reaching(
+    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
+) -> Selection:
+    """Pick what reaches `threshold`, if that is 0.8 k to 1.2 k entries, else the `k` largest.
+
+    Args:
+        flat: see `Selector.select`.
+        residual: see `Selector.select`.
+        k: see `Selector.select`.
+        weight: see `Selector.select`.
+        threshold: a magnitude; 0: there is none.
+    """
+    reuse = select.reuse if flat.device.type == "cpu" else cuda.reuse
+    return reuse(flat, residual, k=k, weight=weight, threshold=threshold)

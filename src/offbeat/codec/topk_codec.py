@@ -4,16 +4,25 @@ written. One object, the same on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.option_value import OptionValue
-from offbeat.codec.selectors import SELECTORS, Selector
+from offbeat.codec.selectors import Exact, Selector, ThresholdReuse
+from offbeat.codec.sidco import SIDCo
 from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError, nearest
+
+SELECTORS: Final[Mapping[str, Selector]] = {
+    "exact": Exact(),
+    "reuse": ThresholdReuse(),
+    "sidco": SIDCo(),
+}
+"""Selectors by the names that options may use for them."""
 
 _KINDS: Final[dict[str, tuple[dict[str, Any], type[Any]]]] = {
     "selector": (dict(SELECTORS), Selector),
@@ -26,8 +35,8 @@ class TopKCodec(OptionValue):
     """The largest entries of a vector, as they travel.
 
     Args:
-        selector: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and
-            takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
+        selector: a name of `SELECTORS`, which docs/methods/topk.md describes, or a `Selector` of
+            your own.
         values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
             your own; what rounding loses is owed.
         indices: "gaps" between indices in 1 or 2 bytes, or a bit for each element, or plain

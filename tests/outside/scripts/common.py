@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 torch.manual_seed(int(os.environ["RANK"]))  # so that only DDP makes models equal
 
@@ -19,7 +20,8 @@ def batches(count: int) -> Iterator[torch.Tensor]:
 
 
 def save(model: torch.nn.Module, **others: object) -> None:
-    """Write all that `model` holds, and `others`, for the test to compare."""
+    """Write all that `model` holds, and `others`, for the test to compare, on all ranks."""
     found = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
     place = Path(sys.argv[1]) / f"{os.environ['RANK']}.json"
     place.write_text(json.dumps(found | others))
+    dist.barrier()
