@@ -47,8 +47,7 @@ def matrices_by(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.dim() == 2]
 
 
-# With these learning rates AllReduce has learned the task under every schedule, since what is
-# compared else is how fast a model learns; the four with momentum move a parameter alike.
+# The kinds of SGD move a parameter by the same multiple of a gradient in the end.
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "plain SGD": lambda net: torch.optim.SGD(net.parameters(), 0.5, weight_decay=DECAY),
     "SGD": lambda net: torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, weight_decay=DECAY),
@@ -59,11 +58,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
         net.parameters(), 0.25, momentum=0.9, weight_decay=DECAY, dampening=0.8
     ),
     "subclass": lambda net: PlainSubclass(net.parameters(), 0.05, momentum=0.9, weight_decay=DECAY),
-    "AdamW": lambda net: torch.optim.AdamW(net.parameters(), 0.01),
+    "AdamW": lambda net: torch.optim.AdamW(net.parameters(), 0.003),
     "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), 0.005, weight_decay=DECAY),
-    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), 0.01, weight_decay=DECAY),
-    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), 0.1, weight_decay=DECAY),
-    "Muon": lambda net: torch.optim.Muon(matrices_by(net), 0.03),
+    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), 0.003, weight_decay=DECAY),
+    "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), 0.03, weight_decay=DECAY),
+    "Muon": lambda net: torch.optim.Muon(matrices_by(net), 0.01),
 }
 
 Change = Callable[[dict[str, Any]], None]
@@ -124,7 +123,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(
         optimizer, T_0=STEPS // 2, eta_min=1e-6
     ),
-    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, STEPS // 3, gamma=0.1),
+    "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [STEPS // 2, 3 * STEPS // 4]),
     "momentum set": lambda optimizer: Once(optimizer, set_momentum),
     "momentum scaled": lambda optimizer: Once(optimizer, scale_momentum),
     "decay set": lambda optimizer: Once(optimizer, set_decay),

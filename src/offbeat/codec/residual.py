@@ -4,18 +4,11 @@
     send the k largest of acc; what is left is the new residual
     add what other parts dropped or rounded off
 
-With momentum correction (DGC, arXiv 1712.01887, section 3.1), acc = residual + velocity, where
-velocity = momentum * velocity + weight * gradient. DGC's factor masking (section 3.2), which clears
-the velocity wherever an entry was sent, takes momentum away and is left out. Where few entries
-travel, a gradient's momentum may be applied at once instead (see `codec.momentum`): the residual
-spreads it over time anyway.
-
 A step is staged first and committed when it is known to be good everywhere, or discarded without a
 trace. Staging copies nothing: residual and gradient trade buffers on commit.
 
-Memory beside the gradient: one buffer of its size, three with momentum. Half-precision gradients
-are owed in float32; their buffer cannot be traded, so that takes two float32 buffers, four with
-momentum.
+Memory beside the gradient: one buffer of its size. Half-precision gradients are owed in float32;
+their buffer cannot be traded, so that takes two float32 buffers.
 """
 
 from __future__ import annotations
@@ -26,14 +19,13 @@ import torch
 
 from offbeat.codec import kernels
 from offbeat.codec.finite import is_finite
-from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.select import Selection
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 
 
 class ErrorFeedback:
-    """Residual, velocity and selection of one bucket.
+    """Residual and selection of one bucket.
 
     After `stage` or `stage_all` comes the `commit` of the same name, or `discard`.
 
@@ -43,8 +35,6 @@ class ErrorFeedback:
             float32.
         device: of its gradients.
         selector: picks what is sent.
-        momentum: of DGC's momentum correction: a factor in [0, 1) for all elements, or a
-            `Momentum`; None: none.
 
     Attributes:
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
@@ -57,29 +47,17 @@ class ErrorFeedback:
         dtype: torch.dtype,
         device: torch.device,
         selector: Selector,
-        momentum: Momentum | float | None = None,
     ) -> None:
-        if isinstance(momentum, float):
-            momentum = Momentum([MomentumRange(end=num_elements, factor=momentum)])
         self.selector_state = dict(selector.initial_state())
         self._new_selector_state: Mapping[str, float] = self.selector_state
         self._selector = selector
-        self._momentum = momentum
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
-        def buffer(wanted: bool) -> torch.Tensor:
-            return torch.zeros(num_elements if wanted else 0, dtype=state_dtype, device=device)
-
-        self._residual = buffer(True)
-        self._accumulator = buffer(self._is_half)
-        self._velocity, self._new_velocity = (
-            buffer(momentum is not None),
-            buffer(momentum is not None),
+        self._residual, self._accumulator = (
+            torch.zeros(num_elements if wanted else 0, dtype=state_dtype, device=device)
+            for wanted in (True, self._is_half)
         )
-        # Without velocity momentum at once costs no pass. None: not known.
-        self._has_no_velocity: bool | None = True
-        self._moves_velocity = self._at_once = False  # of the step that is staged
         self._gradient: torch.Tensor | None = None  # the caller's buffer, while a step is staged
 
     @property
@@ -89,35 +67,25 @@ class ErrorFeedback:
         """
         return self._residual
 
-    @property
-    def velocity(self) -> torch.Tensor | None:
-        """DGC's velocity, shape (n,), live like `residual`; None without momentum."""
-        self._has_no_velocity = None  # whoever asks may write
-        return None if self._momentum is None else self._velocity
-
     def stage(
         self,
-        gradient: torch.Tensor,
+        flat: torch.Tensor,
         k: int,
         *,
         weight: float = 1.0,
-        continues: bool = False,
-        at_once: bool = False,
+        gradient: torch.Tensor | None = None,
     ) -> Selection:
         """Pick what to send.
 
         Args:
-            gradient: shape (n,). Float32 and float64 buffers hold acc minus what was picked
-                afterwards, and will be traded for the residual's; half-precision ones stay the
-                caller's.
-            k: how many entries, >= 1. All of them are sent as `stage_all` sends them: momentum
-                goes on unmasked.
+            flat: the gradient, shape (n,). Float32 and float64 buffers hold acc minus what was
+                picked afterwards, and will be traded for the residual's; half-precision ones stay
+                the caller's.
+            k: how many entries, >= 1.
             weight: of the gradient.
-            continues: whether the gradient belongs to the same optimizer step as the last one.
-            at_once: whether all of the gradient's momentum is applied now; then there is nothing to
-                mask.
+            gradient: in float32, what `flat` has in half precision; None: `flat`.
         """
-        accumulated, weight = self._begin(gradient, weight, continues, at_once)
+        accumulated = self._begin(flat, gradient)
         selection = self._selector.select(
             accumulated,
             self._residual,
@@ -129,25 +97,22 @@ class ErrorFeedback:
         return selection
 
     def stage_all(
-        self,
-        gradient: torch.Tensor,
-        *,
-        weight: float = 1.0,
-        continues: bool = False,
-        at_once: bool = False,
+        self, flat: torch.Tensor, *, weight: float = 1.0, gradient: torch.Tensor | None = None
     ) -> bool:
-        """Leave all of acc in `gradient`, to be sent densely. Returns whether it is finite.
+        """Leave all of acc in `flat`, to be sent densely. Returns whether it is finite. Only what
+        rounding to half precision loses will be owed.
 
-        Momentum goes on unmasked: masking is against momentum that outlives what was owed too long,
-        and here nothing was.
-        Only what rounding to half precision loses will be owed.
+        Args:
+            flat: see `stage`.
+            weight: see `stage`.
+            gradient: see `stage`.
         """
-        accumulated, weight = self._begin(gradient, weight, continues, at_once)
+        accumulated = self._begin(flat, gradient)
         torch.add(self._residual, accumulated, alpha=weight, out=accumulated)
         if self._is_half:
-            gradient.copy_(accumulated)
-            accumulated.sub_(gradient)
-        return is_finite(gradient)
+            flat.copy_(accumulated)
+            accumulated.sub_(flat)
+        return is_finite(flat)
 
     def commit(self, owed: Sparse) -> torch.Tensor:
         """What was left by `stage` becomes the residual, and `owed` is added to it.
@@ -190,42 +155,22 @@ class ErrorFeedback:
         """
         self._gradient = None
 
-    def _begin(
-        self, gradient: torch.Tensor, weight: float, continues: bool, at_once: bool
-    ) -> tuple[torch.Tensor, float]:
-        """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight
-        that it has yet to get.
-        """
+    def _begin(self, flat: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """The buffer to accumulate in, which holds the gradient."""
         assert self._gradient is None, "the last step was neither committed nor discarded"
-        self._gradient = gradient
+        self._gradient = flat
         self._new_selector_state = self.selector_state
-        accumulated = self._accumulator.copy_(gradient) if self._is_half else gradient
-        self._moves_velocity, self._at_once = self._momentum is not None, at_once
-        if self._momentum is None:
-            return accumulated, weight
-        if at_once and self._has_no_velocity is None:
-            self._has_no_velocity = not self._velocity.any()
-        if at_once and self._has_no_velocity:
-            self._moves_velocity = False
-            return accumulated, weight
-        self._momentum.apply(
-            accumulated,
-            self._velocity,
-            weight,
-            self._new_velocity,
-            continues=continues,
-            at_once=at_once,
+        return (
+            self._accumulator.copy_(flat if gradient is None else gradient)
+            if self._is_half
+            else flat
         )
-        return accumulated, 1.0
 
     def _staged(self) -> torch.Tensor:
         assert self._gradient is not None, "nothing is staged"
         return self._gradient
 
     def _finish(self) -> None:
-        if self._moves_velocity:
-            self._velocity, self._new_velocity = self._new_velocity, self._velocity
-            self._has_no_velocity = self._at_once
         self.selector_state = dict(self._new_selector_state)
         self._gradient = None
 

@@ -71,6 +71,16 @@ class Bucket:
             for p, dense, offset in pieces
         ]
 
+    def named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of another buffer, of state of some kind, by "kind/parameter"."""
+        views = zip(self.names, self.views_of(flat), strict=True)
+        return {f"{kind}/{name}": view for name, view in views}
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """In which state is kept that gathers gradients: float32, also for half precision."""
+        return torch.float64 if self._flat.dtype == torch.float64 else torch.float32
+
     def holds(self, position: int, gradient: torch.Tensor) -> bool:
         """Whether `gradient` already is this bucket's view."""
         if gradient.is_sparse:  # which has no place in memory of its own

@@ -22,9 +22,9 @@ Rules that keep ranks in step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.gradient_norm import clip_gradients_
-from offbeat.codec.momentum import Momentum
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
@@ -67,18 +66,19 @@ class Reduction(Protocol):
         ...
 
     def launch(
-        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
-        """Begin, after adding to the tally whether the bucket is finite.
+        """Begin, after adding to the tally whether the gradient is finite.
 
         Args:
-            bucket: its buffer holds this rank's gradient times `grad_scale`, and belongs to the
-                reduction until the end.
-            tally: this rank's weight, whether it failed (then the bucket's content does not
-                matter), and which of the bucket's parameters it used.
+            gradient: what this rank contributes, shape (n,): the buffer of the bucket, which
+                belongs to the reduction until the end, or, in half precision, what a transform
+                has made of it in float32.
+            tally: this rank's weight, whether it failed (then the gradient does not matter), and
+                which of the bucket's parameters it used.
+            weight: what `gradient` has yet to be multiplied by: this rank's weight / `grad_scale`,
+                or less where a transform has applied a part of it.
             grad_scale: the AMP scale in force.
-            continues: whether the result is added to that of an earlier exchange, because both
-                belong to one optimizer step.
         """
         ...
 
@@ -103,11 +103,6 @@ class Reduction(Protocol):
     @property
     def residual(self) -> torch.Tensor | None:
         """What is owed, shape (n,); None where nothing ever is."""
-        ...
-
-    @property
-    def may_lack(self) -> Collection[str]:
-        """Names of state that a run which was saved without momentum does not have."""
         ...
 
     def additive_state(self) -> dict[str, torch.Tensor]: ...
@@ -150,32 +145,33 @@ class GradientTransform(Callback):
         is_followed: whether gradients are changed further between exchange and step, as K-FAC does.
 
     Attributes:
-        at_once: whether all of a gradient's momentum is applied in this exchange.
+        what: that is the optimizer's the transform does.
+        is_taken: whether it does so, and the optimizer does not; None until that is known.
         needs_warm_up: whether more entries have to travel while the learning rate rises.
-        listener: has to listen to the exchange of gradients.
         minds_changes: whether `gradients_are_changed` is to be called.
     """
 
     state_key: ClassVar[str] = "gradient_transform"
     may_begin_anew: ClassVar[bool] = True
+    what: ClassVar[str] = "nothing"
 
-    at_once: bool = False
+    is_taken: bool | None = False
     needs_warm_up: bool = True
     minds_changes: bool = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, *, is_followed: bool = False
     ) -> None:
-        self.listener = ExchangeListener()
         self._user_optimizer = optimizer
         self._is_followed = is_followed
 
-    def momentum_of(self, bucket: Bucket) -> Momentum | None:
-        """The momentum that is applied to `bucket` before selection."""
-        return None
+    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
+        """Make the state of a bucket.
 
-    def apply_to(self, bucket: Bucket, feedback: ErrorFeedback) -> None:
-        """Work on what `bucket` contributes to `feedback`."""
+        Args:
+            bucket: whose gradients will be changed.
+            feedback: holds what is owed of them; None: nothing ever is.
+        """
 
     def follow(
         self,
@@ -199,20 +195,33 @@ class GradientTransform(Callback):
         idempotent.
         """
 
-    def update_(
-        self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
-    ) -> None:
-        """Change the gradient that `bucket` holds.
+    def update(
+        self,
+        bucket: Bucket,
+        used: NDArray[np.bool_],
+        *,
+        weight: float,
+        grad_scale: float,
+        continues: bool,
+    ) -> tuple[torch.Tensor, float]:
+        """Turn the gradient that `bucket` holds into what is exchanged. State is staged until
+        `settle`.
 
         Args:
-            bucket: complete, with this rank's gradient times `grad_scale`.
+            bucket: complete, with this rank's gradient times `grad_scale`; overwritten.
             used: which of its parameters have a gradient.
+            weight: of the gradient: this rank's weight / `grad_scale`.
             grad_scale: the AMP scale in force.
             continues: whether an earlier exchange belongs to the same optimizer step.
-        """
 
-    def velocity_is_loaded(self) -> None:
-        """What this rank's momentum had gathered has been loaded from a saved session."""
+        Returns:
+            What is exchanged, shape (n,): the bucket's buffer, or in half precision another one in
+            float32; and what it has yet to be multiplied by.
+        """
+        return bucket.flat, weight
+
+    def settle(self, *, good: bool) -> None:
+        """The exchange is over: every rank applies the step (`good`), or every rank drops it."""
 
     def leaves_plain_steps(self) -> bool:
         """Whether what is left of the optimizer's step is the learning rate times what it is given,
@@ -237,17 +246,22 @@ class GradientTransform(Callback):
 
     @override
     def state_dict(self) -> CallbackState:
-        return {"replicated": {"is_taken": False}}
+        return {"replicated": {"is_taken": self.is_taken, "what": self.what}}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Refuse what is owed in another unit."""
-        if state["replicated"]["is_taken"]:
-            raise CheckpointError(
-                "the state was saved while the strategy had taken over Adam's scaling, so what is"
-                " owed in it is scaled, and here the scaling is left to the optimizer; resume with"
-                " the same optimizer, density and momentum_correction, and without a GradScaler"
-            )
+        saved = state["replicated"]
+        if saved["is_taken"] and saved["what"] != self.what:
+            self.refuse(saved["what"])
+
+    @staticmethod
+    def refuse(what: str) -> NoReturn:
+        """What is owed in a saved state is in another unit, or its momentum would be lost."""
+        raise CheckpointError(
+            f"the state was saved while the strategy had taken over {what} from the optimizer,"
+            " which here is left to it; resume with the same optimizer, density and"
+            " momentum_correction, and without a GradScaler if it was saved without"
+        )
 
 
 @dataclass(slots=True)
@@ -304,7 +318,7 @@ class GradientExchange(Callback):
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
         self._launch_order = launch_order or LaunchOrder()
-        self._listeners = [self._transform.listener]
+        self._listeners = list[ExchangeListener]()
         self._pairs = list(pairs)
         self._grad_scale = grad_scale
         self._has_scaler = has_scaler
@@ -470,6 +484,7 @@ class GradientExchange(Callback):
         self.counts.exchanges += 1
         # Every rank holds the same tallies, so listeners on all ranks are told the same.
         is_good = all(tally.good for tally in tallies)
+        self._transform.settle(good=is_good)
         for listener in self._listeners:
             listener.on_exchange_settled(good=is_good)
         if any(tally.num_failed for tally in tallies):
@@ -518,10 +533,16 @@ class GradientExchange(Callback):
         continues = self._exchanged_since_step and self._stashed[b] is not None
         grad_scale = self._grad_scale()
         self._transform.take()
-        self._transform.update_(bucket, tally.used, grad_scale=grad_scale, continues=continues)
+        gradient, weight = self._transform.update(
+            bucket,
+            tally.used,
+            weight=tally.weight / grad_scale,
+            grad_scale=grad_scale,
+            continues=continues,
+        )
         self._launch_order.launch(
             ("gradients", b),
-            lambda: reduction.launch(bucket, tally, grad_scale=grad_scale, continues=continues),
+            lambda: reduction.launch(gradient, tally, weight=weight, grad_scale=grad_scale),
         )
 
     def _weight_now(self) -> float:
@@ -699,17 +720,12 @@ class GradientExchange(Callback):
         }
         missing = sorted(name for kind, name in needed if name not in state[kind])
         foreign = sorted(name for name in state["additive"] if ("additive", name) not in needed)
-        # A run that was saved while the optimizer had its momentum goes on with what that gathered.
-        may_lack = {name for _, reduction in self._pairs for name in reduction.may_lack}
-        missing = [name for name in missing if name not in may_lack]
         if missing or foreign:
             raise CheckpointError(
                 f"the state was saved with another model or strategy: it lacks {missing[:3]} and"
                 f" has {foreign[:3]} too many"
             )
         for (kind, name), live in needed.items():
-            if name not in state[kind]:
-                continue
             shape = getattr(state[kind][name], "shape", None)
             if shape != live.shape:
                 raise CheckpointError(
@@ -717,8 +733,6 @@ class GradientExchange(Callback):
                 )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
-        if not may_lack.isdisjoint({*state["additive"], *state["local"]}):
-            self._transform.velocity_is_loaded()
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
 

@@ -9,21 +9,20 @@ its peers the same differences, so that all of them know the sum of all estimate
 
 Nothing is owed: what was not sent is part of the next difference as far as it is still true then.
 
-Memory beside the gradient: two buffers of its size, four with momentum; a further one while a step
-lasts for half-precision gradients, whose estimates are kept in float32.
+Memory beside the gradient: two buffers of its size; a further one while a step lasts for
+half-precision gradients, whose estimates are kept in float32.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from offbeat.codec.momentum import Momentum
 from offbeat.codec.residual import add_owed
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
@@ -49,7 +48,6 @@ class EstimateReduction:
         bucket: what will be reduced; fixes sizes and names of the state.
         k: how many differences are sent, in [1, elements of the bucket].
         selector: picks them.
-        momentum: that each rank applies to its gradient; None: none.
         driver: carries the collective out.
         stream: this bucket's channels.
         wire: layout of the messages.
@@ -65,7 +63,6 @@ class EstimateReduction:
         *,
         k: int,
         selector: Selector,
-        momentum: Momentum | None,
         driver: Driver,
         stream: Stream,
         wire: Wire,
@@ -76,18 +73,14 @@ class EstimateReduction:
         self._bucket = bucket
         self._k = k
         self._selector = selector
-        self._momentum = momentum
         self._driver = driver
         self._stream = stream
         self._wire = wire
 
-        def zeros(wanted: bool = True) -> torch.Tensor:
-            num_elements = bucket.num_elements if wanted else 0
-            return bucket.flat.new_zeros(num_elements, dtype=_dtype_of_state(bucket))
-
         # With the sign changed, since selectors add what they are given to the gradient.
-        self._minus_own, self._sum = zeros(), zeros()
-        self._velocity, self._new_velocity = (zeros(momentum is not None) for _ in range(2))
+        self._minus_own, self._sum = (
+            bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype) for _ in range(2)
+        )
         self._selector_state = dict(selector.initial_state())
         self._share = 1 / driver.world_size
         # What one exchange leaves for the methods that end it, from `launch` on:
@@ -97,46 +90,27 @@ class EstimateReduction:
         self._grad_scale, self._weight = 1.0, 0.0
         self._tally = Tally.of_nobody(len(bucket.indices))
 
-    @property
-    def velocity(self) -> torch.Tensor | None:
-        """Of the momentum, shape (n,). Live: writes change the state. None without momentum."""
-        return None if self._momentum is None else self._velocity
-
     def launch(
-        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         begin_s = time.perf_counter()
         self._grad_scale, self._weight = grad_scale, tally.weight
         self._sent = self._wire.empty()
         if not tally.num_failed:
-            finite = self._select(bucket.flat, continues=continues)
-            tally = replace(tally, num_nonfinite=int(not finite))
+            selection = self._selector.select(
+                gradient.to(self._sum.dtype),
+                self._minus_own,
+                k=self._k,
+                weight=self._share * weight / (tally.weight or 1),
+                state=self._selector_state,
+            )
+            self._sent, self._new_selector_state = selection.sparse, selection.state
+            tally = replace(tally, num_nonfinite=int(not selection.finite))
         work = topk_sum(
             self._driver.rank, self._driver.world_size, self._sent, tally, self._k, self._wire
         )
         self._pending = self._driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s
-
-    def _select(self, flat: torch.Tensor, *, continues: bool) -> bool:
-        """Pick what is sent; `flat`, which holds the gradient, may be overwritten. Returns whether
-        all is finite.
-        """
-        gradient = flat.to(self._sum.dtype)
-        weight = self._share / self._grad_scale
-        if self._momentum is not None:
-            self._momentum.apply(
-                gradient,
-                self._velocity,
-                1 / self._grad_scale,
-                self._new_velocity,
-                continues=continues,
-            )
-            weight = self._share
-        selection = self._selector.select(
-            gradient, self._minus_own, k=self._k, weight=weight, state=self._selector_state
-        )
-        self._sent, self._new_selector_state = selection.sparse, selection.state
-        return selection.finite
 
     def wait(self) -> Tally:
         assert self._pending is not None, "nothing was launched"
@@ -152,8 +126,6 @@ class EstimateReduction:
         add_owed(self._minus_own, self._sent.scaled(-1.0))
         add_owed(self._minus_own, exchanged.owed)
         add_owed(self._sum, exchanged.kept)
-        if self._momentum is not None:
-            self._velocity, self._new_velocity = self._new_velocity, self._velocity
         self._selector_state = dict(self._new_selector_state)
         if self._weight:
             self._share = self._weight / self._tally.weight
@@ -171,36 +143,29 @@ class EstimateReduction:
 
     # State
 
-    @property
-    def may_lack(self) -> Collection[str]:
-        """Names of the velocities."""
-        return () if self._momentum is None else self._named("velocity", self._velocity)
-
     def additive_state(self) -> dict[str, torch.Tensor]:
         return {}
 
     def local_state(self) -> dict[str, float | torch.Tensor]:
-        """Both estimates and the velocity by parameter name, and numbers by the name of the
-        bucket's first parameter.
+        """Both estimates by parameter name, and numbers by the name of the bucket's first
+        parameter.
         """
         numbers = {_SHARE: self._share, _RANKS: float(self._driver.world_size)}
         state: dict[str, float | torch.Tensor] = {
             self._name(key): value for key, value in (self._selector_state | numbers).items()
         }
         for kind, flat in self._kept().items():
-            state.update(self._named(kind, flat))
+            state.update(self._bucket.named(kind, flat))
         return state
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
-        """With another number of ranks than before, each begins at an equal part of the sum, and
-        with the mean as its velocity. What each of the old ranks had would keep departed ones in
-        the sum for ever.
+        """With another number of ranks than before, each begins at an equal part of the sum. What
+        each of the old ranks had would keep departed ones in the sum for ever.
         """
         kept, world_size = self._kept(), self._driver.world_size
         for kind, flat in kept.items():
-            for name, view in self._named(kind, flat).items():
-                if name in local:  # the exchange has looked whether all that is needed is there
-                    view.copy_(local[name])
+            for name, view in self._bucket.named(kind, flat).items():
+                view.copy_(local[name])
         self._minus_own.copy_(kept["own"]).neg_()
         state = self._selector_state
         # A run that resumes with another selector lacks some keys; they keep their initial value.
@@ -209,22 +174,13 @@ class EstimateReduction:
         if _of_any_bucket(_RANKS, local) != world_size:
             self._share = 1 / world_size
             torch.mul(self._sum, -self._share, out=self._minus_own)
-            if self._momentum is not None:
-                self._velocity.copy_(self._sum)
 
     def _kept(self) -> dict[str, torch.Tensor]:
         """What lasts, by kind; this rank's estimate as a copy."""
-        kept = {"own": -self._minus_own, "sum": self._sum}
-        return kept if self._momentum is None else kept | {"velocity": self._velocity}
+        return {"own": -self._minus_own, "sum": self._sum}
 
     def _name(self, key: str) -> str:
         return f"{key}/{self._bucket.names[0]}"
-
-    def _named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        views = self._bucket.views_of(flat)
-        return {
-            f"{kind}/{name}": view for name, view in zip(self._bucket.names, views, strict=True)
-        }
 
 
 def _of_any_bucket(key: str, local: Mapping[str, Any]) -> Any:
@@ -233,7 +189,3 @@ def _of_any_bucket(key: str, local: Mapping[str, Any]) -> Any:
     if not found:
         raise CheckpointError(f"the state of the gradients' estimates lacks {key!r}")
     return found[0]
-
-
-def _dtype_of_state(bucket: Bucket) -> torch.dtype:
-    return torch.float64 if bucket.flat.dtype == torch.float64 else torch.float32

@@ -5,27 +5,50 @@ correction, DGC, arXiv 1712.01887, section 3.1). So each rank keeps a velocity o
 optimizer has no momentum during its step. Left there, it costs 8 points
 (`benchmarks/sparse_accuracy.py`, images, union, optimizer's momentum), and spread where it may be
 applied at once, 4 (momentum spread). With it goes weight decay, which SGD adds to the gradient
-before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker. Where
-momentum is applied at once (see `codec.momentum`) the learning rate is `1 / (1 - momentum)` times
-as high during the step.
+before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker.
+
+    velocity = factor * velocity + weight * gradient
+    step     = velocity, or weight * gradient + factor * velocity with Nesterov's momentum
+
+which is SGD's momentum as PyTorch has it. DGC writes Nesterov's with m = factor * velocity, which
+comes to the same. DGC's factor masking (section 3.2), which clears the velocity wherever an entry
+was sent, takes momentum away and is left out.
+
+A gradient moves the parameter by 1 / (1 - factor) of itself in the end, spread over as many steps
+or so. Where it waits for longer than that before it is sent, spreading it first only makes it
+later, and late momentum overshoots. So where few entries travel it is applied at once:
+
+    step     = weight * gradient + share * velocity
+    velocity = 0
+
+while the optimizer's learning rate is 1 / (1 - factor) times as high. That comes to the same sum of
+steps, and whoever clips the step clips the gradient. The share is (1 - factor) times what a
+velocity without further gradients would have added: factor + factor^2 + ... = factor / (1 - factor)
+times itself. Nesterov's momentum has looked ahead along it by one term already, so factor^2 +
+factor^3 + ... is left.
 
 Outside `optimizer.step()` everything reads as PyTorch would show it: `param_groups` have the values
 that the user has set, and may be changed, and `optimizer.state_dict()` has `momentum_buffer`, which
 is this rank's velocity. Where momentum is applied at once there is none, and a notice says so.
+
+Memory: two buffers of the gradient's size, in float32 for half precision, which takes a third one
+while a step lasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec.momentum import Momentum, MomentumRange
+from offbeat.callbacks.callback import CallbackState
+from offbeat.codec import kernels
+from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges, rates_of
@@ -39,23 +62,26 @@ _BUFFER: Final = "momentum_buffer"
 _HIDDEN: Final = ("lr", "momentum", "weight_decay")
 
 
-class HasVelocity(Protocol):
-    """What applies a momentum to the gradients of a bucket."""
-
-    @property
-    def velocity(self) -> torch.Tensor | None:
-        """Shape (n,). Live: writes change the state. None: there is no momentum."""
-        ...
-
-
 @dataclass(slots=True)
-class _Place:
-    """A bucket, what is applied to it, and by what."""
+class _State:
+    """The momentum of one bucket.
+
+    Attributes:
+        bucket: whose gradients have it.
+        groups: the optimizer's groups of its elements.
+        velocity: of the steps that were applied, shape (n,).
+        staged: the velocity after the step under way, once `is_staged`.
+        is_staged: whether it moves in this step.
+        is_zero: whether the velocity is zero, so that momentum at once costs no pass; None: not
+            known.
+    """
 
     bucket: Bucket
     groups: GroupRanges
-    momentum: Momentum
-    applied_by: HasVelocity | None = None
+    velocity: torch.Tensor
+    staged: torch.Tensor
+    is_staged: bool = False
+    is_zero: bool | None = True
 
 
 class OptimizerMomentum(GradientTransform):
@@ -65,15 +91,26 @@ class OptimizerMomentum(GradientTransform):
 
     Args:
         optimizer: a `torch.optim.SGD` with momentum, which it does not dampen.
+        world_size: number of ranks, whose gradients are averaged.
         inform: is told what was taken.
-    Velocities are saved with the residuals.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, inform: Callable[[str], None]) -> None:
+    what: ClassVar[str] = "momentum"
+    is_taken = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        world_size: int,
+        inform: Callable[[str], None],
+    ) -> None:
         super().__init__(optimizer)
+        self._world_size = world_size
         self._optimizer = optimizer
         self._inform = inform
-        self._places: dict[int, _Place] = {}
+        self._states: dict[int, _State] = {}
+        self._at_once = False  # in this step all of a gradient's momentum is applied
         self._handles: list[Any] = []
         self._options: list[tuple[float, bool]] = []  # by group: momentum, and whether Nesterov's
         self._decays: list[bool] = []  # by group: whether decay is in the gradient of the next step
@@ -82,16 +119,12 @@ class OptimizerMomentum(GradientTransform):
         self._velocity_is_loaded = self._has_said_no_buffer = False
 
     @override
-    def momentum_of(self, bucket: Bucket) -> Momentum:
-        """As the optimizer has it now, and kept as the user has it from now on."""
+    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
+        velocity, staged = (
+            torch.zeros_like(bucket.flat, dtype=bucket.state_dtype) for _ in range(2)
+        )
         groups = GroupRanges(bucket, self._optimizer)
-        momentum = Momentum(self._ranges(groups, self._read()))
-        self._places[id(bucket)] = _Place(bucket, groups, momentum)
-        return momentum
-
-    @override
-    def apply_to(self, bucket: Bucket, feedback: HasVelocity) -> None:
-        self._places[id(bucket)].applied_by = feedback
+        self._states[id(bucket)] = _State(bucket, groups, velocity, staged)
 
     @override
     def follow(
@@ -119,22 +152,47 @@ class OptimizerMomentum(GradientTransform):
                 " momentum_correction=None leaves it there"
             )
             self._take_buffers()
-        options = self._read()
-        if options != self._options:
-            self._options = options
-            for place in self._places.values():
-                place.momentum.ranges = self._ranges(place.groups, options)
+        groups = self._optimizer.param_groups
+        self._options = [(float(group["momentum"]), bool(group["nesterov"])) for group in groups]
 
     @override
-    def update_(
-        self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
-    ) -> None:
-        """Add weight decay, where it is this rank's."""
+    def update(
+        self,
+        bucket: Bucket,
+        used: NDArray[np.bool_],
+        *,
+        weight: float,
+        grad_scale: float,
+        continues: bool,
+    ) -> tuple[torch.Tensor, float]:
+        """Add weight decay, and apply momentum."""
         self._velocity_is_loaded = False
-        if continues:  # what belongs to one step is added up, so all of it has the same unit
-            return
-        self.at_once = self._sends_few()
-        # Without momentum weight decay can stay where it is.
+        if not continues:  # what belongs to one step is added up, so all of it has the same unit
+            self._at_once = self._sends_few()
+            self._add_decay_(bucket, used, grad_scale)
+        state = self._states[id(bucket)]
+        if self._at_once and state.is_zero is None:
+            state.is_zero = not state.velocity.any()
+        if self._at_once and state.is_zero:
+            return bucket.flat, weight
+        state.is_staged = True
+        step = bucket.flat.to(bucket.state_dtype)
+        mix = mix_by_kernel if step.device.type == "cpu" else mix_by_torch
+        for here, (factor, nesterov) in state.groups.merged(self._options, default=(0.0, False)):
+            shares = shares_of(factor, nesterov, weight, continues=continues, at_once=self._at_once)
+            mix(step[here], state.velocity[here], shares, state.staged[here])
+        return step, 1.0
+
+    @override
+    def settle(self, *, good: bool) -> None:
+        for state in self._states.values():
+            if state.is_staged and good:
+                state.velocity, state.staged = state.staged, state.velocity
+                state.is_zero = self._at_once
+            state.is_staged = False
+
+    def _add_decay_(self, bucket: Bucket, used: NDArray[np.bool_], grad_scale: float) -> None:
+        """Without momentum weight decay can stay where it is."""
         param_groups = self._optimizer.param_groups
         self._decays = [bool(group["momentum"]) for group in param_groups]
         decays = [
@@ -143,7 +201,7 @@ class OptimizerMomentum(GradientTransform):
         ]
         if not any(decays):
             return
-        groups, views = self._places[id(bucket)].groups.groups, bucket.views
+        groups, views = self._states[id(bucket)].groups.groups, bucket.views
         for position in np.flatnonzero(used).tolist():
             number = groups[position]
             if number is None or not (decay := decays[number]):
@@ -153,13 +211,6 @@ class OptimizerMomentum(GradientTransform):
             views[position].add_(bucket.parameters[position].detach(), alpha=decay * grad_scale)
 
     @override
-    def velocity_is_loaded(self) -> None:
-        """The velocities are those of a saved session: this rank's own. What a script loads into
-        its optimizer besides may be another rank's.
-        """
-        self._velocity_is_loaded = True
-
-    @override
     def leaves_plain_steps(self) -> bool:
         return True
 
@@ -167,7 +218,7 @@ class OptimizerMomentum(GradientTransform):
     def rates(self) -> list[float]:
         """Learning rates as the optimizer has them during its step."""
         rates = rates_of(self._optimizer)
-        if not self.at_once:
+        if not self._at_once:
             return rates
         return [rate / (1 - factor) for rate, (factor, _) in zip(rates, self._options, strict=True)]
 
@@ -188,7 +239,7 @@ class OptimizerMomentum(GradientTransform):
         groups = self._optimizer.param_groups
         self._shown = [{name: group[name] for name in _HIDDEN} for group in groups]
         for group, has_decayed in zip(groups, self._decays, strict=False):
-            if self.at_once and group["momentum"]:
+            if self._at_once and group["momentum"]:
                 group["lr"] = group["lr"] / (1 - group["momentum"])
             group["momentum"] = 0.0
             if has_decayed:
@@ -203,10 +254,44 @@ class OptimizerMomentum(GradientTransform):
             group.update(shown)
         self._shown = []
 
+    # State
+
+    @override
+    def state_dict(self) -> CallbackState:
+        replicated = super().state_dict()["replicated"] | {"world_size": self._world_size}
+        return {"additive": self._named(), "replicated": replicated}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """A run that was saved while the optimizer had its momentum goes on with what that
+        gathered. Else the velocities are this rank's own, and what a script loads into its
+        optimizer besides may be another rank's. With another number of ranks than before the mean
+        of the velocities is preserved, and not their sum: they are averages of gradients.
+        """
+        additive = state.get("additive", {})
+        super().load_state_dict(state)
+        self._velocity_is_loaded = bool(additive)
+        for name, velocity in self._named().items():
+            if name in additive:
+                velocity.copy_(additive[name])
+                velocity.mul_(self._world_size / state["replicated"]["world_size"])
+        self._look_anew()
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        named = dict[str, torch.Tensor]()
+        for state in self._states.values():
+            named |= state.bucket.named("velocity", state.velocity)
+        return named
+
+    def _look_anew(self) -> None:
+        """Velocities have been written."""
+        for state in self._states.values():
+            state.is_zero = None
+
     # The optimizer's state
 
     def _show_buffers(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if self.at_once and not self._has_said_no_buffer:
+        if self._at_once and not self._has_said_no_buffer:
             self._has_said_no_buffer = True
             self._inform(_NO_BUFFER)
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
@@ -229,19 +314,18 @@ class OptimizerMomentum(GradientTransform):
             gathered = state[parameter].pop(_BUFFER, None) if parameter in state else None
             if gathered is not None and not self._velocity_is_loaded:
                 velocity.copy_(sign * gathered)
+        self._look_anew()
 
     def _velocities(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, float]]:
         """Each parameter, its part of the velocity, and the sign of the optimizer's buffer, which
         is negative where it maximizes; 0 for parameters that it does not have.
         """
         param_groups = self._optimizer.param_groups
-        for place in self._places.values():
-            velocity = None if place.applied_by is None else place.applied_by.velocity
-            assert velocity is not None, "nothing applies this momentum"
+        for state in self._states.values():
             for parameter, view, number in zip(
-                place.bucket.parameters,
-                place.bucket.views_of(velocity),
-                place.groups.groups,
+                state.bucket.parameters,
+                state.bucket.views_of(state.velocity),
+                state.groups.groups,
                 strict=True,
             ):
                 if number is None:
@@ -254,17 +338,6 @@ class OptimizerMomentum(GradientTransform):
         for group in self._optimizer.param_groups:
             yield from group["params"]
 
-    def _read(self) -> list[tuple[float, bool]]:
-        groups = self._optimizer.param_groups
-        return [(float(group["momentum"]), bool(group["nesterov"])) for group in groups]
-
-    @staticmethod
-    def _ranges(groups: GroupRanges, options: Sequence[tuple[float, bool]]) -> list[MomentumRange]:
-        return [
-            MomentumRange(end=here.stop, factor=factor, nesterov=nesterov)
-            for here, (factor, nesterov) in groups.merged(options, default=(0.0, False))
-        ]
-
     def _description(self) -> str:
         groups = self._optimizer.param_groups
         momenta = sorted({group["momentum"] for group in groups if group["momentum"]})
@@ -273,8 +346,63 @@ class OptimizerMomentum(GradientTransform):
         return text + (" and weight decay" if with_decay else "")
 
 
+Shares: TypeAlias = tuple[float, float, float, float]
+"""(a, b, c, d): step = a * gradient + b * velocity; new velocity = c * gradient + d * velocity."""
+
+
+def shares_of(
+    factor: float, nesterov: bool, weight: float, *, continues: bool, at_once: bool
+) -> Shares:
+    """What a step and the velocity after it are made of.
+
+    Args:
+        factor: of momentum, in [0, 1).
+        nesterov: whether the step looks ahead along the velocity.
+        weight: of the gradient.
+        continues: whether the gradient belongs to the same optimizer step as the last one: then the
+            velocity has lost its share already, and only what is new is passed on.
+        at_once: whether the step, at a learning rate of 1 / (1 - factor) times the user's, is all
+            that gradient and velocity will ever move the parameters by.
+    """
+    if factor == 0:  # as in PyTorch, where a buffer rests while there is no momentum
+        return weight, 0.0, 0.0, 1.0
+    if at_once:
+        return weight, factor * factor if nesterov else factor, 0.0, 0.0
+    of_gradient = weight * (1 + factor) if nesterov else weight
+    if continues:
+        return of_gradient, 0.0, weight, 1.0
+    return of_gradient, factor * factor if nesterov else factor, weight, factor
+
+
+def mix_by_kernel(
+    flat: torch.Tensor, velocity: torch.Tensor, shares: Shares, new_velocity: torch.Tensor
+) -> None:
+    """Write the step into `flat`, which holds the gradient, and the new velocity, in one pass on
+    the CPU.
+    """
+    values = flat.numpy()
+    kernels.mix(
+        values,
+        velocity.numpy(),
+        np.array(shares, dtype=values.dtype),
+        new_velocity.numpy(),
+    )
+
+
+def mix_by_torch(
+    flat: torch.Tensor, velocity: torch.Tensor, shares: Shares, new_velocity: torch.Tensor
+) -> None:
+    """The same on any device."""
+    a, b, c, d = shares
+    torch.mul(velocity, d, out=new_velocity).add_(flat, alpha=c)
+    if (a, b) == (c, d):
+        flat.copy_(new_velocity)
+    else:
+        flat.mul_(a).add_(velocity, alpha=b)
+
+
 def momentum_to_take(
-    optimizer: torch.optim.SGD, *, inform: Callable[[str], None]
+    optimizer: torch.optim.SGD, *, world_size: int, inform: Callable[[str], None]
 ) -> OptimizerMomentum | None:
     """The momentum of `optimizer`; None if it has none, or one that has to stay there, which
     `inform` is told.
@@ -294,4 +422,4 @@ def momentum_to_take(
             " optimizer, where it sees the mean of what was sent"
         )
         return None
-    return OptimizerMomentum(optimizer, inform=inform)
+    return OptimizerMomentum(optimizer, world_size=world_size, inform=inform)

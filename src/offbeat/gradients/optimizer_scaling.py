@@ -35,9 +35,9 @@ with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
@@ -71,15 +71,6 @@ class _Moments:
     gradient: torch.Tensor
 
 
-class _Settled(ExchangeListener):
-    def __init__(self, settled: Callable[[bool], None]) -> None:
-        self._settled = settled
-
-    @override
-    def on_exchange_settled(self, *, good: bool) -> None:
-        self._settled(good)
-
-
 class OptimizerScaling(GradientTransform):
     """The scaling of an Adam optimizer, once it is not the optimizer's.
 
@@ -91,10 +82,9 @@ class OptimizerScaling(GradientTransform):
         inform: is told whether the scaling was taken over.
         warn: is told when gradients are changed after all.
 
-    Attributes:
-        is_taken: whether it is; None until that is known.
     """
 
+    what: ClassVar[str] = "Adam's scaling"
     minds_changes = True
 
     def __init__(
@@ -108,8 +98,7 @@ class OptimizerScaling(GradientTransform):
         warn: Callable[[str], None],
     ) -> None:
         super().__init__(optimizer)
-        self.is_taken: bool | None = None
-        self.listener = _Settled(self._settled)
+        self.is_taken = None
         self._optimizer = optimizer
         self._driver = driver
         self._stream = stream
@@ -145,7 +134,8 @@ class OptimizerScaling(GradientTransform):
         self._sends_entries, self._when_taken = sends_entries, when_taken
 
     @override
-    def apply_to(self, bucket: Bucket, feedback: ErrorFeedback) -> None:
+    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
+        assert feedback is not None, "Adam's scaling is for what is owed"
         mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
         groups = GroupRanges(bucket, self._optimizer)
         self._moments[id(bucket)] = _Moments(bucket, groups, feedback, mean, square, gradient)
@@ -161,16 +151,22 @@ class OptimizerScaling(GradientTransform):
         return self.is_taken is True
 
     @override
-    def update_(
-        self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
-    ) -> None:
+    def update(
+        self,
+        bucket: Bucket,
+        used: NDArray[np.bool_],
+        *,
+        weight: float,
+        grad_scale: float,
+        continues: bool,
+    ) -> tuple[torch.Tensor, float]:
         """Turn the gradient into the scaled one. There is no `grad_scale` here, because there is no
         scaling where there is a GradScaler. The gradient of an earlier exchange of the same step is
         part of what counts, and weight decay has been added there.
         """
         self._state_is_loaded = False
         if self.is_taken is False:
-            return
+            return bucket.flat, weight
         moments = self._moments[id(bucket)]
         if continues:
             moments.gradient.add_(bucket.flat)
@@ -179,6 +175,7 @@ class OptimizerScaling(GradientTransform):
             moments.gradient.copy_(bucket.flat)
         if self.is_taken:
             bucket.flat.copy_(bucket.flat / self._denominator(moments))
+        return bucket.flat, weight
 
     @override
     def give_back(self) -> None:
@@ -191,7 +188,8 @@ class OptimizerScaling(GradientTransform):
         self._handles.clear()
         self.is_taken = False
 
-    def _settled(self, good: bool) -> None:
+    @override
+    def settle(self, *, good: bool) -> None:
         self._num_settled += 1
         # Of a step that is skipped, what earlier passes have exchanged is skipped, too.
         self._has_gradient = good
@@ -240,15 +238,15 @@ class OptimizerScaling(GradientTransform):
     def state_dict(self) -> dict[str, Any]:
         # Summed where ranks become one, these are divided by the number of ranks in them again.
         additive = {"num_ranks": torch.ones(1), "steps": torch.tensor([self._num_steps])}
-        for kind, name, view in self._named():
-            additive[f"{kind}/{name}"] = view
-        return {"additive": additive, "replicated": {"is_taken": self.is_taken}}
+        additive.update(self._named())
+        return {"additive": additive, **super().state_dict()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         is_taken = state["replicated"]["is_taken"]
-        if not self._moments:
-            super().load_state_dict(state)
+        if is_taken and not self._moments:
+            self.refuse(self.what)
         self.is_taken = is_taken if self._moments else False
         if self.is_taken is False:
             self._moments.clear()
@@ -257,20 +255,19 @@ class OptimizerScaling(GradientTransform):
         additive = state["additive"]
         num_ranks = max(1.0, float(additive["num_ranks"]))
         self._num_steps = float(additive["steps"]) / num_ranks
-        for kind, name, view in self._named():
-            view.copy_(additive[f"{kind}/{name}"]).div_(num_ranks)
+        for name, view in self._named().items():
+            view.copy_(additive[name]).div_(num_ranks)
         if self.is_taken:
             self._taken()
         else:  # all exchanges so far were skipped, or there were none
             self._num_settled = self._counts.exchanges
 
-    def _named(self) -> Sequence[tuple[str, str, torch.Tensor]]:
-        return [
-            (kind, name, view)
-            for moments in self._moments.values()
-            for kind, flat in (("mean", moments.mean), ("square", moments.square))
-            for name, view in zip(moments.bucket.names, moments.bucket.views_of(flat), strict=True)
-        ]
+    def _named(self) -> dict[str, torch.Tensor]:
+        named = dict[str, torch.Tensor]()
+        for moments in self._moments.values():
+            named |= moments.bucket.named("mean", moments.mean)
+            named |= moments.bucket.named("square", moments.square)
+        return named
 
     # Scaling
 

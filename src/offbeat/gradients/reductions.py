@@ -5,7 +5,7 @@ to later steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -90,7 +90,6 @@ class DenseReduction:
         self.encode_s = 0.0
         self.ages: EntryAges | None = None
         self.residual: torch.Tensor | None = None
-        self.may_lack: Collection[str] = ()
         self._bucket = bucket
         self._driver = driver
         self._stream = stream
@@ -106,11 +105,11 @@ class DenseReduction:
             self._tail = torch.zeros(size, dtype=torch.float64)
 
     def launch(
-        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=int(not is_finite(bucket.flat)))
-            bucket.flat.mul_(tally.weight / self._driver.world_size)
+            tally = replace(tally, num_nonfinite=int(not is_finite(gradient)))
+            gradient.mul_(tally.weight / self._driver.world_size)
         tally.write_to(self._tail)
         rides = self._tail.dtype == self._message.dtype
         self._sums = launch_sums(
@@ -148,12 +147,10 @@ class ExchangePlan:
     Attributes:
         k: how many of the largest entries are sent.
         collective: by what; None: everything is sent, densely.
-        at_once: whether all of a gradient's momentum is applied now (see `codec.momentum`).
     """
 
     k: int
     collective: SparseCollective | None
-    at_once: bool = False
 
 
 class SparseReduction:
@@ -199,52 +196,43 @@ class SparseReduction:
         self._joined: torch.Tensor | None = None
         self._tail = torch.empty(NUM_COUNTERS + wire.num_parameters, dtype=torch.float64)
         self._grad_scale = 1.0
-        self._continues = self._at_once = False
         self._picked: NDArray[np.int64] | None = None
         self._staged = False
         self._tally = Tally.of_nobody(len(bucket.indices))
 
     def launch(
-        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         plan = self._plan()
-        self._grad_scale, self._continues, self._at_once = grad_scale, continues, plan.at_once
+        self._grad_scale = grad_scale
         if self._owed_rate is not None:
             self._owed_rate.follow(self._feedback.residual)
         self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
         if plan.collective is None:
-            self._launch_everything(bucket.flat, tally)
+            self._launch_everything(gradient, tally, weight)
         else:
-            mine, tally = self._pick(bucket.flat, tally, plan.k)
+            mine, tally = self._pick(gradient, tally, weight, plan.k)
             work = plan.collective(
                 self._driver.rank, self._driver.world_size, mine, tally, plan.k, self._wire
             )
             self._pending = self._driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s
 
-    def _pick(self, flat: torch.Tensor, tally: Tally, k: int) -> tuple[Sparse, Tally]:
+    def _pick(
+        self, gradient: torch.Tensor, tally: Tally, weight: float, k: int
+    ) -> tuple[Sparse, Tally]:
         if not self._staged:
             return self._wire.empty(), tally
-        selection = self._feedback.stage(
-            flat,
-            k,
-            weight=tally.weight / self._grad_scale,
-            continues=self._continues,
-            at_once=self._at_once,
-        )
+        selection = self._feedback.stage(self._bucket.flat, k, weight=weight, gradient=gradient)
         self._picked = selection.sparse.indices
         return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
-    def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
+    def _launch_everything(self, gradient: torch.Tensor, tally: Tally, weight: float) -> None:
+        flat = self._bucket.flat
         if self._staged:
-            finite = self._feedback.stage_all(
-                flat,
-                weight=tally.weight / self._grad_scale,
-                continues=self._continues,
-                at_once=self._at_once,
-            )
+            finite = self._feedback.stage_all(flat, weight=weight, gradient=gradient)
             tally = replace(tally, num_nonfinite=int(not finite))
         tally.write_to(self._tail)
         self._joined = None
@@ -337,17 +325,8 @@ class SparseReduction:
         """What is owed, shape (n,)."""
         return self._feedback.residual
 
-    @property
-    def may_lack(self) -> Collection[str]:
-        """Names of the velocities."""
-        return self._velocities()
-
-    def _velocities(self) -> dict[str, torch.Tensor]:
-        velocity = self._feedback.velocity
-        return {} if velocity is None else self._named("velocity", velocity)
-
     def additive_state(self) -> dict[str, torch.Tensor]:
-        return self._named("residual", self._feedback.residual) | self._velocities()
+        return self._bucket.named("residual", self._feedback.residual)
 
     def local_state(self) -> dict[str, float]:
         state = dict(self._feedback.selector_state)
@@ -357,8 +336,7 @@ class SparseReduction:
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
-            if name in additive:  # the exchange has looked whether all that is needed is there
-                live.copy_(additive[name])
+            live.copy_(additive[name])
         state = self._feedback.selector_state
         # A run that resumes with another selector lacks some keys; they keep their initial value.
         state.update(
@@ -379,13 +357,6 @@ class SparseReduction:
     @property
     def _first(self) -> str:
         return self._bucket.names[0]
-
-    def _named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of a flat state tensor by parameter name, in the parameters' shapes."""
-        return {
-            f"{kind}/{name}": view
-            for name, view in zip(self._bucket.names, self._bucket.views_of(flat), strict=True)
-        }
 
 
 def launch_sums(

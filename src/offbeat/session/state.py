@@ -42,7 +42,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
     """The state of `rank` in a world of `world_size`, made of the states of all ranks of an older
     world.
 
-    What is additive (residuals, momenta) is shared out so that its sum over ranks stays the same:
+    What is additive (residuals) is shared out so that its sum over ranks stays the same:
     rank r takes the old ranks r, r + world_size, ...; a rank beyond the old ones starts with zeros.
     What is owned is handed to all. With the same world size nothing changes.
 

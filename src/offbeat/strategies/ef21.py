@@ -106,7 +106,9 @@ class EF21(GradientStrategy):
         counts, optimizer = ExchangeCounts(), context.optimizer
         taken = None
         if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
-            taken = momentum_to_take(optimizer, inform=context.inform)
+            taken = momentum_to_take(
+                optimizer, world_size=context.driver.world_size, inform=context.inform
+            )
         pairs = self._pairs(context, taken)
         exchange, others = self.exchange_of(pairs, [], context, counts, transform=taken)
         if taken is not None:
@@ -130,41 +132,28 @@ class EF21(GradientStrategy):
     def _reduction(
         self, bucket: Bucket, context: Context, taken: OptimizerMomentum | None
     ) -> Reduction:
-        momentum = None if taken is None else taken.momentum_of(bucket)
+        if taken is not None:
+            taken.init(bucket, None)
         codec = TopKCodec.of(self.codec)
         wire = wire_of(bucket, codec)
         driver, stream = context.driver, context.new_stream()
         k = max(1, round(self.density * bucket.num_elements))
-        applied_by: EstimateReduction | ErrorFeedback
-        reduction: Reduction
-        if k >= bucket.num_elements:
-            # All of it travels, so there is nothing to estimate, and nothing is ever owed.
-            everything = ExchangePlan(k=bucket.num_elements, collective=None)
-            applied_by = ErrorFeedback(
+        if k < bucket.num_elements:
+            return EstimateReduction(
+                bucket, k=k, selector=codec.selector, driver=driver, stream=stream, wire=wire
+            )
+        # All of it travels, so there is nothing to estimate, and nothing is ever owed.
+        everything = ExchangePlan(k=bucket.num_elements, collective=None)
+        return SparseReduction(
+            bucket,
+            ErrorFeedback(
                 bucket.num_elements,
                 dtype=bucket.flat.dtype,
                 device=bucket.flat.device,
                 selector=codec.selector,
-                momentum=momentum,
-            )
-            reduction = SparseReduction(
-                bucket,
-                applied_by,
-                driver=driver,
-                stream=stream,
-                wire=wire,
-                plan=lambda: everything,
-            )
-        else:
-            reduction = applied_by = EstimateReduction(
-                bucket,
-                k=k,
-                selector=codec.selector,
-                momentum=momentum,
-                driver=driver,
-                stream=stream,
-                wire=wire,
-            )
-        if taken is not None:
-            taken.apply_to(bucket, applied_by)
-        return reduction
+            ),
+            driver=driver,
+            stream=stream,
+            wire=wire,
+            plan=lambda: everything,
+        )

@@ -177,7 +177,8 @@ class SparseGradientStrategy(GradientStrategy):
         if not self.takes_over or optimizer is None:
             return left
         if type(optimizer) is torch.optim.SGD:
-            return momentum_to_take(optimizer, inform=inform) or left
+            world_size = context.driver.world_size
+            return momentum_to_take(optimizer, world_size=world_size, inform=inform) or left
         groups = optimizer.param_groups
         if not any(group.get("momentum") or group.get("betas") for group in groups):
             return left
@@ -266,18 +267,15 @@ class SparseGradientStrategy(GradientStrategy):
             # A density of 1 that the user named for the whole run goes through the collective that
             # the user named; one that was chosen, or begins a warm-up, need not.
             everything = now == 1.0 and self.density != 1.0
-            return ExchangePlan(
-                k=k, collective=None if everything else choose(kind, k), at_once=transform.at_once
-            )
+            return ExchangePlan(k=k, collective=None if everything else choose(kind, k))
 
         feedback = ErrorFeedback(
             bucket.num_elements,
             dtype=bucket.flat.dtype,
             device=bucket.flat.device,
             selector=codec.selector,
-            momentum=transform.momentum_of(bucket),
         )
-        transform.apply_to(bucket, feedback)
+        transform.init(bucket, feedback)
         return SparseReduction(
             bucket,
             feedback,
