@@ -51,10 +51,9 @@ from offbeat.session.traffic import SessionTraffic
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import Connection
-from offbeat.transport.driver import Driver
+from offbeat.transport.driver import Arrival, Driver
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
-from offbeat.transport.wrappers import Arrival
 from offbeat.weights.final_mean import average_at_the_end
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offbeat.transport.driver import Driver
-from offbeat.transport.wrappers import Counting, Traffic
+from offbeat.transport.driver import Counting, Driver
+from offbeat.transport.operations import Traffic
 
 
 class SessionTraffic:

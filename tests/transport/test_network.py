@@ -13,10 +13,9 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from offbeat.errors import PeerError
+from offbeat.transport.link import SILENCE_VARIABLE
 from offbeat.transport.network import answering_within, create_network
-from offbeat.transport.presence import Presence
-from offbeat.transport.rendezvous import Rendezvous
-from offbeat.transport.silence import SILENCE_VARIABLE
+from offbeat.transport.rendezvous import Presence, Rendezvous
 
 LOOPBACK = "127.0.0.1"
 SERVER = """
