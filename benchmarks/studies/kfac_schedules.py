@@ -194,7 +194,7 @@ def pad_inversions(s_per_cube: float) -> None:
 
 
 def part_of(session: Session) -> KFACCallback:
-    return next(part for part in session.parts if isinstance(part, KFACCallback))
+    return next(part for part in session.callbacks if isinstance(part, KFACCallback))
 
 
 def measure(

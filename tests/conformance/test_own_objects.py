@@ -284,7 +284,9 @@ def train(rank: int, num_steps: int) -> dict[str, Any]:
             optimizer.zero_grad()
             (model.weight * gradient_of(rank, step, 60).view(6, 10)).sum().backward()
             optimizer.step()
-        (state,) = (part for part in session.state_dict()["parts"].values() if part.get("additive"))
+        (state,) = (
+            part for part in session.state_dict()["callbacks"].values() if part.get("additive")
+        )
     return {
         "weight": model.weight.detach().flatten().tolist(),
         "owed": state["additive"]["residual/weight"].flatten().tolist(),

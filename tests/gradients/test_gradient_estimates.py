@@ -91,7 +91,7 @@ def test_every_rank_trains_as_the_paper_says(num_ranks: int, momentum: float) ->
 
 
 def local_of(state: dict[str, Any], kind: str) -> torch.Tensor:
-    local = state["parts"]["gradients"]["local"]
+    local = state["callbacks"]["gradients"]["local"]
     return torch.cat([local[f"{kind}/{name}"].flatten() for name in ("weight", "bias")])
 
 

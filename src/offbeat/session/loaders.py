@@ -34,17 +34,17 @@ class LoaderFactory:
     """What a session lends to its loaders.
 
     Attributes:
-        parts: of the strategy.
+        callbacks: of the strategy.
         driver: whose traffic is not counted, since sharing samples out is no training.
         control: channels for it.
         network: through which the ranks are connected; None in a world of one.
-        weigh: tells the parts how many samples the next batch has.
+        weigh: tells the callbacks how many samples the next batch has.
         notify: for remarks.
         returns: whether this rank has joined a run under way, so that its peers do not make their
             loaders together with it.
     """
 
-    parts: Sequence[Callback]
+    callbacks: Sequence[Callback]
     driver: Driver
     control: Stream
     network: Network | None
@@ -76,7 +76,10 @@ class LoaderFactory:
             ConfigError: this cannot work, with the reason. Every rank raises.
             MismatchError: the ranks disagree on the data.
         """
-        policy = next((part for part in self.parts if isinstance(part, MegaBatchCallback)), None)
+        policy = next(
+            (callback for callback in self.callbacks if isinstance(callback, MegaBatchCallback)),
+            None,
+        )
         source: DataSource | None = None
         description: OffbeatError | dict[str, Any]
         try:

@@ -1,4 +1,4 @@
-"""The state of a session: that of its parts, by `state_key`, and how it is shared out anew."""
+"""The state of a session: that of its callbacks, by `state_key`, and how it is shared out anew."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from offbeat.errors import CheckpointError
 from offbeat.session.checkpoint import naming_misfit
 
 
-def state_of(parts: Sequence[Callback]) -> dict[str, CallbackState]:
-    """The state of each part. Tensors are copies."""
-    return {part.state_key: _copied(part.state_dict()) for part in parts}
+def state_of(callbacks: Sequence[Callback]) -> dict[str, CallbackState]:
+    """The state of each callback. Tensors are copies."""
+    return {callback.state_key: _copied(callback.state_dict()) for callback in callbacks}
 
 
-def load_state_of(parts: Sequence[Callback], saved: Mapping[str, CallbackState]) -> None:
+def load_state_of(callbacks: Sequence[Callback], saved: Mapping[str, CallbackState]) -> None:
     """Inverse of `state_of`.
 
     Raises:
-        CheckpointError: the state of a part is missing or does not fit.
+        CheckpointError: the state of a callback is missing or does not fit.
     """
     with naming_misfit("the session's state"):
         by_key = dict(saved)
-    for part in parts:
-        if part.state_key not in by_key and not part.may_begin_anew:
+    for callback in callbacks:
+        if callback.state_key not in by_key and not callback.may_begin_anew:
             raise CheckpointError(
-                f"the state lacks {part.state_key!r}; it was saved with other options of the"
+                f"the state lacks {callback.state_key!r}; it was saved with other options of the"
                 " strategy"
             )
-    for part in parts:
-        if part.state_key not in by_key:
+    for callback in callbacks:
+        if callback.state_key not in by_key:
             continue
-        with naming_misfit(f"the state of {part.state_key!r}"):
-            part.load_state_dict(by_key[part.state_key])
+        with naming_misfit(f"the state of {callback.state_key!r}"):
+            callback.load_state_dict(by_key[callback.state_key])
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
@@ -54,19 +54,21 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
     if not states:
         raise CheckpointError("there is no state to share out")
     with naming_misfit("the state to share out"):
-        parts = {
-            name: _reshard_part([state["parts"][name] for state in states], world_size, rank)
-            for name in states[0]["parts"]
+        callbacks = {
+            name: _reshard_callback(
+                [state["callbacks"][name] for state in states], world_size, rank
+            )
+            for name in states[0]["callbacks"]
         }
         return {
             "strategy": states[0]["strategy"],
             "world_size": world_size,
             "rank": rank,
-            "parts": parts,
+            "callbacks": callbacks,
         }
 
 
-def _reshard_part(states: Sequence[CallbackState], world_size: int, rank: int) -> CallbackState:
+def _reshard_callback(states: Sequence[CallbackState], world_size: int, rank: int) -> CallbackState:
     mine = states[rank::world_size]
     additive = {
         name: (

@@ -1,4 +1,4 @@
-"""What a session has moved: by the trainer's thread, and by threads of its parts."""
+"""What a session has moved: by the trainer's thread, and by threads of its callbacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from offbeat.transport.operations import Traffic
 
 
 class SessionTraffic:
-    """Counts the traffic of a driver, and of the drivers that parts use in threads of their own.
+    """Counts the traffic of a driver, and of the drivers that callbacks use in threads of their
+    own.
 
     Args:
         driver: the trainer's.

@@ -106,7 +106,7 @@ class EF21(GradientStrategy):
         counts, optimizer = ExchangeCounts(), context.optimizer
         taken = None
         if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
-            taken = momentum_to_take(optimizer, inform=context.inform)
+            taken = momentum_to_take(optimizer, inform=context.notices.inform)
         pairs = self._pairs(context, taken)
         exchange, others = self.exchange_of(pairs, [], context, counts, transform=taken)
         if taken is not None:
