@@ -2,7 +2,7 @@
 
 The session owns no algorithm. It makes sure that all ranks mean the same, lets the strategy build
 its callbacks, and answers the user. Hooks and events are in `events.py`, state in `state.py`,
-counts in `traffic.py`, checks of arguments in `attach.py`.
+checks of arguments in `attach.py`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
 from offbeat.session.metrics import SessionObserver, as_numbers
-from offbeat.session.model_tensors import digest_of_frozen, persistent_buffers, plain_name
-from offbeat.session.state import load_state_of, state_of
-from offbeat.session.traffic import SessionTraffic
+from offbeat.session.state import (
+    digest_of_frozen,
+    load_state_of,
+    persistent_buffers,
+    plain_name,
+    state_of,
+)
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import Connection
-from offbeat.transport.driver import Arrival, Driver
+from offbeat.transport.driver import Arrival, Driver, SessionTraffic
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
 from offbeat.weights.final_mean import average_at_the_end

@@ -347,9 +347,13 @@ def _derived(secret: bytes, token: str) -> bytes:
     return hmac.digest(secret, _KEY_LABEL + token.encode(), hashlib.sha256)
 
 
+class StoreLostError(PeerError):
+    """The run's store does not answer any more."""
+
+
 class OwnStore(Store):
     """A connection to the run's store, used by nobody else, whose calls always end: they raise
-    `RuntimeError` after `limit_s` without an answer, and from then on.
+    `StoreLostError` after `limit_s` without an answer, and from then on.
 
     PyTorch's client waits without end for an answer when the process that serves the store is
     frozen or cut off. The kernel can limit that wait. After it the connection has to go: the answer
@@ -406,6 +410,11 @@ class OwnStore(Store):
     def _answered(self, call: Callable[[], T]) -> T:
         try:
             return call()
-        except dist.DistNetworkError:
-            shut_down(self._sockets)
-            raise
+        except RuntimeError as error:  # torch has several classes for these failures
+            if isinstance(error, dist.DistNetworkError):
+                shut_down(self._sockets)
+            reason = str(error).partition("\n")[0]
+            raise StoreLostError(
+                f"the run's store cannot be asked any more ({reason}); has the process that serves"
+                " it ended?"
+            ) from error
