@@ -19,7 +19,7 @@ import torch.distributed as dist
 import offbeat
 from _measure import Ratio, interleave, main, ratio, timed
 from _ranks import run_ranks
-from offbeat.callbacks.context import Context, stream_counter
+from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.tally import Tally
 from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.transport.connect import connect
@@ -39,10 +39,8 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
     context = Context(
         parameters={"weight": torch.nn.Parameter(torch.zeros(NUM_ELEMENTS))},
         driver=driver,
-        grad_scale=lambda: 1.0,
-        has_scaler=False,
         new_stream=streams,
-        notify=print,
+        notices=Notices(rank),
     )
     noise = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(rank))
     control = streams()

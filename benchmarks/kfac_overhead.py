@@ -89,7 +89,7 @@ def make_cnn() -> nn.Module:
 
 
 def part_of(session: Session) -> KFACCallback:
-    return next(part for part in session.parts if isinstance(part, KFACCallback))
+    return next(part for part in session.callbacks if isinstance(part, KFACCallback))
 
 
 def floating_operations() -> dict[str, float]:

@@ -385,7 +385,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("codec", "from offbeat.transport.driver import Driver", False),
         ("codec", "import offbeat.transport", False),
         ("codec", "def later():\n    from offbeat_lab import train", False),
-        ("session", "from offbeat.session.hooks import Hooks", True),
+        ("session", "from offbeat.session.events import Events", True),
         ("run", "import offbeat", True),
         ("run", "from offbeat import attach", True),
         ("run", "from offbeat_lab.tasks import Task", False),

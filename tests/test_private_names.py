@@ -29,7 +29,7 @@ ALLOWED = {
     "conformance/test_weight_strategies.py": HOOKS,
     "integrations/test_scripts_ranks.py": {"_reset_state"},  # accelerate's own tests do so, too
     "kfac/test_capture.py": HOOKS,
-    "session/test_hooks.py": HOOKS,
+    "session/test_events.py": HOOKS,
     # The only way in which PyTorch lets a script name what DDP is to ignore.
     "outside/scripts/ignored.py": {"_set_params_and_buffers_to_ignore_for_model"},
     "outside/test_ddp_suite_ranks.py": {"_DistTestBase", "_internal"},  # where PyTorch's tests are
@@ -93,7 +93,7 @@ def test_no_exception_outlives_its_use() -> None:
         ("from offbeat.codec.select import _by_digits, exact", ["_by_digits"]),
         ("monkeypatch.setattr(select, '_by_digits', exact)", ["_by_digits"]),
         ("getattr(session, '_parts')", ["_parts"]),
-        ("self._parts; cls._made; session.parts; a.__class__; _ = 1", []),
+        ("self._parts; cls._made; session.callbacks; a.__class__; _ = 1", []),
     ],
 )
 def test_private_names_are_found_in_every_form(source: str, found: list[str]) -> None:

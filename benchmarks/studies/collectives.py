@@ -37,7 +37,7 @@ from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Recv, Send
-from offbeat.transport.wrappers import Delaying
+from offbeat_lab.emulation.delaying import Delaying
 
 T = TypeVar("T")
 

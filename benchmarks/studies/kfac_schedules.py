@@ -41,7 +41,7 @@ from offbeat.session.attach import attach_through
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
-from offbeat.transport.wrappers.delaying import Delaying
+from offbeat_lab.emulation.delaying import Delaying
 
 WORLD_SIZE = 4
 LATENCY_S = 1e-4
@@ -194,7 +194,7 @@ def pad_inversions(s_per_cube: float) -> None:
 
 
 def part_of(session: Session) -> KFACCallback:
-    return next(part for part in session.parts if isinstance(part, KFACCallback))
+    return next(part for part in session.callbacks if isinstance(part, KFACCallback))
 
 
 def measure(

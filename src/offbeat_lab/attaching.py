@@ -15,8 +15,8 @@ from offbeat.run.step_recorder import AttachedModel
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Session
 from offbeat.transport.driver import Driver
-from offbeat.transport.wrappers.delaying import Delaying, Delivery
 from offbeat_lab.cluster import Cluster
+from offbeat_lab.emulation.delaying import Delaying, Delivery
 from offbeat_lab.native import CommunicationMeter, Native, NativeSession
 from offbeat_lab.options import Recipe
 

@@ -114,7 +114,7 @@ def test_a_codec_that_drops_something_is_given_changes_and_its_rest_arrives_late
     net, state = train(Composed(), [0.75, 0.75, 0.125])
     # 0.75 is sent as 1.0, which leaves -0.25; then 0.75 - 0.25 as 0.5; then 0.125 as 0.
     assert net.weight.item() == 1.5
-    (owed,) = state["parts"]["periodic_average"]["additive"].values()
+    (owed,) = state["callbacks"]["periodic_average"]["additive"].values()
     assert net.weight.item() + owed.item() == 0.75 + 0.75 + 0.125
 
 

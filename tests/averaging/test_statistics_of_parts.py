@@ -77,7 +77,7 @@ def test_push_sum_with_a_weight_below_one_holds_the_variance_itself() -> None:
         names = [*(name for name, _ in net.named_parameters()), "1.running_mean", "1.running_var"]
         tensors = dict(net.named_parameters()) | dict(net.named_buffers())
         beyond = {f"beyond/{name}": -0.5 * tensors[name].detach() for name in names}
-        state["parts"]["push_sum"]["local"] = {"weight": 0.5, **beyond}
+        state["callbacks"]["push_sum"]["local"] = {"weight": 0.5, **beyond}
         session.load_state_dict(state)
         net(torch.randn(8, 3)).sum().backward()
         held = net[1].running_var.clone()

@@ -25,10 +25,9 @@ from offbeat.session.attach import attach_through
 from offbeat.session.checkpoint import save
 from offbeat.session.session import Session
 from offbeat.transport import connect as connecting
-from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.interface import bound_socket
 from offbeat.transport.operations import DenseOperation, Operation, Send
-from offbeat.transport.wrappers.base import Wrapper
 from offbeat_lab.network_namespace import enter
 from rank_jobs import megabatch, regression
 

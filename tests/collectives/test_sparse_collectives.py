@@ -25,7 +25,7 @@ from offbeat.collectives.topk_allgather import global_topk, topk_sum
 from offbeat.errors import PeerError
 from offbeat.transport.operations import Recv
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Failing, ScriptedFault
+from transport_support.wrappers import Failing, ScriptedFault
 
 CONSERVING: dict[str, SparseCollective] = {
     "tree": gtopk_tree,

@@ -213,7 +213,7 @@ def test_applied_plus_owed_is_the_sum_of_gradients(
                     total[name] += parameter.grad
             model.zero_grad()
     owed = {name: torch.zeros_like(p) for name, p in applied.items()}
-    for part in session.state_dict()["parts"].values():
+    for part in session.state_dict()["callbacks"].values():
         for key, tensor in part.get("additive", {}).items():
             owed[key.removeprefix("residual/")] += tensor
     for name, total in expected.items():
@@ -240,9 +240,9 @@ def test_a_state_dict_is_a_copy(strategy: AnyStrategy, attached: Callable) -> No
     state = session.state_dict()
     kept = copy.deepcopy(state)
     train(net, optimizer, range(2, 4))
-    for part, before in kept["parts"].items():
+    for part, before in kept["callbacks"].items():
         torch.testing.assert_close(
-            state["parts"][part].get("additive", {}), before.get("additive", {}), rtol=0, atol=0
+            state["callbacks"][part].get("additive", {}), before.get("additive", {}), rtol=0, atol=0
         )
 
 
@@ -254,10 +254,10 @@ def test_resharding_preserves_sums(strategy: AnyStrategy, attached: Callable) ->
         states.append(session.state_dict())
     for world_size in (1, 2, 3, 5):
         new = [offbeat.reshard(states, world_size, rank) for rank in range(world_size)]
-        for part, state in states[0]["parts"].items():
+        for part, state in states[0]["callbacks"].items():
             for name in state.get("additive", {}):
-                old_sum = sum(s["parts"][part]["additive"][name] for s in states)
-                new_sum = sum(s["parts"][part]["additive"][name] for s in new)
+                old_sum = sum(s["callbacks"][part]["additive"][name] for s in states)
+                new_sum = sum(s["callbacks"][part]["additive"][name] for s in new)
                 torch.testing.assert_close(new_sum, old_sum)
 
 
@@ -407,7 +407,7 @@ def test_residuals_are_kept_unscaled(attached: Callable) -> None:
     other, _, other_session = attached(strategy)
     scaler.scale(loss_of(net, 0)).backward()
     loss_of(other, 0).backward()
-    scaled, unscaled = session.state_dict()["parts"], other_session.state_dict()["parts"]
+    scaled, unscaled = session.state_dict()["callbacks"], other_session.state_dict()["callbacks"]
     torch.testing.assert_close(scaled["gradients"]["additive"], unscaled["gradients"]["additive"])
 
 
@@ -582,16 +582,16 @@ def test_a_state_that_does_not_fit_changes_nothing(attached: Callable) -> None:
     train(net, optimizer, range(2))
     before = session.state_dict()
     wrong = copy.deepcopy(before)
-    residuals = wrong["parts"]["gradients"]["additive"]
+    residuals = wrong["callbacks"]["gradients"]["additive"]
     for tensor in residuals.values():
         tensor.fill_(7)
     residuals["residual/conv.weight"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match="conv.weight"):
         session.load_state_dict(wrong)
-    after = session.state_dict()["parts"]["gradients"]["additive"]
-    torch.testing.assert_close(after, before["parts"]["gradients"]["additive"])
+    after = session.state_dict()["callbacks"]["gradients"]["additive"]
+    torch.testing.assert_close(after, before["callbacks"]["gradients"]["additive"])
     with pytest.raises(CheckpointError, match="gradients"):
-        session.load_state_dict({key: value for key, value in before.items() if key != "parts"})
+        session.load_state_dict({key: value for key, value in before.items() if key != "callbacks"})
 
 
 @pytest.mark.parametrize(("synchronised", "exchanges"), [(True, 2), (False, 1)])

@@ -28,11 +28,12 @@ from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.errors import ConfigError, MismatchError, WireError
 from offbeat.transport.backends import Backends, BackendWork
 from offbeat.transport.connect import connect
-from offbeat.transport.driver import Driver
+from offbeat.transport.driver import Counting, Driver
 from offbeat.transport.operations import AllReduceTensor, Collective, DenseOperation, Traffic
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Counting, Delaying, Recorded, RecordingDriver
+from offbeat_lab.emulation.delaying import Delaying
 from ranks_support.launch import RunRanks
+from transport_support.wrappers import Recorded, RecordingDriver
 
 
 class RoundRobin(Selector):
@@ -283,7 +284,9 @@ def train(rank: int, num_steps: int) -> dict[str, Any]:
             optimizer.zero_grad()
             (model.weight * gradient_of(rank, step, 60).view(6, 10)).sum().backward()
             optimizer.step()
-        (state,) = (part for part in session.state_dict()["parts"].values() if part.get("additive"))
+        (state,) = (
+            part for part in session.state_dict()["callbacks"].values() if part.get("additive")
+        )
     return {
         "weight": model.weight.detach().flatten().tolist(),
         "owed": state["additive"]["residual/weight"].flatten().tolist(),

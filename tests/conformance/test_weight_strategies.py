@@ -187,7 +187,7 @@ def values_of(state: dict[str, Any]) -> dict[str, Any]:
     """All that is no text."""
     return {
         f"{part}/{kind}/{name}": value
-        for part, kinds in state["parts"].items()
+        for part, kinds in state["callbacks"].items()
         for kind, entries in kinds.items()
         for name, value in entries.items()
         if not isinstance(value, str)
@@ -438,9 +438,9 @@ def test_a_state_of_something_else_is_refused(
     if change == "strategy":
         state["strategy"] = "gtopk"
     elif change == "nothing":
-        state["parts"] = {}
+        state["callbacks"] = {}
     else:
-        tensors = [entries for part in state["parts"].values() for entries in part.values()]
+        tensors = [entries for part in state["callbacks"].values() for entries in part.values()]
         found = [
             (entries, key)
             for entries in tensors

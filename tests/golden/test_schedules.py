@@ -19,7 +19,7 @@ from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk
 from offbeat.transport.driver import Driver
 from offbeat.transport.virtual import VirtualCluster
-from offbeat.transport.wrappers import RecordingDriver
+from transport_support.wrappers import RecordingDriver
 
 TREE_OF_5 = {
     0: "<1 <2 <4 >4 >2 >1",

@@ -91,7 +91,7 @@ def test_every_rank_trains_as_the_paper_says(num_ranks: int, momentum: float) ->
 
 
 def local_of(state: dict[str, Any], kind: str) -> torch.Tensor:
-    local = state["parts"]["gradients"]["local"]
+    local = state["callbacks"]["gradients"]["local"]
     return torch.cat([local[f"{kind}/{name}"].flatten() for name in ("weight", "bias")])
 
 
@@ -144,7 +144,7 @@ def test_gradients_that_stay_are_found_with_the_weights_of_their_samples() -> No
 def mean_velocity(states: list[dict[str, Any]]) -> torch.Tensor:
     of_ranks = [
         torch.cat(
-            [each.flatten() for each in state["parts"]["gradient_transform"]["additive"].values()]
+            [each.flatten() for each in state["callbacks"]["gradient_transform"]["additive"].values()]
         )
         for state in states
     ]

@@ -62,7 +62,7 @@ def test_applied_plus_owed_is_the_sum_of_all_ranks_gradients(name: str, dtype: t
                 for each in (model, plain):
                     each.zero_grad()
             applied, contributed = (sum(of) for of in zip(*steps, strict=True))
-            residual = session.state_dict()["parts"]["gradients"]["additive"]
+            residual = session.state_dict()["callbacks"]["gradients"]["additive"]
             owed = torch.cat(
                 [residual[f"residual/{n}"].double().flatten() for n, _ in model.named_parameters()]
             )
@@ -85,7 +85,7 @@ def test_where_all_is_sent_what_the_division_rounds_is_owed() -> None:
         strategy = offbeat.GTopK(collective="dense")
         with session_on(driver, weights, optimizer, strategy) as session:
             weights(x.bfloat16()).sum().backward()
-            owed = session.state_dict()["parts"]["gradients"]["additive"]["residual/weight"]
+            owed = session.state_dict()["callbacks"]["gradients"]["additive"]["residual/weight"]
             return gradients(weights), owed.double().flatten(), x.double()
 
     ranks = results_of(NUM_RANKS, job)

@@ -281,7 +281,7 @@ def test_fewer_ranks_remember_the_mean_of_squares() -> None:
     states = results_of(2, job)
 
     def squares(state: dict[str, Any]) -> torch.Tensor:
-        found: torch.Tensor = state["parts"]["gradient_transform"]["additive"]["square/weight"]
+        found: torch.Tensor = state["callbacks"]["gradient_transform"]["additive"]["square/weight"]
         return found
 
     def resumed(driver: ThreadDriver) -> dict[str, Any]:
@@ -365,7 +365,7 @@ def test_a_run_that_began_without_it_goes_on_without_it() -> None:
     net = linear()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     state, _ = alone(LEFT, optimizer, net, range(20))
-    del state["parts"]["gradient_transform"]  # as an older version wrote it
+    del state["callbacks"]["gradient_transform"]  # as an older version wrote it
     before = net.weight.detach().clone()
     with offbeat.attach(net, optimizer, SPARSE) as session:
         session.load_state_dict(state)

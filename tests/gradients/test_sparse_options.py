@@ -103,7 +103,7 @@ def test_five_ranks_agree_on_a_density_and_a_resumed_run_begins_with_it() -> Non
                     optimizer.step()
                     optimizer.zero_grad()
                 state = session.state_dict()
-                chosen = state["parts"]
+                chosen = state["callbacks"]
                 choices.append(
                     {
                         "density": chosen["density"]["replicated"]["density"],

@@ -66,7 +66,7 @@ def attached() -> Iterator[Attach]:
 
 
 def part_of(session: Session) -> KFACCallback:
-    return next(part for part in session.parts if isinstance(part, KFACCallback))
+    return next(part for part in session.callbacks if isinstance(part, KFACCallback))
 
 
 def batches(steps: range) -> list[reference.Batch]:
@@ -417,12 +417,12 @@ def test_fused_optimizers_under_a_scaler_are_refused() -> None:
 def test_a_state_of_another_model_is_refused_and_changes_nothing(attached: Attach) -> None:
     net, optimizer, session = attached(offbeat.SPDKFAC())
     train(net, optimizer, range(2))
-    before = session.state_dict()["parts"]["kfac"]["replicated"]
+    before = session.state_dict()["callbacks"]["kfac"]["replicated"]
     wrong = session.state_dict()
-    wrong["parts"]["kfac"]["replicated"]["3/input/sum"] = torch.ones(1, 3)
+    wrong["callbacks"]["kfac"]["replicated"]["3/input/sum"] = torch.ones(1, 3)
     with pytest.raises(CheckpointError, match="'3/input'"):
         session.load_state_dict(wrong)
-    after = session.state_dict()["parts"]["kfac"]["replicated"]
+    after = session.state_dict()["callbacks"]["kfac"]["replicated"]
     assert after.keys() == before.keys()
     for key, value in before.items():
         assert (
@@ -471,7 +471,7 @@ def test_what_is_kept_is_half_of_the_squares_and_of_their_diagonals(
 
 
 def state_elements(session: Session) -> int:
-    state = session.state_dict()["parts"]["kfac"]
+    state = session.state_dict()["callbacks"]["kfac"]
     return sum(
         value.numel()
         for kept in state.values()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offbeat.transport.operations import AllReduceTensor
-from offbeat.transport.wrappers.delaying import Delivery
+from offbeat_lab.emulation.delaying import Delivery
 from offbeat_lab.native import CommunicationMeter, NativeSession
 from offbeat_lab.native import session as native_session
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat.xmc.synthetic import Synthetic
-from offbeat.xmc.xmlrepo import XmlFiles
-from offbeat.xmc.xmlrepo_writer import write
+from offbeat.xmc.xmlrepo import XmlFiles, write
 
 ROWS = Synthetic(num_features=60, num_labels=12, mean_draws=15.0, mean_labels=1.5, seed=1)
 

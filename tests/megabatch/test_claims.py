@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,6 @@ from offbeat.megabatch.claims import (
     part_of,
     without,
 )
-from offbeat.membership.agreement import StoreLostError
 
 disjoint_spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
     lambda cuts: tuple(
@@ -337,18 +336,3 @@ def test_an_empty_round_gives_nothing() -> None:
     assert log.claim(1) is None
     log.open(0, [])
     assert log.claim(1) is None
-
-
-class Gone:
-    """A store whose process has ended."""
-
-    def add(self, key: str, by: int) -> int:
-        raise RuntimeError("Connection reset by peer")
-
-
-@pytest.mark.parametrize("call", [lambda log: log.claim(1)])
-def test_a_lost_store_is_named(call: Callable[[ClaimLog], object]) -> None:
-    log = ClaimLog(Gone())  # type: ignore[arg-type]  # as much of a store as is asked
-    log.open(0, [SampleRange(0, 1)])
-    with pytest.raises(StoreLostError, match="serves it ended"):
-        call(log)

@@ -73,7 +73,7 @@ def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
         MergeProposal.from_bytes(json.dumps(SENT | {field: value}).encode())
 
 
-@pytest.mark.parametrize("payload", [NESTED, LONG_NUMBER, "[]", '{"report": {"work": []}}'])
+@pytest.mark.parametrize("payload", [NESTED, LONG_NUMBER, "[]", '{"report": {"share": []}}'])
 def test_what_is_no_proposal_is_refused(payload: str) -> None:
     with pytest.raises(WireError, match="is damaged"):
         MergeProposal.from_bytes(payload.encode())

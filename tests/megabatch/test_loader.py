@@ -180,7 +180,7 @@ def test_a_run_that_was_saved_anywhere_sees_the_rest(
     seen = [index for _ in range(stop) for index in step(net, optimizer, next(batches)[0])]
     saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
     json.dumps(
-        {key: value for key, value in saved[2]["parts"]["loader"].items() if key != "additive"}
+        {key: value for key, value in saved[2]["callbacks"]["loader"].items() if key != "additive"}
     )
     # What went on without a stop ends as those do that were saved.
     before, ends = seen, []

@@ -18,9 +18,9 @@ from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.megabatch.merge import MergeMomentum, MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
+from offbeat.transport.driver import Counting
 from offbeat.transport.operations import Collective
 from offbeat.transport.virtual import VirtualCluster
-from offbeat.transport.wrappers import Counting
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 from offbeat.weights.optimizer_state import OptimizerStates
 

@@ -16,9 +16,9 @@ from offbeat.membership.agreement import (
     Generation,
     Member,
     Membership,
-    StoreLostError,
     successor,
 )
+from offbeat.transport.network import OwnStore, StoreLostError
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -242,9 +242,13 @@ def test_a_damaged_beat_is_too(store: Store) -> None:
 
 def test_a_store_that_ended_has_one_name() -> None:
     serving = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    member = Membership(
-        TCPStore("127.0.0.1", serving.port, is_master=False, wait_for_workers=False)
+    port = serving.port
+    own = OwnStore(
+        lambda: TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
+        port=port,
+        limit_s=20,
     )
+    member = Membership(own)
     founding = member.create_run(1, "")
     del serving
     for ask in (

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from offbeat.megabatch.loader import DispatchLoader
-from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.operations import Operation, Send
-from offbeat.transport.wrappers.base import Wrapper
 from rank_jobs.regression import fingerprint
 
 NUM_SAMPLES = 103

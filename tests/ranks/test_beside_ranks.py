@@ -91,7 +91,7 @@ def random_schedule(
                 optimizer.step()
                 optimizer.zero_grad()
             session.finish()
-            parts = session.state_dict()["parts"].values()
+            parts = session.state_dict()["callbacks"].values()
             owed = sum(
                 t.double().mean().item() for part in parts for t in part["additive"].values()
             )

@@ -14,7 +14,7 @@ import offbeat
 from offbeat.errors import NonFiniteError, OffbeatError
 from offbeat.session.at_exit import close_open_sessions
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.transport.silence import SILENCE_VARIABLE
+from offbeat.transport.link import SILENCE_VARIABLE
 from rank_jobs import megabatch
 from rank_jobs.averaging import make_net, sgd, train
 from rank_jobs.regression import fingerprint, flat

@@ -114,7 +114,7 @@ def conservation(rank: int, world_size: int, *, strategy: Strategy) -> dict[str,
             optimizer.step()
             optimizer.zero_grad()
             plain.zero_grad()
-        state = session.state_dict()["parts"]["gradients"]["additive"]
+        state = session.state_dict()["callbacks"]["gradients"]["additive"]
     owed = flat([state[f"residual/{key}"] for key, _ in model.named_parameters()])
     return {"applied": applied.tolist(), "owed": owed.tolist(), "computed": computed.tolist()}
 

@@ -75,7 +75,7 @@ def assert_identical(results: list[dict[str, Any]]) -> None:
 
 
 def part_of(session: Session) -> KFACCallback:
-    return next(part for part in session.parts if isinstance(part, KFACCallback))
+    return next(part for part in session.callbacks if isinstance(part, KFACCallback))
 
 
 def step_(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -105,7 +105,7 @@ def train(
                 if (profile := session.take_profile()) is not None:
                     noted = Counter(span.kind for span in profile.spans)
             plan = part_of(session).plan
-            state = session.state_dict()["parts"]["kfac"]
+            state = session.state_dict()["callbacks"]["kfac"]
             results[label] = {
                 "noted": noted,
                 "parameters": torch.cat(
@@ -415,7 +415,7 @@ def local_after_kfac(rank: int, world_size: int, *, strategies: Strategies) -> d
                 alike.append(fingerprint(joined))
             kept = sum(
                 value.numel()
-                for part in session.state_dict()["parts"].values()
+                for part in session.state_dict()["callbacks"].values()
                 for entries in part.values()
                 for value in entries.values()
                 if isinstance(value, torch.Tensor)

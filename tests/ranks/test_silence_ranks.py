@@ -21,7 +21,7 @@ from offbeat.errors import PeerError
 from offbeat.session.attach import attach_through
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver
-from offbeat.transport.silence import SILENCE_VARIABLE
+from offbeat.transport.link import SILENCE_VARIABLE
 from rank_jobs.regression import make_net, train
 from ranks_support.launch import RunRanks
 

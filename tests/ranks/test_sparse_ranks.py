@@ -14,8 +14,7 @@ from conformance_support.sparse_nets import SparseNet, batch
 from offbeat.run.records import Record
 from offbeat.xmc.row_optimizers import RowAdagrad, RowSGD
 from offbeat.xmc.synthetic import Synthetic
-from offbeat.xmc.xmlrepo import XmlFiles
-from offbeat.xmc.xmlrepo_writer import write
+from offbeat.xmc.xmlrepo import XmlFiles, write
 from offbeat_lab.config import Request
 from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters

@@ -391,11 +391,11 @@ def test_residuals_travel_in_the_optimizers_state(group: None) -> None:
 
 def test_a_rank_takes_up_what_it_owed_itself_and_of_others_what_all_share() -> None:
     part = {"additive": {"owed": torch.ones(2)}, "replicated": {"age": 3}, "local": {}}
-    state = {"strategy": "gtopk", "world_size": 2, "rank": 1, "parts": {"gradients": part}}
+    state = {"strategy": "gtopk", "world_size": 2, "rank": 1, "callbacks": {"gradients": part}}
     mine, theirs = share_of(state, 1, 2), share_of(state, 0, 2)
-    assert mine["parts"]["gradients"]["additive"]["owed"].tolist() == [1.0, 1.0]
-    assert theirs["parts"]["gradients"]["additive"]["owed"].tolist() == [0.0, 0.0]
-    assert theirs["parts"]["gradients"]["replicated"] == {"age": 3}
+    assert mine["callbacks"]["gradients"]["additive"]["owed"].tolist() == [1.0, 1.0]
+    assert theirs["callbacks"]["gradients"]["additive"]["owed"].tolist() == [0.0, 0.0]
+    assert theirs["callbacks"]["gradients"]["replicated"] == {"age": 3}
     assert (theirs["rank"], theirs["world_size"]) == (0, 2)
 
 

@@ -12,10 +12,9 @@ import offbeat
 from offbeat.errors import PeerError
 from offbeat.session import attach as attach_module
 from offbeat.transport.connect import Connection
-from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.driver import Driver, Raised, Ticket, Wrapper
 from offbeat.transport.operations import DenseOperation, Operation, Recv
 from offbeat.transport.peers import Peers
-from offbeat.transport.wrappers.base import Raised, Wrapper
 
 VICTIM = 1
 

@@ -91,7 +91,7 @@ def test_the_residual_norm_is_that_of_all_that_is_owed() -> None:
     with offbeat.attach(model, optimizer, strategy) as session:
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
-        (additive,) = [part.state_dict()["additive"] for part in session.parts if part.gauges()]
+        (additive,) = [part.state_dict()["additive"] for part in session.callbacks if part.gauges()]
         owed = [t for name, t in additive.items() if "residual" in name]
         expected = torch.linalg.vector_norm(torch.cat([t.flatten() for t in owed]))
         assert session.gauges()["residual_norm"] == pytest.approx(float(expected), rel=1e-5)

@@ -11,9 +11,8 @@ import torch
 
 import offbeat
 from offbeat.callbacks.callback import Callback
-from offbeat.callbacks.context import Context
+from offbeat.callbacks.context import MAX_NOTICES, Context, Notices
 from offbeat.errors import OffbeatWarning
-from offbeat.session.notices import MAX_NOTICES, Notices
 from offbeat.strategies.base import Strategy
 
 
@@ -60,7 +59,7 @@ class WarningStrategy(Strategy):
     name = "warning"
 
     def build(self, context: Context) -> list[Callback]:
-        context.warn("half of the data is missing")
+        context.notices.warn("half of the data is missing")
         return []
 
 

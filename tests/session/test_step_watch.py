@@ -1,4 +1,6 @@
-"""A loop that does not step the attached optimizer is told so, where that matters."""
+"""A loop that does not step the attached optimizer is told so, where that matters; one whose
+GradScaler the session does not know is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.errors import OffbeatWarning
+from offbeat.errors import OffbeatWarning, UnsupportedError
 from offbeat.strategies.base import Strategy
 
 ACT_AT_STEPS = [
@@ -89,3 +91,19 @@ def test_an_exception_in_the_loop_is_not_hidden_by_a_warning() -> None:
 
     with pytest.raises(ValueError, match="of the user's"):
         train()
+
+
+@pytest.mark.parametrize("strategy", [offbeat.AllReduce(), offbeat.LocalSGD()])
+def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(strategy: Strategy) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, strategy) as session:
+        idle = torch.amp.GradScaler("cpu", enabled=False)
+        idle.scale(model(torch.ones(3, 2)).sum()).backward()
+        idle.step(optimizer)
+    with offbeat.attach(model, optimizer, strategy):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(3, 2)).sum()).backward()
+        with pytest.raises(UnsupportedError, match="scaler=scaler"):
+            scaler.step(optimizer)
+    assert session.stats.steps == 1

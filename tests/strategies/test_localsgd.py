@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 import offbeat
-from offbeat.callbacks.context import Context, stream_counter
+from offbeat.callbacks.context import Context, Notices, stream_counter
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,15 @@ from offbeat.callbacks.context import Context, stream_counter
 def test_a_period_that_grows_is_announced(
     strategy: offbeat.LocalSGD, num_ranks: int, said: str | None
 ) -> None:
-    heard: list[str] = []
+    notices = Notices(rank=0)
     context = Context(
         parameters=dict(torch.nn.Linear(2, 1).named_parameters()),
         driver=SimpleNamespace(rank=0, world_size=num_ranks),  # type: ignore[arg-type]  # it builds
-        grad_scale=lambda: 1.0,
-        has_scaler=False,
         new_stream=stream_counter(),
-        notify=heard.append,
-        inform=heard.append,
+        notices=notices,
     )
     strategy.build(context)
-    assert ("".join(heard) == "") if said is None else (said in heard[0])
+    assert (notices.kept == []) if said is None else (said in notices.kept[0])
 
 
 class Quantised(torch.optim.SGD):

@@ -70,7 +70,7 @@ def trained(num_steps: int, **options: Any) -> tuple[list[torch.Tensor], KFACCal
             net(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        (part,) = (part for part in session.parts if isinstance(part, KFACCallback))
+        (part,) = (part for part in session.callbacks if isinstance(part, KFACCallback))
         return [p.detach().clone() for p in net.parameters()], part, session.state_dict()
 
 

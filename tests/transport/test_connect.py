@@ -23,10 +23,10 @@ from offbeat.transport.connect import (
     reconnect,
 )
 from offbeat.transport.interface import bound_socket
+from offbeat.transport.link import SILENCE_VARIABLE
 from offbeat.transport.network import OVER_KEY, Network, bottom_of, create_network, find_network
 from offbeat.transport.operations import AllReduceTensor, Now, Post, Recv, RecvAny, Send
 from offbeat.transport.rendezvous import Rendezvous
-from offbeat.transport.silence import SILENCE_VARIABLE
 from offbeat.transport.single_rank import SingleRank
 from ranks_support.process import launcher_environment
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.transport.envelope import Envelope, EnvelopeKind, pack, parse
-from offbeat.transport.inbox import Inbox
+from offbeat.transport.mesh import Inbox
 
 
 def _message(

@@ -20,7 +20,7 @@ from offbeat.transport.interface import (
 )
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
-from offbeat.transport.presence import Presence, refused
+from offbeat.transport.rendezvous import Presence, refused
 from transport_support.ports import free_ports, relay
 
 VARIABLES = (

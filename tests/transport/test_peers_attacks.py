@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.transport.admission import SPARE_CONNECTIONS
 from offbeat.transport.link import FRAME_BYTES
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import PeerLimits, Peers
+from offbeat.transport.protection import SPARE_CONNECTIONS
 
 GREETING_BYTES = 64
 COMMAND_WITH_LONG_SIZE = 0x06

@@ -16,9 +16,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from offbeat.errors import PeerError, PeerTimeoutError, WireError
 from offbeat.transport.envelope import EnvelopeKind, pack
-from offbeat.transport.keys import KeyPair, key_pair
 from offbeat.transport.operations import Recv
 from offbeat.transport.peers import PeerLimits, Peers
+from offbeat.transport.protection import KeyPair, key_pair
 
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED

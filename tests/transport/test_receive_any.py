@@ -11,20 +11,13 @@ from functools import partial
 import pytest
 
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
-from offbeat.transport.driver import Driver
-from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep
+from offbeat.transport.driver import Counting, Driver
+from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep, Traffic
 from offbeat.transport.peers import Peers
 from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import (
-    Counting,
-    Delaying,
-    Delivery,
-    Failing,
-    Recorded,
-    RecordingDriver,
-    Traffic,
-)
+from offbeat_lab.emulation.delaying import Delaying, Delivery
+from transport_support.wrappers import Failing, Recorded, RecordingDriver
 
 OpenMesh = Callable[..., list[Peers]]
 EVERYONE = frozenset({0, 1, 2})

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from offbeat.transport.network import store_sockets
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
-from offbeat.transport.presence import Presence, refused
+from offbeat.transport.rendezvous import Presence, refused
 from offbeat.transport.sockets import (
     SocketAddresses,
     closed_in_children,

@@ -14,8 +14,7 @@ from torch.distributed import HashStore, TCPStore
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
 from offbeat.transport import rendezvous
-from offbeat.transport.presence import Presence
-from offbeat.transport.rendezvous import Rendezvous
+from offbeat.transport.rendezvous import Presence, Rendezvous
 
 LOOPBACK = "127.0.0.1"
 Register = Callable[..., list[dict[str, Any]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.errors import ConfigError, PeerError, PeerTimeoutError, WireError
-from offbeat.transport.driver import Driver
+from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
+from offbeat.transport.driver import Counting, Driver
 from offbeat.transport.operations import (
     AllGather,
     AllReduceTensor,
@@ -26,30 +27,11 @@ from offbeat.transport.operations import (
     Recv,
     Send,
     Sleep,
-)
-from offbeat.transport.peers import Peers
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import (
-    Counting,
-    Delaying,
-    Delivery,
-    Failing,
-    Recorded,
-    RecordingDriver,
-    ScriptedFault,
     Traffic,
 )
-
-LATENCY_S = 0.5
-BYTES_PER_S = 100.0
-
-
-def alpha_beta(delivery: Delivery) -> float:
-    return delivery.num_messages * LATENCY_S + delivery.num_bytes / BYTES_PER_S
-
-
-def delayed(driver: Driver) -> Driver:
-    return Delaying(driver, alpha_beta)
+from offbeat.transport.peers import Peers
+from offbeat.transport.virtual import VirtualCluster
+from transport_support.wrappers import Failing, Recorded, RecordingDriver, ScriptedFault
 
 
 def send(peer: int, payloads: Sequence[Payload]) -> Collective[float]:
@@ -88,10 +70,9 @@ def everything(
 
 WRAPPINGS: dict[str, Callable[[Driver], Driver]] = {
     "counting": Counting,
-    "delaying": delayed,
     "failing": lambda driver: Failing(driver, []),
     "recording": RecordingDriver,
-    "all": lambda driver: Counting(delayed(Failing(RecordingDriver(driver), []))),
+    "all": lambda driver: Counting(Failing(RecordingDriver(driver), [])),
 }
 
 
@@ -204,67 +185,6 @@ def test_the_late_rank_arrives_late_and_waits_least() -> None:
     assert [wrapper.take_arrivals() for wrapper in counting] == [[], [], []]
 
 
-# Delaying
-
-
-def test_messages_of_one_sender_follow_each_other_and_it_does_not_wait_for_them() -> None:
-    sent_at_s, taken = VirtualCluster(2).run(
-        [send(1, [bytes(100), bytes(50)]), receive(0, 2)], wrap=delayed
-    )
-    assert sent_at_s == 0.0
-    assert taken == [(1.5, bytes(100)), (2.5, bytes(50))]
-
-
-def test_a_delay_comes_on_top_of_no_more_than_what_the_network_takes_anyway() -> None:
-    cluster = VirtualCluster(2, link=VirtualLink(latency_s=10.0))
-    _, taken = cluster.run([send(1, [b""]), receive(0, 1)], wrap=delayed)
-    assert taken == [(10.0, b"")]
-
-
-def test_a_message_that_is_not_due_in_time_is_left_for_the_next_receive() -> None:
-    def impatient() -> Collective[tuple[float, float]]:
-        with pytest.raises(PeerTimeoutError, match="before a message of rank 0 was due"):
-            yield Recv(0, timeout_s=0.2)
-        gave_up_s = yield Now()
-        payload = yield Recv(0, timeout_s=1.0)
-        assert bytes(payload) == b""
-        return gave_up_s, (yield Now())
-
-    _, times = VirtualCluster(2).run([send(1, [b""]), impatient()], wrap=delayed)
-    assert times == (0.2, LATENCY_S)
-
-
-def test_a_dense_collective_takes_as_long_as_a_ring_of_such_links() -> None:
-    def work(rank: int) -> Collective[float]:
-        yield AllReduceTensor(torch.zeros(100))
-        return (yield Now())
-
-    # 2 (P - 1) = 4 rounds of 0.5 s, and 4/3 of 400 bytes at 100 bytes a second
-    expected_s = 4 * LATENCY_S + 534 / BYTES_PER_S
-    assert (
-        VirtualCluster(3).run([work(rank) for rank in range(3)], wrap=delayed)
-        == [pytest.approx(expected_s)] * 3
-    )
-
-
-def test_a_delay_holds_over_real_sockets(open_mesh: Callable[[int], list[Peers]]) -> None:
-    first, second = (Delaying(peers, lambda delivery: 0.02) for peers in open_mesh(2))
-    before_s = first.run(clock(), 0)
-    first.run(send(1, [b"x"]), 0)
-    ((taken_at_s, payload),) = second.run(receive(0, 1), 0)
-    assert payload == b"x"
-    assert taken_at_s >= before_s + 0.02
-
-
-def test_a_sender_that_is_not_delayed_is_an_error_on_the_receiver(
-    open_mesh: Callable[[int], list[Peers]],
-) -> None:
-    first, second = open_mesh(2)
-    first.run(send(1, [b"bare"]), 0)
-    with pytest.raises(WireError, match="delay the driver of every rank"):
-        delayed(second).run(receive(0, 1), 0)
-
-
 # Failing
 
 
@@ -328,11 +248,13 @@ def test_a_killed_rank_dies_as_from_outside() -> None:
     script = (
         "from offbeat.transport.operations import Now\n"
         "from offbeat.transport.virtual import VirtualCluster\n"
-        "from offbeat.transport.wrappers import Failing, ScriptedFault\n"
+        "from transport_support.wrappers import Failing, ScriptedFault\n"
         "fault = ScriptedFault(rank=0, step=0, operation=Now, action='kill')\n"
         "Failing(VirtualCluster(1).drivers[0], [fault]).start(Now(), 0)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", script], check=False, env=environment)
+    assert killed.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from offbeat.errors import ConfigError
 from offbeat.xmc import text_rows
 from offbeat.xmc.rows import Examples, SparseRows
-from offbeat.xmc.xmlrepo import XmlFiles, inspect, load, read
-from offbeat.xmc.xmlrepo_writer import convert, write
+from offbeat.xmc.xmlrepo import XmlFiles, convert, inspect, load, read, write
 
 NUM_FEATURES, NUM_LABELS = 40, 12
 

@@ -1,1 +1,1 @@
-"""What a strategy is made of: parts that act on events, and the context that they get."""
+"""What a strategy is made of: callbacks that act on events, and the context that they get."""

@@ -1,14 +1,15 @@
-"""`Callback`: what a strategy puts into a training loop, and the events that a part can act on.
+"""`Callback`: what a strategy puts into a training loop, and the events that a callback can act on.
 
-A strategy builds parts; a session calls their event methods and keeps their state, and does nothing
-else with them. A part overrides the events that it needs. The order within one training step is
+A strategy builds callbacks; a session calls their event methods and keeps their state, and does
+nothing else with them. A callback overrides the events that it needs. The order within one training
+step is
 
     batch claimed -> forward begins -> backward begins -> gradient ready (for each parameter)
     -> backward done -> before step -> before update -> after step
 
 where batches are claimed only if the loader is the session's or if the user calls `weigh`. In a
-step whose closure runs the backward pass, `on_closure` takes the place of `on_before_step`. Parts
-get each event in the order in which the strategy built them.
+step whose closure runs the backward pass, `on_closure` takes the place of `on_before_step`.
+Callbacks get each event in the order in which the strategy built them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from offbeat.errors import nearest
 from offbeat.weights.model_weights import ModelWeights
 
 CallbackState: TypeAlias = dict[str, dict[str, Any]]
-"""A part's state. Its keys say what becomes of an entry when the number of workers changes:
+"""A callback's state. Its keys say what becomes of an entry when the number of workers changes:
 
 - "additive": tensors by name whose sum over ranks matters (residuals); they are shared out anew,
   and the sum is preserved;
@@ -38,9 +39,9 @@ class Callback:
     defined: every public method whose name begins with `on_` must be one of those below.
 
     Attributes:
-        state_key: the part's name in checkpoints; unique within a strategy, and never changed.
-        may_begin_anew: whether a checkpoint without the part's state is accepted, because the part
-            is younger than the checkpoint.
+        state_key: the callback's name in checkpoints; unique within a strategy, and never changed.
+        may_begin_anew: whether a checkpoint without the callback's state is accepted, because the
+            callback is younger than the checkpoint.
         averages_models: whether `average_into` gives the mean of all living ranks' models.
         averages_alone: whether `average_into` needs no call on the other ranks.
         start_step: the step at which this rank came in, for one that joined a run which was under
@@ -95,8 +96,8 @@ class Callback:
         """`optimizer.step(closure)` has been called; the closure runs the backward pass."""
 
     def on_before_update(self) -> None:
-        """Gradients are final: all parts have acted on `on_before_step`, or the closure that was
-        given to `step()` has returned.
+        """Gradients are final: all callbacks have acted on `on_before_step`, or the closure that
+        was given to `step()` has returned.
         """
 
     def on_after_step(self) -> None:
@@ -117,7 +118,7 @@ class Callback:
     # Answers
 
     def counters(self) -> Mapping[str, float]:
-        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds),
+        """Totals so far, summed over callbacks: "exchanges", "skipped_steps", "encode_s" (seconds),
         and of entries on which an eye is kept "watched_entries_sent" and "age_of_watched_entries"
         (exchanges that they waited, added up).
         """
@@ -131,7 +132,7 @@ class Callback:
         return {}
 
     def averaging_weight(self) -> float | None:
-        """This rank's weight in the mean of all ranks' models; None: this part does not say."""
+        """This rank's weight in the mean of all ranks' models; None: this callback does not say."""
         return None
 
     def steps_behind(self) -> int:
@@ -141,12 +142,14 @@ class Callback:
         return 0
 
     def replicas_agree(self) -> bool:
-        """Whether this part knows that all ranks hold the same parameters, between two steps."""
+        """Whether this callback knows that all ranks hold the same parameters, between two
+        steps.
+        """
         return False
 
     def clip_gradients(self, max_norm: float) -> float | None:
-        """The norm that this rank's gradient had before this part clipped it to `max_norm`, in its
-        own way; None: this part leaves clipping to others.
+        """The norm that this rank's gradient had before this callback clipped it to `max_norm`, in
+        its own way; None: this callback leaves clipping to others.
 
         Raises:
             ConfigError: gradients cannot be clipped to `max_norm` any more.
@@ -154,7 +157,7 @@ class Callback:
         return None
 
     def clip_as_loop_does(self, max_norm: float) -> float | None:
-        """Take the place of a loop's own clipping of `param.grad` to `max_norm`, if this part
+        """Take the place of a loop's own clipping of `param.grad` to `max_norm`, if this callback
         selects entries before that: clip what it selects from, from the next exchange on.
 
         Returns:
@@ -185,7 +188,7 @@ class Callback:
         """Inverse of `state_dict`. Raises `CheckpointError` when the state does not fit."""
 
     def close(self) -> None:
-        """Put back whatever the part changed in the user's objects."""
+        """Put back whatever the callback changed in the user's objects."""
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))

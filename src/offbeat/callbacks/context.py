@@ -1,21 +1,82 @@
-"""`Context`: what a session lends to a strategy's parts."""
+"""`Context`: what a session lends to a strategy's callbacks."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import Final
 
 import torch
 from torch.distributed import HashStore, Store
 
+from offbeat.errors import OffbeatWarning
 from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.transport.driver import Driver, Stream
+
+MAX_NOTICES: Final = 100
+
+LOGGER: Final = logging.getLogger("offbeat")
+
+UNSCALED: Final = partial(float, 1)
+"""By what factor gradients are scaled where there is no GradScaler."""
+
+
+class Notices:
+    """What a user should know of one session: kept for the record, logged, and, where it changes
+    what the run means, issued as a Python warning. Any thread may add a notice.
+
+    Args:
+        rank: this rank, which log records name.
+
+    Attributes:
+        kept: the first notices, at most 100, in order.
+        due: Python warnings that are still to be issued.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.kept: list[str] = []
+        self._rank = rank
+        self._warned: set[str] = set()
+        self.due: list[str] = []
+
+    def inform(self, remark: str) -> None:
+        """Say what was chosen or counted, where all goes as it should."""
+        self._add(remark, logging.INFO)
+
+    def notify(self, remark: str) -> None:
+        """Say what went another way than it was asked for."""
+        self._add(remark, logging.WARNING)
+
+    def warn(self, remark: str) -> None:
+        """Say what changes the meaning of the run, the same words once a session."""
+        if remark in self._warned:
+            return
+        self._warned.add(remark)
+        self._add(remark, logging.WARNING)
+        self.due.append(remark)
+
+    def issue_warnings(self) -> None:
+        """Issue the Python warnings that are due. For the trainer's thread, between two events.
+
+        They wait for this because a filter may turn a warning into an exception: in a thread of the
+        library, or in the middle of an exchange, that would leave the peers waiting.
+        """
+        while self.due:
+            warnings.warn(self.due.pop(0), OffbeatWarning, stacklevel=2)
+
+    def _add(self, remark: str, level: int) -> None:
+        if len(self.kept) < MAX_NOTICES:
+            self.kept.append(remark)
+        LOGGER.log(level, "rank %d: %s", self._rank, remark)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a strategy's parts work with.
+    """What a strategy's callbacks work with.
 
     Attributes:
         parameters: the model's trainable parameters by name, in the model's order; the same on all
@@ -26,15 +87,12 @@ class Context:
         buffers: the model's persistent buffers by name, at the moment of the call: modules may
             replace them.
         optimizer: the user's, for its state; None where nobody needs it.
-        model: the root module, for parts that look into layers; None where nobody needs it.
-        new_stream: a fresh stream of channels; parts take theirs while they are built, in the same
-            order on all ranks.
-        notify: tells the user what went another way than it was asked for: in
-            `Session.notices`, the record and the report, and as a log record of level WARNING.
-        inform: the same for choices and counts, where all goes as it should: level INFO.
-        warn: the same for what changes the meaning of the run: also a Python warning, the same
-            words once a session.
-        enter: makes a part's host a member of the run's generations, for strategies that survive
+        model: the root module, for callbacks that look into layers; None where nobody needs it.
+        new_stream: a fresh stream of channels; callbacks take theirs while they are built, in the
+            same order on all ranks.
+        notices: tell the user what was chosen or went another way than it was asked for: in
+            `Session.notices`, the record and the report, and as log records.
+        enter: makes a host a member of the run's generations, for strategies that survive
             death. Collective.
         own_store: a connection to the run's store for the caller alone; in a world of one, a store
             that nobody shares.
@@ -47,12 +105,10 @@ class Context:
 
     parameters: Mapping[str, torch.nn.Parameter]
     driver: Driver
-    grad_scale: Callable[[], float]
-    has_scaler: bool
     new_stream: Callable[[], Stream]
-    notify: Callable[[str], None]
-    inform: Callable[[str], None] = lambda remark: None
-    warn: Callable[[str], None] = lambda remark: None
+    notices: Notices
+    grad_scale: Callable[[], float] = UNSCALED
+    has_scaler: bool = False
     buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
     optimizer: torch.optim.Optimizer | None = None
     model: torch.nn.Module | None = None

@@ -1,4 +1,4 @@
-"""What a part tells of one step that was looked at closely."""
+"""What a callback tells of one step that was looked at closely."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Something that a part did within a step.
+    """Something that a callback did within a step.
 
     Attributes:
         kind: what sort of thing.

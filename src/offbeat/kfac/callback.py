@@ -108,7 +108,7 @@ class KFACCallback(Callback):
             stream=self._stream,
             spans=self._spans,
             grad_scale=context.grad_scale,
-            notify=context.notify,
+            notify=context.notices.notify,
         )
         self.averages = FactorAverages(
             self.slots, settings=settings, plan=plan, rank=context.driver.rank
@@ -124,7 +124,7 @@ class KFACCallback(Callback):
             driver=context.driver,
             stream=self._stream,
             spans=self._spans,
-            notify=context.notify,
+            notify=context.notices.notify,
         )
 
     def _order(self, plan: FactorPlan) -> Sequence[InverseBatch]:
@@ -223,14 +223,14 @@ class KFACCallback(Callback):
                 f" gradients: {_listed([name for _, name in unseen])}. {_WHY_UNSEEN}"
             )
         if alone := [name for index, name in unseen if not self._is_tied(index)]:
-            self._context.warn(
+            self._context.notices.warn(
                 f"K-FAC has not seen {_listed(alone)} at work, although their weights have"
                 f" gradients, so they get plain gradients. {_WHY_UNSEEN}"
             )
         for index, name in unseen:
             if self._is_tied(index):
                 others = [other for at, other in layers if at == index and other != name]
-                self._context.notify(
+                self._context.notices.notify(
                     f"K-FAC has not seen {name!r} at work, which shares its weight with"
                     f" {_listed(others)}: this weight is preconditioned as if only the others used"
                     " it, which is right if no gradient flows through that layer"
@@ -351,7 +351,7 @@ class KFACCallback(Callback):
         self.preconditioner.load_state_dict(saved)
         self.scheduler.load_state_dict(replicated, keeps_plan=keeps_plan)
         if lacking := self.averages.lacking(saved):
-            self._context.notify(
+            self._context.notices.notify(
                 f"the checkpoint has nothing of K-FAC's factors {_listed(lacking)}: their layers"
                 " get plain gradients until the next inversions"
             )

@@ -4,7 +4,7 @@ of them or for none.
     the trainer calls                `AtomicGroup.run(work)`
     `membership.generations` calls   `begin`, `expelled`, `lost_store`, `retired`, on its own thread
 
-`run` carries `work` out with all members and commits the outcome (`membership.commit`). If a member
+`run` carries `work` out with all members and commits the outcome (`all_or_none`). If a member
 is lost before, the work is done again in the next generation, without it. A worker that joins the
 run, or was left out of it while it was stopped, is *new*: it knows nothing of what its peers have
 done until a merge has told it (`caught_up`). Its peers know that it waits for one. So one that was
@@ -17,12 +17,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
+from offbeat.collectives.gather import all_gather
 from offbeat.errors import PeerError
-from offbeat.membership.agreement import Generation, StoreLostError, changes, store_errors
-from offbeat.membership.commit import all_or_none
+from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.network import StoreLostError
 from offbeat.transport.operations import Collective
 
 if TYPE_CHECKING:
@@ -141,10 +142,7 @@ class AtomicGroup:
             active = self._active
         if active is None:
             return False
-        with store_errors():
-            return (
-                self._store.add(f"closing/{active.generation.number}", 1) >= active.generation.size
-            )
+        return self._store.add(f"closing/{active.generation.number}", 1) >= active.generation.size
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -278,14 +276,68 @@ class _ActiveGeneration:
         if self.position == 0 and number >= 2:
             # All members have begun the attempt after it, so that none asks for its verdict any
             # more; this keeps the store from growing.
-            with store_errors():
-                store.delete_key(f"{prefix}/{number - 2}")
+            store.delete_key(f"{prefix}/{number - 2}")
 
         def verdict(*, done: bool) -> bool:
             # The first word stands: the entry is written once, and whoever comes later reads it.
             word = _DONE if done else _VOID
-            with store_errors():
-                return bool(store.compare_set(f"{prefix}/{number}", "", word) == _DONE.encode())
+            return bool(store.compare_set(f"{prefix}/{number}", "", word) == _DONE.encode())
 
         committed = all_or_none(self.position, size, work(self.generation, self.position), verdict)
         return self.driver.run(committed, self._channels.next())
+
+
+class CommitEntry(Protocol):
+    """The entry of the store that decides whether one piece of work is final."""
+
+    def __call__(self, *, done: bool) -> bool:
+        """Propose "done" or "void", and return whether the entry, written by this member or by an
+        earlier one, is "done". Must not wait for another member.
+        """
+        ...
+
+
+def all_or_none(
+    position: int, size: int, work: Collective[T], commit_entry: CommitEntry
+) -> Collective[T]:
+    """The outcome of `work`, which is then final for all members or for none, even if a member
+    dies during it.
+
+    1. Each member carries out the work and keeps its outcome to itself.
+    2. The members all-gather an empty message. A member that completes this knows that every member
+       has an outcome.
+    3. A member that completed it proposes "done". A member that has an outcome but lost a peer
+       during the all-gather proposes "void". The first proposal is final for all members, because
+       it is an entry of the store that can be written only once.
+
+    A member that lost a peer before it had an outcome need not read the entry: without its message
+    no member completes the all-gather, so the entry cannot be "done". Therefore all members that
+    live and were not left out reach the same result: either all of them have the outcome, or all of
+    them repeat the work in the next generation.
+
+    Cost: ceil(log2 P) short messages in sequence, and one round trip to the store.
+
+    Args:
+        position: the position of this member, 0 <= position < size.
+        size: the number of members.
+        work: this member's share of the work. It must not change anything that a peer could see.
+        commit_entry: the same entry at every member, used for this work in this generation only.
+
+    Raises:
+        PeerError: a member was lost, and no member may use its outcome: repeat the work without the
+            lost member.
+    """
+    outcome = yield from work
+    try:
+        yield from all_gather(position, size, b"", bytes)
+    except PeerError:
+        # This member cannot know whether its peers completed the all-gather; the entry does.
+        if commit_entry(done=False):
+            return outcome
+        raise
+    if not commit_entry(done=True):
+        raise PeerError(
+            "another member met with a death in the middle of this exchange, which is done again"
+            " without the dead"
+        )
+    return outcome

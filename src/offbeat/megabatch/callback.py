@@ -24,6 +24,7 @@ from offbeat.megabatch.batch_sizes import (
     Bounds,
     Proportional,
     PublishedRule,
+    StepRates,
     binding,
     learning_rate,
     merge_weights,
@@ -40,7 +41,6 @@ from offbeat.megabatch.merge import (
 )
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
-from offbeat.weights.learning_rates import StepRates
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (
     OptimizerStates,

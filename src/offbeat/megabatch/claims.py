@@ -33,8 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from offbeat.membership.agreement import store_errors
-
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -398,8 +396,7 @@ class ClaimLog:
         while self._old and self._old[0][0] < (self._round if peers_are_behind else number):
             _, old = self._old.popleft()
             if sweeps:
-                with store_errors():
-                    self._store.delete_key(old)
+                self._store.delete_key(old)
         self._round, self._spans, self._smallest = number, tuple(spans), smallest
         self._is_exhausted, self._num_left = False, num_positions(self._spans)
 
@@ -413,8 +410,7 @@ class ClaimLog:
         total = num_positions(self._spans)
         # One atomic addition is the whole claim: two workers never get the same samples, and none
         # needs an answer from another.
-        with store_errors():
-            end = self._store.add(self._given(self._round), num_samples)
+        end = self._store.add(self._given(self._round), num_samples)
         begin = end - num_samples
         # The claim before this one ended at `begin`, and took what was too little for another.
         is_taken = begin > 0 and total - begin < self._smallest
@@ -434,9 +430,8 @@ class ClaimLog:
         """
         key = f"{self._prefix}/ended/{self._round}"
         self._old.append((self._round, key))
-        with store_errors():
-            # The first word stands, since the entry is written only where there is none.
-            word = self._store.compare_set(key, "", "cut" if is_cut_short else "all")
+        # The first word stands, since the entry is written only where there is none.
+        word = self._store.compare_set(key, "", "cut" if is_cut_short else "all")
         return bool(word == b"cut")
 
     def _given(self, number: int) -> str:

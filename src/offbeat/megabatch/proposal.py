@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
@@ -125,30 +125,15 @@ class MergeProposal:
     def from_bytes(cls, data: Payload) -> MergeProposal:
         """Inverse of `to_bytes`. Raises `WireError`."""
         try:
-            values = _renamed(json.loads(bytes(data)), _FIELDS_OF_KEYS)
-            values["report"] = _renamed(values["report"], _FIELDS_OF_KEYS)
-            return build(cls, values)
+            return build(cls, json.loads(bytes(data)))
         except MALFORMED as error:
             raise WireError(
                 f"a proposal before a merge is damaged: {bytes(data[:80])!r}"
             ) from error
 
 
-# The keys of the message, where they are not the names of the fields.
-_PROPOSAL_KEYS: Final = {"payload": "said", "rows_known_since": "kept"}
-_REPORT_KEYS: Final = {"share": "work", "claim_round": "place", "memory_limit": "largest"}
-_KEYS_OF: Final = {MergeProposal: _PROPOSAL_KEYS, TrainerReport: _REPORT_KEYS}
-_FIELDS_OF_KEYS: Final = {key: field for field, key in (_PROPOSAL_KEYS | _REPORT_KEYS).items()}
-
-
-def _fields_of(part: Any) -> dict[str, Any]:
-    """Of a dataclass, under the keys of the message."""
-    keys = _KEYS_OF.get(type(part), {})
-    return {keys.get(field.name, field.name): getattr(part, field.name) for field in fields(part)}
-
-
-def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in values.items()}
+def _fields_of(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 # What members conclude from their proposals, each of them alone.

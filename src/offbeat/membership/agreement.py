@@ -22,12 +22,11 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offbeat.errors import MALFORMED, MismatchError, PeerError, WireError
+from offbeat.errors import MALFORMED, MismatchError, WireError
 from offbeat.transport.network import OVER_KEY
 
 if TYPE_CHECKING:
@@ -42,10 +41,6 @@ MAX_GAP_S = 1.0
 """The most that counts as silence between two readings of the heartbeats. A process that was itself
 suspended did not observe the heartbeats, so that time must not count as silence of its peers.
 """
-
-
-class StoreLostError(PeerError):
-    """The run's store does not answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +182,9 @@ class Membership:
             MismatchError: another founder has another description or number of ranks.
         """
         mine = _dump(description=description, world_size=world_size)
-        with store_errors():
-            # The store writes the entry only if there is none, so all founders compare themselves
-            # with the same one.
-            stored = self._store.compare_set("founded", "", mine).decode()
+        # The store writes the entry only if there is none, so all founders compare themselves
+        # with the same one.
+        stored = self._store.compare_set("founded", "", mine).decode()
         if stored != mine:
             raise MismatchError(
                 "another rank founded this run with another model, strategy or number of ranks"
@@ -235,9 +229,8 @@ class Membership:
         # The nonce makes the requests of two processes for the same rank differ, so that each knows
         # which of the numbered entries is its own.
         mine = _dump(rank=rank, nonce=secrets.token_hex(8))
-        with store_errors():
-            while self._store.compare_set(f"request/{ticket}", "", mine).decode() != mine:
-                ticket += 1
+        while self._store.compare_set(f"request/{ticket}", "", mine).decode() != mine:
+            ticket += 1
         return ticket
 
     def waiting(self, generation: Generation) -> tuple[Member, ...]:
@@ -252,13 +245,11 @@ class Membership:
 
     def beat(self, member: Member) -> None:
         """Increment the heartbeat of `member`, which shows that it lives."""
-        with store_errors():
-            self._store.add(_beat_key(member), 1)
+        self._store.add(_beat_key(member), 1)
 
     def deregister(self, member: Member) -> None:
         """Record that `member` leaves. It counts as silent from now on."""
-        with store_errors():
-            self._store.set(_beat_key(member), str(_DEREGISTERED))
+        self._store.set(_beat_key(member), str(_DEREGISTERED))
 
     def silent_s(self, generation: Generation) -> tuple[float, ...]:
         """For how many seconds this process has seen no change of each member's heartbeat.
@@ -282,8 +273,7 @@ class Membership:
 
     def publish_endpoint(self, generation: Generation, position: int, endpoint: str) -> None:
         """Write down the address at which the member at `position` listens."""
-        with store_errors():
-            self._store.set(f"endpoint/{generation.number}/{position}", _dump(endpoint=endpoint))
+        self._store.set(f"endpoint/{generation.number}/{position}", _dump(endpoint=endpoint))
 
     def endpoints(self, generation: Generation) -> tuple[str | None, ...]:
         """The address of each member, by position; None where it is not published yet."""
@@ -295,13 +285,11 @@ class Membership:
 
     def end_run(self) -> None:
         """Record that the run is over: no process may join any more, and no member is replaced."""
-        with store_errors():
-            self._store.set(OVER_KEY, "1")
+        self._store.set(OVER_KEY, "1")
 
     def is_over(self) -> bool:
         """Whether a member has called `end_run`."""
-        with store_errors():
-            return self._store.check([OVER_KEY])
+        return self._store.check([OVER_KEY])
 
     def _put(self, generation: Generation) -> Generation:
         key = f"generation/{generation.number}"
@@ -310,9 +298,8 @@ class Membership:
             newcomers=sorted(generation.newcomers),
             tickets=generation.tickets,
         )
-        with store_errors():
-            # The first proposal wins: the store keeps the entry that is there and returns it.
-            stored = self._store.compare_set(key, "", entry)
+        # The first proposal wins: the store keeps the entry that is there and returns it.
+        stored = self._store.compare_set(key, "", entry)
         return _generation(generation.number, stored)
 
     def _read(self, number: int) -> Generation | None:
@@ -321,30 +308,12 @@ class Membership:
 
     def _peek(self, key: str) -> bytes | None:
         """The value of `key`, or None. A plain `get` would block until there is a value."""
-        with store_errors():
-            return self._store.get(key) if self._store.check([key]) else None
+        return self._store.get(key) if self._store.check([key]) else None
 
     def _values(self, keys: list[str]) -> list[bytes | None]:
-        with store_errors():
-            if self._store.check(keys):
-                return list(self._store.multi_get(keys))  # one round trip instead of one a key
+        if self._store.check(keys):
+            return list(self._store.multi_get(keys))  # one round trip instead of one a key
         return [self._peek(key) for key in keys]
-
-
-@contextmanager
-def store_errors() -> Iterator[None]:
-    """Raise `StoreLostError` where the store fails.
-
-    torch has several classes for these failures; all of them are RuntimeErrors.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise StoreLostError(
-            f"the run's store cannot be asked any more ({reason}); has the process that serves it"
-            " ended?"
-        ) from error
 
 
 def _beat_key(member: Member) -> str:

@@ -30,11 +30,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, WireError
-from offbeat.membership.agreement import Generation, Member, Membership, StoreLostError, successor
+from offbeat.membership.agreement import Generation, Member, Membership, successor
 from offbeat.transport.driver import Driver
 from offbeat.transport.link import PeerLimits
-from offbeat.transport.network import Network, mesh_limits
-from offbeat.transport.silence import silence_s as tolerated_silence_s
+from offbeat.transport.link import silence_s as tolerated_silence_s
+from offbeat.transport.network import Network, StoreLostError, mesh_limits
 
 _ASSEMBLE_INTERVAL_S = 0.02
 _RETRY_STORE_S = 5.0

@@ -32,8 +32,8 @@ import torch
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError
 from offbeat.session.metrics import SessionObserver
-from offbeat.session.model_tensors import persistent_buffers, plain_name
 from offbeat.session.session import Session
+from offbeat.session.state import persistent_buffers, plain_name
 
 MEAN_EVERY: Final = 50
 """Steps between two means, where they cost an exchange of their own: 2% of the bytes of a strategy

@@ -23,7 +23,7 @@ from offbeat.session.live_metrics import LiveMetrics
 from offbeat.session.loggers import named_loggers
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session, Stats
-from offbeat.transport.wrappers import Arrival
+from offbeat.transport.driver import Arrival
 
 _REPORT_EVERY_S = 0.1
 

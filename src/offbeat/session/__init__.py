@@ -1,1 +1,1 @@
-"""`attach`: hooks go in, hooks come out; events go to the strategy's parts."""
+"""`attach`: hooks go in, hooks come out; events go to the strategy's callbacks."""

@@ -150,8 +150,7 @@ def attach_through(
     ignored: Collection[str] = (),
     adopted: Adopted = "model",
 ) -> Session:
-    """`offbeat.attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to
-    delay, to fail, to record. Collective.
+    """`offbeat.attach` with a wrapper around the transport: to delay or to fail. Collective.
 
     Args:
         wrap: puts the wrapper around the driver that it is given.

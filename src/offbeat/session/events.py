@@ -1,23 +1,63 @@
-"""From hooks to events: what happens in the model and the optimizer is told to the parts."""
+"""From hooks to events: what happens in the model and the optimizer is told to the callbacks.
+
+When does a backward pass begin, when is a gradient ready, when is it over? A pass is noticed,
+whichever comes first,
+- from the root module's outputs, as soon as backward reaches one of them: so it is the outermost
+  pass even where parts of the model run inside re-entrant checkpoints, whose backward passes are
+  nested; or
+- from a parameter, just before its gradient is accumulated, for losses that bypass the root's
+  outputs.
+
+Noticing it queues a callback that autograd runs when the outermost pass is over. If an exception
+ends the pass first, that callback never runs: the next forward pass, optimizer step or the end of
+the session finds the pass still open while no backward is running, and reports it as failed. A pass
+that accumulates nothing, as `torch.autograd.grad` does, is reported as one without gradients.
+
+Refused, with the reason: a root module that is itself run inside a re-entrant checkpoint, compiled
+autograd, a forward pass for training inside DistributedDataParallel, which exchanges gradients too,
+and a GradScaler of which the session was not told.
+
+What this needs and PyTorch has no public name for is in `offbeat.torch_private`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from types import MappingProxyType
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 
 from offbeat.callbacks.callback import EVENTS, Callback, listens
+from offbeat.callbacks.context import Notices
+from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
-from offbeat.session.gradient_sync import GradientSync
-from offbeat.session.hooks import BackwardHooks
-from offbeat.session.scaler_watch import refuse_unknown_scaler
-from offbeat.session.step_watch import StepWatch
-from offbeat.torch_private import call_first_after_steps
+from offbeat.session.metrics import SessionObserver
+from offbeat.torch_private import (
+    NO_BACKWARD_PASS,
+    active_ddp_module,
+    call_after_backward_pass,
+    call_first_after_steps,
+    current_backward_pass,
+    tensors_in,
+)
+from offbeat.transport.driver import Driver
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+_FLAG: Final = "require_backward_grad_sync"
+_CONTEXT: Final = "no_sync"
+
+_FIRST_LOOK: Final = 4
+"""In which backward pass parameters are first compared; later looks are at 4 times the last one."""
+
+_SAMPLE: Final = 64
+"""How many elements of each parameter are compared."""
 
 
 def _without_grad(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -36,20 +76,22 @@ def _without_grad(method: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 
 class EventDispatcher:
-    """Hooks on a model and an optimizer, whose events go to each part in order.
+    """Hooks on a model and an optimizer, whose events go to each callback in order. `remove` takes
+    all of them out again.
 
     Args:
         model: the root module.
         optimizer: the user's; None: nobody hears of steps.
-        parts: who gets the events that they act on; may grow, by parts that do not wait for each
-            gradient.
+        callbacks: those that get the events that they act on. The list may grow, by callbacks that
+            do not wait for each gradient.
         parameters: the model's trainable parameters by name, in the model's order.
         frozen: its other parameters by name, which must stay frozen.
         has_scaler: whether the session knows of a GradScaler.
-        step_ended: is called after each optimizer step with the number of steps so far.
-        issue_warnings: is called where a warning that is an exception harms nobody.
-        notify: for remarks.
-        watch: looks whether the optimizer is stepped; None where it need not be.
+        driver: is told which step begins.
+        observers: are told of each optimizer step.
+        notices: for remarks; warnings are issued where one that is an exception harms nobody.
+        acting_at_steps: the name of a strategy that does nothing unless the optimizer is stepped;
+            None for any other.
 
     Attributes:
         sync: whether backward passes exchange; they accumulate locally inside its `no_sync`.
@@ -60,58 +102,74 @@ class EventDispatcher:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        parts: Sequence[Callback],
+        callbacks: Sequence[Callback],
         *,
         parameters: Mapping[str, torch.nn.Parameter],
-        frozen: Mapping[str, torch.nn.Parameter],
-        has_scaler: bool,
-        step_ended: Callable[[int], None],
-        issue_warnings: Callable[[], None],
-        notify: Callable[[str], None],
-        watch: StepWatch | None,
+        driver: Driver,
+        notices: Notices,
+        frozen: Mapping[str, torch.nn.Parameter] = MappingProxyType({}),
+        has_scaler: bool = False,
+        observers: Sequence[SessionObserver] = (),
+        acting_at_steps: str | None = None,
     ) -> None:
-        self._parts = parts
+        self._callbacks = callbacks
         self._listening: dict[str, tuple[Callback, ...]] = {}
         self._num_listening = -1
         self.num_steps = 0
         self._known = {id(parameter) for parameter in model.parameters()}
         self._frozen = frozen
         self._has_scaler = has_scaler
-        self._step_ended = step_ended
-        self._issue_warnings = issue_warnings
-        self._watch = watch
-        self._synchronised = True
-        self._hooks = BackwardHooks(
-            model,
-            list(parameters.values()),
-            self,
-            each_gradient=any(listens(part, "on_gradient_ready") for part in parts),
+        self._driver = driver
+        self._observers = observers
+        self._notices = notices
+        self._watch = (
+            None
+            if acting_at_steps is None
+            else StepWatch(list(parameters.values()), strategy=acting_at_steps, warn=notices.warn)
         )
-        # A loop may compile what steps the optimizer, and what parts do is nothing to be compiled.
-        self._step_handles = (
-            []
-            if optimizer is None
-            else [
+        self._synchronised = True
+        self._is_open = False
+        self._is_removed = False
+        self._recomputing_pass = NO_BACKWARD_PASS
+        # Accumulation nodes are made on demand and forgotten with their hooks unless somebody keeps
+        # them.
+        self._nodes: list[Node] = [get_gradient_edge(p).node for p in parameters.values()]
+        # The root alone is hooked: copies of it, such as averaged models, stay out of it.
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(ModuleHook(model, self._on_forward)),
+            model.register_forward_hook(ModuleHook(model, self._on_output)),
+            *(node.register_prehook(self._on_progress) for node in self._nodes),
+        ]
+        if any(listens(callback, "on_gradient_ready") for callback in callbacks):
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+                for index, parameter in enumerate(parameters.values())
+            ]
+        if optimizer is not None:
+            # A loop may compile what steps the optimizer, and what callbacks do is nothing to be
+            # compiled.
+            self._handles += [
                 optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
                 # The user's own hooks find weights, and options of the optimizer, as they are after
                 # a step.
                 call_first_after_steps(optimizer, torch.compiler.disable(self._after_step)),
             ]
-        )
-        self.sync = GradientSync(model, notify)
+        self.sync = GradientSync(model, notices.notify)
 
     def _those_with(self, event: str) -> tuple[Callback, ...]:
-        """The parts that do something at `event`, in order."""
-        if self._num_listening != len(self._parts):
-            self._num_listening = len(self._parts)
+        """The callbacks that do something at `event`, in order."""
+        if self._num_listening != len(self._callbacks):
+            self._num_listening = len(self._callbacks)
             self._listening = {
-                name: tuple(part for part in self._parts if listens(part, name)) for name in EVENTS
+                name: tuple(c for c in self._callbacks if listens(c, name)) for name in EVENTS
             }
         return self._listening[event]
 
     def report_failed_pass(self) -> None:
-        """If an exception ended a backward pass that was begun, say so now."""
-        self._hooks.report_failed_pass()
+        """If a backward pass was begun and an exception ended it, say so now."""
+        if self._is_open and current_backward_pass() == NO_BACKWARD_PASS:
+            self._is_open = False
+            self._backward_failed()
 
     def session_ends(self) -> None:
         """The loop has ended well."""
@@ -120,22 +178,59 @@ class EventDispatcher:
 
     def remove(self) -> None:
         """Take every hook out. Idempotent."""
-        self._hooks.remove()
+        self._is_removed = True
         self.sync.remove()
-        for handle in self._step_handles:
+        for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+
+    def _issue_warnings(self) -> None:
+        if self._notices.due:
+            self._notices.issue_warnings()
 
     # Under backward(create_graph=True) autograd records; what is done with finished gradients is
     # not to be recorded.
 
-    @_without_grad
-    def forward_begins(self, *, trains: bool) -> None:
-        self._issue_warnings()
-        for part in self._those_with("on_forward_begins"):
-            part.on_forward_begins(trains=trains)
+    def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            _refuse_second_exchange(module)
+            self.report_failed_pass()
+            self._recomputing_pass = current_backward_pass()
+        self._forward_begins(trains=module.training and torch.is_grad_enabled())
 
     @_without_grad
-    def backward_begins(self) -> None:
+    def _forward_begins(self, *, trains: bool) -> None:
+        self._issue_warnings()
+        for callback in self._those_with("on_forward_begins"):
+            callback.on_forward_begins(trains=trains)
+
+    def _on_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._on_progress)
+
+    def _on_progress(self, gradient: Any) -> None:
+        if self._is_open or self._is_removed:
+            return
+        if self._recomputing_pass not in (NO_BACKWARD_PASS, current_backward_pass()):
+            raise UnsupportedError(
+                "the attached model itself runs inside a re-entrant checkpoint, so its backward"
+                " pass is nested in another one; use torch.utils.checkpoint.checkpoint(...,"
+                " use_reentrant=False), or checkpoint modules inside the model"
+            )
+        try:
+            call_after_backward_pass(torch.compiler.disable(self._backward_done))
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            raise UnsupportedError(
+                f"this backward pass cannot be observed ({error}); compiled autograd is not"
+                " supported: switch it off, plain torch.compile works"
+            ) from error
+        self._is_open = True
+        torch.compiler.disable(self._backward_begins)()
+
+    @_without_grad
+    def _backward_begins(self) -> None:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UnsupportedError(
@@ -143,25 +238,28 @@ class EventDispatcher:
                     " gradient now; close the session and attach again after unfreezing"
                 )
         self._synchronised = self.sync.wanted
-        for part in self._those_with("on_backward_begins"):
-            part.on_backward_begins(synchronised=self._synchronised)
+        for callback in self._those_with("on_backward_begins"):
+            callback.on_backward_begins(synchronised=self._synchronised)
 
     @_without_grad
-    def gradient_ready(self, index: int) -> None:
-        for part in self._those_with("on_gradient_ready"):
-            part.on_gradient_ready(index, synchronised=self._synchronised)
+    def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        for callback in self._those_with("on_gradient_ready"):
+            callback.on_gradient_ready(index, synchronised=self._synchronised)
 
     @_without_grad
-    def backward_done(self) -> None:
-        for part in self._those_with("on_backward_done"):
-            part.on_backward_done(synchronised=self._synchronised)
+    def _backward_done(self) -> None:
+        self._is_open = False
+        if self._is_removed:
+            return
+        for callback in self._those_with("on_backward_done"):
+            callback.on_backward_done(synchronised=self._synchronised)
         if self._watch is not None:
             self._watch.backward_done()
 
     @_without_grad
-    def backward_failed(self) -> None:
-        for part in self._those_with("on_backward_failed"):
-            part.on_backward_failed()
+    def _backward_failed(self) -> None:
+        for callback in self._those_with("on_backward_failed"):
+            callback.on_backward_failed()
 
     @_without_grad
     def _before_step(
@@ -175,11 +273,11 @@ class EventDispatcher:
             refuse_unknown_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
-            for part in self._those_with("on_closure"):
-                part.on_closure()
+            for callback in self._those_with("on_closure"):
+                callback.on_closure()
             return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for part in self._those_with("on_before_step"):
-            part.on_before_step()
+        for callback in self._those_with("on_before_step"):
+            callback.on_before_step()
         self._before_update()
         return None
 
@@ -205,13 +303,185 @@ class EventDispatcher:
 
     @_without_grad
     def _before_update(self) -> None:
-        for part in self._those_with("on_before_update"):
-            part.on_before_update()
+        for callback in self._those_with("on_before_update"):
+            callback.on_before_update()
 
     @_without_grad
     def _after_step(self, *_: Any) -> None:
         self.num_steps += 1
-        for part in self._those_with("on_after_step"):
-            part.on_after_step()
-        self._step_ended(self.num_steps)
+        for callback in self._those_with("on_after_step"):
+            callback.on_after_step()
+        self._driver.mark_step(self.num_steps)
+        for observer in self._observers:
+            observer.step_ended(self.num_steps)
         self._issue_warnings()
+
+
+def _refuse_second_exchange(model: torch.nn.Module) -> None:
+    """Raise if this forward pass runs inside a DDP of `model` that will exchange its gradients."""
+    ddp = active_ddp_module()
+    if ddp is None or not ddp.require_backward_grad_sync:
+        return
+    exchanged = {id(parameter) for parameter in ddp.parameters()}
+    if any(id(parameter) in exchanged for parameter in model.parameters()):
+        raise UnsupportedError(
+            "the attached model is called inside DistributedDataParallel, so its gradients would be"
+            " exchanged twice; call the model itself in your loop, and do not let a framework wrap"
+            " it (Lightning, Fabric, Accelerate, the Trainer of transformers)"
+        )
+
+
+def refuse_unknown_scaler() -> None:
+    """Is called while an optimizer is being stepped, where `attach` was given no GradScaler.
+
+    Raises:
+        UnsupportedError: a GradScaler steps it: the loss is scaled by a factor that changes, and
+            some steps are left out, both on each rank by itself.
+    """
+    step = getattr(torch.amp.GradScaler.step, "__code__", None)
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is step and frame.f_locals["self"].is_enabled():
+            raise UnsupportedError(
+                "a GradScaler steps the optimizer and this session was not told of it, so ranks"
+                " would skip different steps, and what is owed would be scaled by a factor that"
+                " changes; pass it: offbeat.attach(..., scaler=scaler)"
+            )
+        frame = frame.f_back
+
+
+class GradientSync:
+    """Whether backward passes exchange what they have accumulated, under the names by which
+    frameworks ask a DistributedDataParallel model for that: puts `no_sync` and
+    `require_backward_grad_sync` on `model`, and takes them off again.
+
+    Accelerate, and with it the Trainer of transformers, looks for `no_sync` on the model where it
+    accumulates gradients; other loops set `require_backward_grad_sync`. Without these names they
+    would exchange in each backward pass.
+
+    A name that the model has already, and that no session has left there, stays as it is.
+
+    Args:
+        model: the root module.
+        notify: is told of such a name.
+    """
+
+    def __init__(self, model: torch.nn.Module, notify: Callable[[str], None]) -> None:
+        self._model = model
+        self._set: list[str] = []
+        for name, value in ((_FLAG, True), (_CONTEXT, _NoSync(self))):
+            own = getattr(model, name, None)
+            if own is None or _is_of_a_copy(own) or isinstance(own, bool):
+                setattr(model, name, value)
+                self._set.append(name)
+            else:
+                notify(
+                    f"the model has a {name!r} of its own, which this session leaves alone; where"
+                    " gradients are accumulated, use session.no_sync()"
+                )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a backward pass that begins now is to exchange."""
+        return bool(getattr(self._model, _FLAG, True))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate locally."""
+        before = self.wanted
+        self._write(wanted=False)
+        try:
+            yield
+        finally:
+            self._write(wanted=before)
+
+    def remove(self) -> None:
+        """Take the names off. Idempotent."""
+        while self._set:
+            delattr(self._model, self._set.pop())
+
+    def _write(self, *, wanted: bool) -> None:
+        if _FLAG in self._set:
+            setattr(self._model, _FLAG, wanted)
+
+
+class _NoSync:
+    """What `model.no_sync` is. Copies of the model, and what is pickled of it, get a context that
+    does nothing.
+    """
+
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._sync.no_sync()
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return partial(nullcontext)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object]]:
+        return partial, (nullcontext,)
+
+
+def _is_of_a_copy(value: object) -> bool:
+    return isinstance(value, partial) and value.func is nullcontext
+
+
+class StepWatch:
+    """Notices a loop that does not step the attached optimizer, where the strategy acts at steps.
+
+    Many passes without a step may be one accumulated gradient. But if parameters change meanwhile,
+    something else than the optimizer changes them, and the strategy does nothing.
+
+    Args:
+        parameters: the trainable ones.
+        strategy: its name, for the warning.
+        warn: is told what is wrong.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        strategy: str,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._parameters = parameters
+        self._strategy = strategy
+        self._warn = warn
+        self._num_passes = 0
+        self._next_look = _FIRST_LOOK
+        self._first: list[torch.Tensor] = []
+        self._over = False
+
+    def backward_done(self) -> None:
+        """A backward pass is over."""
+        if self._over:
+            return
+        self._num_passes += 1
+        if self._num_passes == 1:
+            self._first = self._samples()
+        elif self._num_passes == self._next_look:
+            self._next_look *= 4
+            if not all(map(torch.equal, self._samples(), self._first)):
+                self._say("and parameters have changed all the same")
+
+    def stepped(self) -> None:
+        """The optimizer is being stepped."""
+        self._over, self._first = True, []
+
+    def session_ends(self) -> None:
+        """No step will follow."""
+        if self._num_passes and not self._over:
+            self._say("and the session ends")
+
+    def _say(self, what: str) -> None:
+        self.stepped()
+        self._warn(
+            f"the attached optimizer was not stepped in {self._num_passes} backward passes,"
+            f" {what}: {self._strategy} acts when it is stepped, so it has done nothing to the"
+            " model. Attach the optimizer that your loop steps, and change parameters by its step"
+        )
+
+    def _samples(self) -> list[torch.Tensor]:
+        return [p.detach().reshape(-1)[:_SAMPLE].clone() for p in self._parameters]

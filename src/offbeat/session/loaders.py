@@ -1,5 +1,6 @@
-"""Makes the loaders of a session: checks that all ranks read the same data, and lets the strategy
-say whether samples are claimed or shared out step by step.
+"""Makes the loaders of a session of what the user gives to `Session.loader`, a dataset or a
+DataLoader: checks that all ranks read the same data, and lets the strategy say whether samples are
+claimed or shared out step by step.
 """
 
 from __future__ import annotations
@@ -10,17 +11,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import Store
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    default_collate,
+)
 
 from offbeat.callbacks.callback import Callback
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import ClaimLog
-from offbeat.megabatch.fetching import MapStyle
+from offbeat.megabatch.fetching import (
+    Fetcher,
+    MapStyle,
+    ReadAhead,
+    ReadHere,
+    require_map_style,
+)
 from offbeat.megabatch.loader import DispatchLoader, data_description
 from offbeat.session.agreement import agree, answer_of, require_agreement
-from offbeat.session.data_source import DataSource, data_source
 from offbeat.session.lockstep_loader import LockstepLoader
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
@@ -30,21 +44,139 @@ _DATA_KEY = "data"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataSource:
+    """What a session's loader reads, and how.
+
+    Attributes:
+        dataset: whatever the user gave.
+        collate: makes a batch of a list of samples; None: torch's `default_collate`.
+        batch_size: of this rank; None where none was given.
+        shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
+        loader: the user's DataLoader; None where a dataset was given.
+    """
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    batch_size: int | None
+    shuffles: bool = True
+    loader: DataLoader[Any] | None = None
+
+    def fetcher(self, *, claims_ahead: int | None, seed: int, rank: int) -> Fetcher:
+        """Reads the batches.
+
+        Args:
+            claims_ahead: how many batches are read ahead, each by a worker process; None: as many
+                as the DataLoader would.
+            seed: of the random numbers of worker processes, with the rank.
+            rank: this rank.
+        """
+        if self.loader is None:
+            return ReadHere(self.dataset, collate=self.collate or default_collate)
+        num_workers = self.loader.num_workers
+        processes, each = num_workers, self.loader.prefetch_factor or 1
+        if claims_ahead is not None:
+            processes, each = min(claims_ahead, num_workers), 1
+        return ReadAhead(
+            self.loader, num_processes=processes, batches_each=each, seed=seed, rank=rank
+        )
+
+
+def data_source(
+    data: MapStyle | DataLoader[Any],
+    *,
+    batch_size: int | None,
+    collate: Callable[[list[Any]], Any] | None,
+) -> DataSource:
+    """What `data` says.
+
+    Args:
+        data: a dataset of map style, or a DataLoader.
+        batch_size: given beside it.
+        collate: given beside it.
+
+    Raises:
+        ConfigError: the DataLoader has something that cannot be honoured where ranks share samples
+            out.
+    """
+    if not isinstance(data, DataLoader):
+        return DataSource(dataset=data, collate=collate, batch_size=batch_size)
+    if type(data).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"the loader is a {type(data).__name__}, whose way of making batches is its own; pass"
+            " the torch.utils.data.DataLoader as it was before it was prepared, or its dataset"
+        )
+    for name, given in (("batch_size", batch_size), ("collate", collate)):
+        if given is not None:
+            raise ConfigError(
+                f"the DataLoader says its {name} itself, so leave {name}= out, or pass its dataset"
+            )
+    if isinstance(data.dataset, IterableDataset):
+        raise ConfigError(
+            "the DataLoader's dataset is an IterableDataset, whose samples cannot be shared out by"
+            " number: use a dataset of map style, with len(dataset) and dataset[i], or divide the"
+            " stream yourself and feed your own loop"
+        )
+    if data.batch_size is None:
+        what = (
+            "does not make batches (batch_size=None)"
+            if data.batch_sampler is None
+            else "has a batch_sampler, which decides what batches are made of"
+        )
+        raise ConfigError(
+            f"the DataLoader {what}, but the session does that; give it batch_size=..., and"
+            " shuffle=True or not, or feed your own loop with it"
+        )
+    num_samples = require_map_style(data.dataset)
+    return DataSource(
+        dataset=data.dataset,
+        collate=data.collate_fn,
+        batch_size=data.batch_size,
+        shuffles=_shuffles(data.sampler, num_samples),
+        loader=data,
+    )
+
+
+def _shuffles(sampler: object, num_samples: int) -> bool:
+    """Whether the order of samples is random. Raises `ConfigError` for a sampler that takes other
+    samples than each one once an epoch, or that divides them among ranks itself.
+    """
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        if not sampler.replacement and sampler.num_samples == num_samples:
+            return True
+        raise ConfigError(
+            f"the DataLoader's RandomSampler draws {sampler.num_samples} of {num_samples} samples"
+            f" {'with' if sampler.replacement else 'without'} replacement, but the session shares"
+            " each sample out once an epoch; use shuffle=True"
+        )
+    fix = "use shuffle=True, or leave the sampler out"
+    if isinstance(sampler, DistributedSampler):
+        fix = "leave it out: the session divides the samples among ranks; use shuffle=True"
+    elif isinstance(sampler, SubsetRandomSampler):
+        fix = "use torch.utils.data.Subset(dataset, indices) as the dataset, and shuffle=True"
+    raise ConfigError(
+        f"the DataLoader has a {type(sampler).__name__}, which chooses samples itself, but the"
+        f" session shares each sample out once an epoch; {fix}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderFactory:
     """What a session lends to its loaders.
 
     Attributes:
-        parts: of the strategy.
+        callbacks: of the strategy.
         driver: whose traffic is not counted, since sharing samples out is no training.
         control: channels for it.
         network: through which the ranks are connected; None in a world of one.
-        weigh: tells the parts how many samples the next batch has.
+        weigh: tells the callbacks how many samples the next batch has.
         notify: for remarks.
         returns: whether this rank has joined a run under way, so that its peers do not make their
             loaders together with it.
     """
 
-    parts: Sequence[Callback]
+    callbacks: Sequence[Callback]
     driver: Driver
     control: Stream
     network: Network | None
@@ -76,7 +208,10 @@ class LoaderFactory:
             ConfigError: this cannot work, with the reason. Every rank raises.
             MismatchError: the ranks disagree on the data.
         """
-        policy = next((part for part in self.parts if isinstance(part, MegaBatchCallback)), None)
+        policy = next(
+            (callback for callback in self.callbacks if isinstance(callback, MegaBatchCallback)),
+            None,
+        )
         source: DataSource | None = None
         description: OffbeatError | dict[str, Any]
         try:

@@ -1,8 +1,8 @@
 """`Session`: a strategy at work in a training loop.
 
 The session owns no algorithm. It makes sure that all ranks mean the same, lets the strategy build
-its parts, and answers the user. Hooks and events are in `events.py`, state in `state.py`, counts in
-`traffic.py`, checks of arguments in `attach.py`.
+its callbacks, and answers the user. Hooks and events are in `events.py`, state in `state.py`,
+checks of arguments in `attach.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from offbeat.callbacks.callback import Callback
-from offbeat.callbacks.context import Context, stream_counter
+from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.callbacks.profile import StepProfile
 from offbeat.collectives.dense import gather_values
@@ -43,18 +43,19 @@ from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
 from offbeat.session.metrics import SessionObserver, as_numbers
-from offbeat.session.model_tensors import digest_of_frozen, persistent_buffers, plain_name
-from offbeat.session.notices import Notices
-from offbeat.session.state import load_state_of, state_of
-from offbeat.session.step_watch import StepWatch
-from offbeat.session.traffic import SessionTraffic
+from offbeat.session.state import (
+    digest_of_frozen,
+    load_state_of,
+    persistent_buffers,
+    plain_name,
+    state_of,
+)
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import Connection
-from offbeat.transport.driver import Driver
+from offbeat.transport.driver import Arrival, Driver, SessionTraffic
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
-from offbeat.transport.wrappers import Arrival
 from offbeat.weights.final_mean import average_at_the_end
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
@@ -173,42 +174,34 @@ class Session:
             optimizer=optimizer,
             model=model,
             driver=self._driver,
-            grad_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
+            grad_scale=UNSCALED if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
             new_stream=new_stream,
-            notify=self._notices.notify,
-            inform=self._notices.inform,
-            warn=self._notices.warn,
+            notices=self._notices,
             enter=self._enter,
             own_store=lambda: store_of(self._network),
             count=self._traffic.count_in_background,
             record_wait=self._traffic.counting.record_wait,
             mega_batches_merged=self._mega_batches_merged,
         )
-        self._parts: list[Callback] = list(strategy.build(context))
+        self._callbacks: list[Callback] = list(strategy.build(context))
         try:
             self._traffic.restart()
             self._last_stream = new_stream()
-            self._mean_source = next((part for part in self._parts if part.averages_models), None)
+            self._mean_source = next(
+                (callback for callback in self._callbacks if callback.averages_models), None
+            )
             self._events = EventDispatcher(
                 model,
                 optimizer,
-                self._parts,
+                self._callbacks,
                 parameters=self._parameters,
                 frozen={plain_name(name): p for name, p in shared.items() if not p.requires_grad},
                 has_scaler=has_scaler,
-                step_ended=self._step_ended,
-                issue_warnings=self._notices.issue_warnings,
-                notify=self._notices.notify,
-                watch=(
-                    StepWatch(
-                        list(self._parameters.values()),
-                        strategy=type(strategy).__name__,
-                        warn=self._notices.warn,
-                    )
-                    if strategy.acts_at_steps
-                    else None
-                ),
+                driver=self._driver,
+                observers=self.observers,
+                notices=self._notices,
+                acting_at_steps=type(strategy).__name__ if strategy.acts_at_steps else None,
             )
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
@@ -228,8 +221,8 @@ class Session:
         """Totals so far."""
         traffic = self._traffic.total()
         exchanges = skipped_steps = encode_s = watched = age = 0.0
-        for part in self._parts:
-            counters = part.counters()
+        for callback in self._callbacks:
+            counters = callback.counters()
             exchanges += counters.get("exchanges", 0.0)
             skipped_steps += counters.get("skipped_steps", 0.0)
             encode_s += counters.get("encode_s", 0.0)
@@ -254,8 +247,8 @@ class Session:
         multiplied the last step, in (0, 1]. Empty where there is none. Not collective.
         """
         found: dict[str, float] = {}
-        for part in self._parts:
-            found |= part.gauges()
+        for callback in self._callbacks:
+            found |= callback.gauges()
         return found
 
     def take_arrivals(self) -> list[Arrival]:
@@ -274,17 +267,17 @@ class Session:
         return self._traffic.counting.take_ready_at_s()
 
     @property
-    def parts(self) -> Sequence[Callback]:
-        """What the strategy has built, in the order in which parts get events: for a look into
+    def callbacks(self) -> Sequence[Callback]:
+        """What the strategy has built, in the order in which callbacks get events: for a look into
         one of them.
         """
-        return self._parts
+        return self._callbacks
 
     def take_profile(self) -> StepProfile | None:
         """What the strategy did within the step that has just ended, if it is one that was looked
         at closely.
         """
-        profiles = [part.take_profile() for part in self._parts]
+        profiles = [callback.take_profile() for callback in self._callbacks]
         return next((profile for profile in profiles if profile is not None), None)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -312,8 +305,8 @@ class Session:
         if not max_norm > 0:
             raise ConfigError(f"max_norm must be greater than 0, got {max_norm!r}")
         with torch.no_grad():
-            for part in self._parts:
-                if (norm := part.clip_gradients(max_norm)) is not None:
+            for callback in self._callbacks:
+                if (norm := callback.clip_gradients(max_norm)) is not None:
                     return torch.tensor(norm)
             return torch.tensor(clip_gradients_(self._parameters.values(), max_norm))
 
@@ -325,7 +318,7 @@ class Session:
             As `clip_grad_norm_`; None: nothing was done, and the loop may clip as ever.
         """
         with torch.no_grad():
-            norms = [part.clip_as_loop_does(max_norm) for part in self._parts]
+            norms = [callback.clip_as_loop_does(max_norm) for callback in self._callbacks]
         return next((torch.tensor(norm) for norm in norms if norm is not None), None)
 
     def log(self, **values: float | torch.Tensor) -> None:
@@ -352,8 +345,8 @@ class Session:
         place of `backward()`.
         """
         with torch.no_grad():
-            for part in self._parts:
-                part.on_join()
+            for callback in self._callbacks:
+                callback.on_join()
 
     def weigh(self, num_samples: int) -> None:
         """Say that this rank's gradient of the coming step is the mean over so many samples.
@@ -363,8 +356,8 @@ class Session:
         ranks; loaders of `loader` do it by themselves. Strategies that average weights ignore it.
         In float16 give a number near 1, such as samples over the usual batch.
         """
-        for part in self._parts:
-            part.on_batch_claimed(num_samples)
+        for callback in self._callbacks:
+            callback.on_batch_claimed(num_samples)
 
     def loader(
         self,
@@ -412,7 +405,7 @@ class Session:
             MismatchError: the ranks disagree on the data.
         """
         factory = LoaderFactory(
-            parts=self._parts,
+            callbacks=self._callbacks,
             driver=self._traffic.counting.inner,
             control=self._control,
             network=self._network,
@@ -428,7 +421,7 @@ class Session:
             claims_ahead=claims_ahead,
             collate=collate,
         )
-        self._parts.append(made)  # from now on it gets events, and its position is state
+        self._callbacks.append(made)  # from now on it gets events, and its position is state
         return made
 
     def on_merge(self, callback: Callable[[], object]) -> None:
@@ -544,13 +537,13 @@ class Session:
         is not known.
         """
         return not self.strategy.replicas_differ or any(
-            part.replicas_agree() for part in self._parts
+            callback.replicas_agree() for callback in self._callbacks
         )
 
     @property
     def averaging_weight(self) -> float:
         """This rank's weight in the mean of all ranks' models."""
-        weights = (part.averaging_weight() for part in self._parts)
+        weights = (callback.averaging_weight() for callback in self._callbacks)
         return next((weight for weight in weights if weight is not None), 1.0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -576,8 +569,8 @@ class Session:
             return
         self._has_finished = True
         with torch.no_grad():
-            for part in self._parts:
-                part.on_finish()
+            for callback in self._callbacks:
+                callback.on_finish()
 
     @property
     def steps_behind(self) -> int:
@@ -588,7 +581,7 @@ class Session:
         at, `LambdaLR(optimizer, lambda step: rate(step + session.steps_behind))`. At a rate that
         the others have left behind, its steps, with data that are its own, would outweigh theirs.
         """
-        return max((part.steps_behind() for part in self._parts), default=0)
+        return max((callback.steps_behind() for callback in self._callbacks), default=0)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -597,13 +590,13 @@ class Session:
         With strategies whose ranks do not keep step, no peer then waits for the end of its step,
         as WAGMA's `max_ahead` says. With the others it does nothing.
         """
-        for part in self._parts:
-            part.on_rest()
+        for callback in self._callbacks:
+            callback.on_rest()
         try:
             yield
         finally:
-            for part in self._parts:
-                part.on_resume()
+            for callback in self._callbacks:
+                callback.on_resume()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
@@ -613,7 +606,7 @@ class Session:
             "strategy": self.strategy.name,
             "world_size": self.world_size,
             "rank": self.rank,
-            "parts": state_of(self._parts),
+            "callbacks": state_of(self._callbacks),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -637,7 +630,7 @@ class Session:
                 raise CheckpointError(
                     f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
                 )
-        load_state_of(self._parts, state.get("parts", {}))
+        load_state_of(self._callbacks, state.get("callbacks", {}))
 
     def close(self, *, average: bool = True) -> None:
         """End the session: take every hook out, and give back sockets and groups. Idempotent.
@@ -722,11 +715,6 @@ class Session:
         with suppress(OffbeatError):
             self._close(error)
 
-    def _step_ended(self, num_steps: int) -> None:
-        self._driver.mark_step(num_steps)
-        for observer in self.observers:
-            observer.step_ended(num_steps)
-
     def _mega_batches_merged(self, count: int) -> None:
         for _ in range(count):
             for callback in self._on_merge:
@@ -747,8 +735,8 @@ class Session:
             for observer in self.observers:
                 stack.callback(observer.closed, error)
             stack.callback(self._driver.close)
-            for part in reversed(self._parts):
-                stack.callback(part.close)
+            for callback in reversed(self._callbacks):
+                stack.callback(callback.close)
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
@@ -779,9 +767,9 @@ class Session:
         """Tell the peers that this rank fails, so that none of them waits for it."""
         with suppress(OffbeatError):
             self._driver.abort(reason, blame=blame)
-        for part in self._parts:
+        for callback in self._callbacks:
             with suppress(OffbeatError):
-                part.on_abandon(reason)
+                callback.on_abandon(reason)
 
     def _enter(self, host: GenerationHost) -> Generations | None:
         """Make `host` a member of the run's generations, from the first one on or from now on.

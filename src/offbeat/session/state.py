@@ -1,8 +1,11 @@
-"""The state of a session: that of its parts, by `state_key`, and how it is shared out anew."""
+"""The state of a session, which is that of its callbacks, by `state_key`: how it is written, read
+and shared out anew. And which tensors of the model have to do with other ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +15,30 @@ from offbeat.errors import CheckpointError
 from offbeat.session.checkpoint import naming_misfit
 
 
-def state_of(parts: Sequence[Callback]) -> dict[str, CallbackState]:
-    """The state of each part. Tensors are copies."""
-    return {part.state_key: _copied(part.state_dict()) for part in parts}
+def state_of(callbacks: Sequence[Callback]) -> dict[str, CallbackState]:
+    """The state of each callback. Tensors are copies."""
+    return {callback.state_key: _copied(callback.state_dict()) for callback in callbacks}
 
 
-def load_state_of(parts: Sequence[Callback], saved: Mapping[str, CallbackState]) -> None:
+def load_state_of(callbacks: Sequence[Callback], saved: Mapping[str, CallbackState]) -> None:
     """Inverse of `state_of`.
 
     Raises:
-        CheckpointError: the state of a part is missing or does not fit.
+        CheckpointError: the state of a callback is missing or does not fit.
     """
     with naming_misfit("the session's state"):
         by_key = dict(saved)
-    for part in parts:
-        if part.state_key not in by_key and not part.may_begin_anew:
+    for callback in callbacks:
+        if callback.state_key not in by_key and not callback.may_begin_anew:
             raise CheckpointError(
-                f"the state lacks {part.state_key!r}; it was saved with other options of the"
+                f"the state lacks {callback.state_key!r}; it was saved with other options of the"
                 " strategy"
             )
-    for part in parts:
-        if part.state_key not in by_key:
+    for callback in callbacks:
+        if callback.state_key not in by_key:
             continue
-        with naming_misfit(f"the state of {part.state_key!r}"):
-            part.load_state_dict(by_key[part.state_key])
+        with naming_misfit(f"the state of {callback.state_key!r}"):
+            callback.load_state_dict(by_key[callback.state_key])
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
@@ -54,19 +57,21 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
     if not states:
         raise CheckpointError("there is no state to share out")
     with naming_misfit("the state to share out"):
-        parts = {
-            name: _reshard_part([state["parts"][name] for state in states], world_size, rank)
-            for name in states[0]["parts"]
+        callbacks = {
+            name: _reshard_callback(
+                [state["callbacks"][name] for state in states], world_size, rank
+            )
+            for name in states[0]["callbacks"]
         }
         return {
             "strategy": states[0]["strategy"],
             "world_size": world_size,
             "rank": rank,
-            "parts": parts,
+            "callbacks": callbacks,
         }
 
 
-def _reshard_part(states: Sequence[CallbackState], world_size: int, rank: int) -> CallbackState:
+def _reshard_callback(states: Sequence[CallbackState], world_size: int, rank: int) -> CallbackState:
     mine = states[rank::world_size]
     additive = {
         name: (
@@ -95,3 +100,38 @@ def _copied(state: CallbackState) -> CallbackState:
         }
         for kind, entries in {"additive": {}, **state}.items()
     }
+
+
+def digest_of_frozen(model: torch.nn.Module, ignored: Collection[str] = ()) -> str:
+    """Of what is not averaged and yet has to be the same on all ranks, but for parameters of the
+    names `ignored`.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name not in ignored:
+            digest.update(plain_name(name).encode())
+            digest.update(
+                parameter.detach()
+                .cpu()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
+    return digest.hexdigest()
+
+
+def persistent_buffers(
+    model: torch.nn.Module, ignored: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the model's state, but for those of the names `ignored`; the
+    others are derived from something else.
+    """
+    saved = model.state_dict(keep_vars=True).keys() - set(ignored)
+    return {plain_name(name): buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile's wrapper puts in front."""
+    return name.replace("_orig_mod.", "")

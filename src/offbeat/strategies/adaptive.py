@@ -86,7 +86,7 @@ class MegaBatchStrategy(AveragingStrategy):
 
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         assert context.optimizer is not None
-        group = AtomicGroup(context.own_store(), count=context.count, notify=context.notify)
+        group = AtomicGroup(context.own_store(), count=context.count, notify=context.notices.notify)
         part = MegaBatchCallback(
             weights,
             plan=self.plan(),
@@ -95,8 +95,8 @@ class MegaBatchStrategy(AveragingStrategy):
             enter=lambda: context.enter(group),
             rank=context.driver.rank,
             world_size=context.driver.world_size,
-            notify=context.notify,
-            warn=context.warn,
+            notify=context.notices.notify,
+            warn=context.notices.warn,
             record_wait=context.record_wait,
             mega_batches_merged=context.mega_batches_merged,
         )

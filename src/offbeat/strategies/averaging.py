@@ -60,7 +60,7 @@ class AveragingStrategy(Strategy):
         guard = GradientGuard(
             context.parameters,
             max_skipped_steps=self.max_skipped_steps,
-            notify=context.notify,
+            notify=context.notices.notify,
             rank=context.driver.rank,
         )
         return [*self.parts(context, weights), guard]

@@ -107,7 +107,7 @@ class EF21(GradientStrategy):
         taken = None
         if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
             taken = momentum_to_take(
-                optimizer, world_size=context.driver.world_size, inform=context.inform
+                optimizer, world_size=context.driver.world_size, inform=context.notices.inform
             )
         pairs = self._pairs(context, taken)
         exchange, others = self.exchange_of(pairs, [], context, counts, transform=taken)

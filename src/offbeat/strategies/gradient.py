@@ -111,7 +111,7 @@ class GradientStrategy(Strategy):
             grad_scale=context.grad_scale,
             has_scaler=context.has_scaler,
             max_skipped_steps=self.max_skipped_steps,
-            notify=context.notify,
+            notify=context.notices.notify,
             launch_order=launch_order,
             clipping=self.clipping(driver.world_size),
             agree_on=agree_on,

@@ -136,8 +136,8 @@ class GTopK(SparseGradientStrategy):
             context.new_stream(),
             sample=next(iter(context.parameters.values())),
             among=BY_ITSELF if is_open else {self.collective, "dense"},
-            notify=context.notify,
-            inform=context.inform,
+            notify=context.notices.notify,
+            inform=context.notices.inform,
         )
 
         def choose(bucket: BucketKind, k: int) -> SparseCollective | None:
@@ -163,5 +163,5 @@ class GTopK(SparseGradientStrategy):
             warmup=self.stages(),
             optimizer=context.optimizer,
             counts=counts,
-            inform=context.inform,
+            inform=context.notices.inform,
         )

@@ -210,13 +210,13 @@ class KFACStrategy(Strategy):
             )
         is_sparse = getattr(self.gradients, "density", 1.0) != 1.0
         if is_sparse and not isinstance(optimizer, torch.optim.SGD):
-            context.warn(
+            context.notices.warn(
                 f"{type(optimizer).__name__} scales anew what K-FAC makes of the few entries that"
                 f" {self.gradients.name} delivers, and models have learned little or nothing so;"
                 " use torch.optim.SGD, or exchange='allreduce'"
             )
         found = survey(model, self.curvature)
-        (context.notify if found.plain else context.inform)(found.notice())
+        (context.notices.notify if found.plain else context.notices.inform)(found.notice())
         inputs = gather_plan_inputs(
             slots_of(found.blocks),
             settings=self.settings(),
@@ -225,7 +225,7 @@ class KFACStrategy(Strategy):
             stream=context.new_stream(),
         )
         if not inputs.same_devices:
-            context.notify(
+            context.notices.notify(
                 "ranks compute on devices of different kinds, which round differently: each layer"
                 " is preconditioned by one rank, which sends the result"
             )
@@ -243,7 +243,7 @@ class KFACStrategy(Strategy):
             launch_order=launch_order,
         )
         is_rounded = "; inverses are in bfloat16" if part.form == "bfloat16" else ""
-        context.inform(
+        context.notices.inform(
             f"K-FAC's factors take {part.num_bytes / 1e6:,.0f} MB of memory on this rank: averages,"
             f" inverses and messages{is_rounded}"
         )

@@ -209,7 +209,7 @@ class LocalSGD(AveragingStrategy):
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         if self.steps_of_growth and self.period > 1 and context.driver.world_size > 1:
             # A short run, such as one that times steps, never comes to the period it asked for.
-            context.inform(
+            context.notices.inform(
                 "averages are more frequent at first: after every step, and only from step"
                 f" {self.start_step + self.period * self.steps_of_growth:,} on after every"
                 f" {self.period}; warmup=0 begins with that"
@@ -221,7 +221,7 @@ class LocalSGD(AveragingStrategy):
             peers=Everyone(context.driver, context.new_stream()),
             rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
             optimizer=context.optimizer if self.averages_state else None,
-            notify=context.notify,
+            notify=context.notices.notify,
         )
         return [*self._gradient_phase(context), average]
 

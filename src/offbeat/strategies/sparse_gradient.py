@@ -148,7 +148,7 @@ class SparseGradientStrategy(GradientStrategy):
             warmup=self.stages(),
             optimizer=context.optimizer,
             counts=counts,
-            inform=context.inform,
+            inform=context.notices.inform,
         )
 
     def clipping(self, world_size: int) -> LocalClipping | None:
@@ -172,7 +172,7 @@ class SparseGradientStrategy(GradientStrategy):
 
     def _transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
         """What works before the exchange in the optimizer's place."""
-        optimizer, inform = context.optimizer, context.inform
+        optimizer, inform = context.optimizer, context.notices.inform
         left = GradientTransform(optimizer)
         if not self.takes_over or optimizer is None:
             return left
@@ -193,7 +193,7 @@ class SparseGradientStrategy(GradientStrategy):
                 stream=context.new_stream(),
                 counts=counts,
                 inform=inform,
-                warn=context.warn,
+                warn=context.notices.warn,
             )
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"

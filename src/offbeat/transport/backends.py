@@ -19,7 +19,7 @@ from offbeat.torch_private import new_gloo_backend, new_gloo_device, new_nccl_ba
 from offbeat.transport.sockets import Address, listening_at
 
 WAIT_LIMIT = timedelta(days=1)
-"""A peer may be slow for long; that it is dead shows in its connections, and `watch` ends waits."""
+"""A peer may be slow for long; that it is dead shows in its connections, and `Watch` ends waits."""
 
 _MAX_TRIES = 5
 

@@ -33,11 +33,10 @@ from offbeat.transport.backends import (
     gloo_device,
     nccl_backend,
 )
-from offbeat.transport.c10d import C10d
 from offbeat.transport.ciphers import CIPHER_VARIABLE, cipher_from_environment
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import check_listening, listen_address
-from offbeat.transport.keys import key_pair
+from offbeat.transport.link import SILENCE_VARIABLE, silence_s
 from offbeat.transport.network import (
     Network,
     answering_within,
@@ -50,13 +49,11 @@ from offbeat.transport.network import (
 )
 from offbeat.transport.operations import AllGather, Operation
 from offbeat.transport.peers import PeerLimits, Peers
-from offbeat.transport.presence import Presence
-from offbeat.transport.rendezvous import Rendezvous, lost_ranks, unreadable
-from offbeat.transport.routed import Routed
-from offbeat.transport.silence import SILENCE_VARIABLE, silence_s
+from offbeat.transport.protection import key_pair
+from offbeat.transport.rendezvous import Presence, Rendezvous, lost_ranks, unreadable
+from offbeat.transport.routed import C10d, Routed, Watch
 from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children
-from offbeat.transport.watch import Watch
 
 SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 """Environment variable with the run's secret, at least 16 characters, the same on every rank."""

@@ -1,16 +1,35 @@
-"""What carries collectives out: a `Driver` performs single operations, and `Pending` walks a
-generator through them.
+"""What carries collectives out: a `Driver` performs single operations, `Pending` walks a generator
+through them, and `Counting`, around a driver, counts what passes.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from typing import Any, Generic, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
+
+from typing_extensions import override
 
 from offbeat.errors import OffbeatError
-from offbeat.transport.operations import Collective, Now, Operation
+from offbeat.transport.operations import (
+    Collective,
+    DenseOperation,
+    Operation,
+    Recv,
+    RecvAny,
+    Send,
+    Traffic,
+)
 
 T = TypeVar("T")
+
+_MAX_ARRIVALS = 65_536
+
+_Awaited: TypeAlias = Recv | RecvAny | DenseOperation
+"""Operations whose result depends on peers."""
 
 
 class Ticket(Protocol):
@@ -44,6 +63,19 @@ class Finished:
         return self._result
 
 
+class Raised:
+    """The ticket of an operation that has failed."""
+
+    def __init__(self, error: OffbeatError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> NoReturn:
+        raise self._error
+
+
 class Driver(ABC):
     """Performs operations for one rank.
 
@@ -67,7 +99,7 @@ class Driver(ABC):
 
     def now_s(self, channel: int) -> float:
         """This driver's clock, in seconds; what a `Now` on `channel` gives."""
-        return float(self.start(Now(), channel).wait())
+        return time.monotonic()
 
     def mark_step(self, step: int) -> None:  # noqa: B027 - most drivers do not care which step it is
         """Tell wrappers that script or count by step which training step begins."""
@@ -181,3 +213,224 @@ class Stream:
         channel = self._next
         self._next += 1
         return channel
+
+
+class Wrapper(Driver):
+    """A driver around the driver `inner`, to which everything is passed on that a subclass does not
+    handle itself. Wrappers nest in any order.
+
+    Attributes:
+        inner: the wrapped driver.
+        step: the training step that was marked last.
+    """
+
+    def __init__(self, inner: Driver) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.step = 0
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        return self.inner.start(operation, channel)
+
+    def mark_step(self, step: int) -> None:
+        self.step = step
+        self.inner.mark_step(step)
+
+    def abort(self, reason: str, *, blame: int | None = None) -> None:
+        self.inner.abort(reason, blame=blame)
+
+    def end_training(self, channel: int) -> None:
+        self.inner.end_training(channel)
+
+    def departed(self) -> frozenset[int]:
+        return self.inner.departed()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def now_s(self, channel: int) -> float:
+        return self.inner.now_s(channel)
+
+
+class Arrival(NamedTuple):
+    """When this rank came to an operation that needs its peers, and how long that took.
+
+    Attributes:
+        step: training step, as marked.
+        channel: channel of the collective.
+        operation: the kind of the operation.
+        arrived_at_s: when it was begun, on the driver's clock, in seconds.
+        waited_s: from then until its result was taken, in seconds.
+    """
+
+    step: int
+    channel: int
+    operation: str
+    arrived_at_s: float
+    waited_s: float
+
+
+class Counting(Wrapper):
+    """Counts bytes and messages, and notes when this rank arrives at each receive and dense
+    collective.
+
+    Args:
+        inner: the wrapped driver.
+        in_background: a thread of its own uses it: training does not wait while that thread does,
+            so its waiting is not counted.
+
+    Attributes:
+        clock: of the wrapped driver, in seconds, on a channel.
+    """
+
+    def __init__(self, inner: Driver, *, in_background: bool = False) -> None:
+        super().__init__(inner)
+        self._moved = Traffic()
+        self._wait_s = 0.0
+        # Bound once, because each operation reads it three times.
+        self.clock = inner.now_s
+        self._in_background = in_background
+        # bounded, for whoever never takes them: the oldest go first
+        self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
+        self._ready_at_s: float | None = None
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        match operation:
+            case Send(_, payload):
+                ticket = self.inner.start(operation, channel)
+                self._add(Traffic(bytes_sent=memoryview(payload).nbytes, messages_sent=1))
+                return ticket
+            case Recv() | RecvAny() | DenseOperation():
+                return (_Counted if self._in_background else _Timed)(self, operation, channel)
+            case _:
+                return self.inner.start(operation, channel)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Totals. Dense operations count as their `traffic` says."""
+        return replace(self._moved, wait_s=self._wait_s)
+
+    def restart(self) -> None:
+        """Count from zero again."""
+        self._moved, self._wait_s = Traffic(), 0.0
+        self._arrivals.clear()
+        self._ready_at_s = None
+
+    def record_wait(self, begin_s: float, end_s: float) -> None:
+        """Count a wait for peers that was not one of this driver's own operations; times are those
+        of the driver's clock.
+        """
+        if self._ready_at_s is None:
+            self._ready_at_s = begin_s
+        self._wait_s += end_s - begin_s
+
+    def take_arrivals(self) -> list[Arrival]:
+        """The arrivals since the last call, oldest first; at most the latest 65,536."""
+        taken = list(self._arrivals)
+        self._arrivals.clear()
+        return taken
+
+    def take_ready_at_s(self) -> float | None:
+        """When this rank first waited for its peers since the last call, on the driver's clock;
+        None if it never did.
+        """
+        taken, self._ready_at_s = self._ready_at_s, None
+        return taken
+
+    def _add(self, traffic: Traffic) -> None:
+        self._moved = self._moved.plus(traffic)
+
+    def _add_result(self, result: Any, operation: _Awaited) -> None:
+        match operation:
+            case DenseOperation():
+                self._add(operation.traffic(result, rank=self.rank, world_size=self.world_size))
+            case Recv():
+                self._add(Traffic(bytes_received=memoryview(result).nbytes, messages_received=1))
+            case RecvAny():
+                sender, payload = result
+                if sender != self.rank:  # what a rank posts to itself is no traffic
+                    num_bytes = memoryview(payload).nbytes
+                    self._add(Traffic(bytes_received=num_bytes, messages_received=1))
+
+
+class _Counted:
+    """A ticket that reports what its operation has moved."""
+
+    def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
+        self._counting = counting
+        self._operation = operation
+        self._ticket = counting.inner.start(operation, channel)
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self) -> Any:
+        result = self._ticket.wait()
+        self._counting._add_result(result, self._operation)
+        return result
+
+
+class _Timed(_Counted):
+    """A ticket that also reports how long its operation took."""
+
+    def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
+        self._channel = channel
+        self._step = counting.step
+        self._arrived_at_s = counting.clock(channel)
+        super().__init__(counting, operation, channel)
+
+    @override
+    def wait(self) -> Any:
+        counting, channel = self._counting, self._channel
+        entered_s = counting.clock(channel)
+        try:
+            result = super().wait()
+        finally:
+            left_s = counting.clock(channel)
+            counting.record_wait(entered_s, left_s)
+        waited_s = left_s - self._arrived_at_s
+        kind = self._operation.kind
+        counting._arrivals.append(Arrival(self._step, channel, kind, self._arrived_at_s, waited_s))
+        return result
+
+
+class SessionTraffic:
+    """Counts the traffic of a session: of its driver, and of those that callbacks use in threads of
+    their own.
+
+    Args:
+        driver: the trainer's.
+        wrap: put around each background driver before it is counted.
+
+    Attributes:
+        counting: the trainer's driver, counted.
+    """
+
+    def __init__(self, driver: Driver, *, wrap: Callable[[Driver], Driver]) -> None:
+        self.counting = Counting(driver)
+        self._wrap = wrap
+        self._background: Counting | None = None
+        self._of_earlier_drivers = Traffic()
+
+    def count_in_background(self, driver: Driver) -> Driver:
+        """`driver`, counted with the session's traffic. Each generation of members has a driver of
+        its own; of those before this one only the counts are kept.
+        """
+        self._of_earlier_drivers = self._of_background()
+        self._background = Counting(self._wrap(driver), in_background=True)
+        return self._background
+
+    def restart(self) -> None:
+        """Count from 0: what setting up took, such as measuring the links, is not training."""
+        self.counting.restart()
+        if self._background is not None:
+            self._background.restart()
+
+    def total(self) -> Traffic:
+        """Everything since `restart`."""
+        return self.counting.traffic.plus(self._of_background())
+
+    def _of_background(self) -> Traffic:
+        before, now = self._of_earlier_drivers, self._background
+        return before if now is None else before.plus(now.traffic)

@@ -12,20 +12,21 @@ import hashlib
 import hmac
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from typing_extensions import override
 
 from offbeat.errors import MALFORMED, ConfigError, PeerError, WireError
 from offbeat.transport.ciphers import CIPHER_VARIABLE, Cipher
-from offbeat.transport.link import PeerLimits
-from offbeat.transport.own_store import OwnStore
+from offbeat.transport.link import PeerLimits, silence_s
 from offbeat.transport.peers import Peers
-from offbeat.transport.silence import silence_s
 from offbeat.transport.sockets import (
     SocketAddresses,
     ends_towards,
@@ -36,6 +37,19 @@ from offbeat.transport.sockets import (
 
 OVER_KEY = "over"
 """Set in a network's store when its run has ended."""
+
+
+_ENTRY_KEY = "offbeat/network"
+
+_ENTRY_VERSION = 1
+
+_KEY_LABEL = b"offbeat network secret 1"
+
+_PROOF_LABEL = b"offbeat network proof 1"
+
+T = TypeVar("T")
+
+_opening = threading.Lock()
 
 
 def mesh_limits() -> PeerLimits:
@@ -50,12 +64,6 @@ def mesh_limits() -> PeerLimits:
         connect_timeout_s=min(15.0, tolerated_s),
         linger_s=1.0,
     )
-
-
-_ENTRY_KEY = "offbeat/network"
-_ENTRY_VERSION = 1
-_KEY_LABEL = b"offbeat network secret 1"
-_PROOF_LABEL = b"offbeat network proof 1"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -337,3 +345,76 @@ def _read_entry(raw: bytes) -> tuple[str, int, str, str]:
 
 def _derived(secret: bytes, token: str) -> bytes:
     return hmac.digest(secret, _KEY_LABEL + token.encode(), hashlib.sha256)
+
+
+class StoreLostError(PeerError):
+    """The run's store does not answer any more."""
+
+
+class OwnStore(Store):
+    """A connection to the run's store, used by nobody else, whose calls always end: they raise
+    `StoreLostError` after `limit_s` without an answer, and from then on.
+
+    PyTorch's client waits without end for an answer when the process that serves the store is
+    frozen or cut off. The kernel can limit that wait. After it the connection has to go: the answer
+    may still come, and would be taken for that of the next call.
+    """
+
+    def __init__(self, open_client: Callable[[], Store], *, port: int, limit_s: float) -> None:
+        """Open the connection.
+
+        Args:
+            open_client: makes the client.
+            port: of the server.
+            limit_s: how long the server may be silent, > 0.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        super().__init__()
+        with _opening:  # else the connection of another thread would look like this one
+            before = ends_towards(port)
+            self._client = open_client()
+            self._sockets = SocketAddresses(local=ends_towards(port) - before)
+        self._client.set_timeout(timedelta(seconds=limit_s))
+        limit_answers(self._sockets, limit_s)
+
+    @override
+    def set(self, key: str, value: str) -> None:
+        self._answered(lambda: self._client.set(key, value))
+
+    @override
+    def get(self, key: str) -> bytes:
+        return self._answered(lambda: self._client.get(key))
+
+    @override
+    def add(self, key: str, value: int) -> int:
+        return self._answered(lambda: self._client.add(key, value))
+
+    @override
+    def check(self, keys: list[str]) -> bool:
+        return self._answered(lambda: self._client.check(keys))
+
+    @override
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._answered(lambda: self._client.compare_set(key, expected_value, desired_value))
+
+    @override
+    def delete_key(self, key: str) -> bool:
+        return self._answered(lambda: self._client.delete_key(key))
+
+    @override
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._answered(lambda: self._client.multi_get(keys))
+
+    def _answered(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:  # torch has several classes for these failures
+            if isinstance(error, dist.DistNetworkError):
+                shut_down(self._sockets)
+            reason = str(error).partition("\n")[0]
+            raise StoreLostError(
+                f"the run's store cannot be asked any more ({reason}); has the process that serves"
+                " it ended?"
+            ) from error

@@ -37,6 +37,7 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 class Send:
     """Hand `payload` over for delivery to rank `peer`; goes on at once. Result: None."""
 
+    kind: ClassVar[str] = "Send"
     peer: int
     payload: Payload
 
@@ -50,6 +51,7 @@ class Recv:
     message is not lost and a later `Recv` may take it.
     """
 
+    kind: ClassVar[str] = "Recv"
     peer: int
     timeout_s: float | None = None
 
@@ -63,10 +65,10 @@ class RecvAny:
     can wait for the network and for another thread. Raises, into the collective, `PeerError` naming
     a rank of `peers` that is dead or has left once
     nothing is there to be taken, whether or not others still may send: leave it out and go on.
-    Raises `PeerTimeoutError` as
-    `Recv` does. No one else may receive on this channel with `Recv`.
+    Raises `PeerTimeoutError` as `Recv` does. No one else may receive on this channel with `Recv`.
     """
 
+    kind: ClassVar[str] = "RecvAny"
     peers: frozenset[int]
     timeout_s: float | None = None
 
@@ -77,6 +79,7 @@ class Post:
     None.
     """
 
+    kind: ClassVar[str] = "Post"
     payload: Payload
 
 
@@ -84,12 +87,15 @@ class Post:
 class Sleep:
     """Let `seconds` pass. Result: None."""
 
+    kind: ClassVar[str] = "Sleep"
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Now:
     """Result: the driver's monotonic clock, in seconds (virtual under the virtual driver)."""
+
+    kind: ClassVar[str] = "Now"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,11 +366,6 @@ Operation: TypeAlias = Send | Recv | RecvAny | Post | Sleep | Now | DenseOperati
 
 Collective: TypeAlias = Generator[Operation, Any, T]
 """A protocol in progress that will return a `T`."""
-
-
-def kind_of(operation: Operation) -> str:
-    """The name of an operation in records."""
-    return operation.kind if isinstance(operation, DenseOperation) else type(operation).__name__
 
 
 def bytes_as_tensor(payload: Payload) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The peers driver: messages from rank to rank over ZeroMQ, encrypted, each rank known by its key.
 
 How ranks are connected and who counts as dead is in `mesh` and `link`, who is let in at all in
-`protection` and `listener`.
+`protection` and `link`.
 """
 
 from __future__ import annotations

@@ -79,6 +79,9 @@ class VirtualDriver(Driver):
                 cluster.begin_dense(self.rank, number, operation)
                 return _VirtualDense(cluster, self.rank, number)
 
+    def now_s(self, channel: int) -> float:
+        return self._cluster.now_s
+
     def close(self) -> None:
         self._cluster.leave(self.rank)
 

@@ -112,7 +112,7 @@ def convert(
     from 0 or from 1.
     """
     from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat.xmc.xmlrepo_writer import convert as convert_files
+    from offbeat.xmc.xmlrepo import convert as convert_files
 
     files = XmlFiles(
         path=source,
@@ -158,8 +158,7 @@ def generate(
     default like Amazon-670k.
     """
     from offbeat.xmc.synthetic import Split, Synthetic
-    from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat.xmc.xmlrepo_writer import write
+    from offbeat.xmc.xmlrepo import XmlFiles, write
 
     if split not in get_args(Split):
         allowed = get_args(Split)

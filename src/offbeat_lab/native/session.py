@@ -15,8 +15,8 @@ from torch import nn
 
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Stats
-from offbeat.transport.wrappers import Arrival
-from offbeat.transport.wrappers.delaying import Delivery
+from offbeat.transport.driver import Arrival
+from offbeat_lab.emulation.delaying import Delivery
 
 
 class CommunicationMeter:

@@ -27,7 +27,7 @@ from offbeat.errors import ConfigError, RecordError
 from offbeat.run.records import Evaluation, Record, StepEvent
 from offbeat.run.records.profiles import read_profiles
 from offbeat.session.checkpoint import Json
-from offbeat.transport.wrappers import Arrival
+from offbeat.transport.driver import Arrival
 from offbeat_lab.comparison import is_comparison, read_comparison
 
 Event: TypeAlias = dict[str, Json]

@@ -1,9 +1,9 @@
 """`xmc`: many labels for sparse rows (extreme multi-label classification), by default from Python's
 own standard library.
 
-The data are the task of `offbeat.xmc.standard_library`, or files of the Extreme Classification
-Repository. The model is that of the papers: a sparse input, hidden units with ReLU, softmax over
-all labels.
+The data are the task of `offbeat_lab.tasks.standard_library`, or files of the Extreme
+Classification Repository. The model is that of the papers: a sparse input, hidden units with ReLU,
+softmax over all labels.
 
 Parameters: (features + 1) hidden + labels (hidden + 1); 844,395 with 128 hidden units and the
 library of Python 3.11.7.
@@ -28,9 +28,9 @@ from offbeat.xmc.classifier import SparseClassifier
 from offbeat.xmc.metrics import RankingMetrics, propensities
 from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
 from offbeat.xmc.rows import Examples
-from offbeat.xmc.standard_library import load_standard_library
 from offbeat.xmc.xmlrepo import XmlFiles, load, shaped
 from offbeat_lab.tasks.base import AbsolutePath, Batch, Task, TaskOptions
+from offbeat_lab.tasks.standard_library import load_standard_library
 
 _EVALUATION_BATCH = 1024
 _DEPTHS = (1, 3, 5)

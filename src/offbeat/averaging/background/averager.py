@@ -144,7 +144,7 @@ def start_background_averager(
         serve=serve,
         settings=settings,
         count=context.count,
-        notify=context.notify,
+        notify=context.notices.notify,
         yields=yields,
     )
     generations = None
@@ -163,7 +163,7 @@ def start_background_averager(
         progress=progress,
         generations=generations,
         rank=context.driver.rank,
-        inform=context.inform,
+        inform=context.notices.inform,
         record_wait=context.record_wait,
     )
 

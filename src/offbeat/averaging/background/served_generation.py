@@ -14,9 +14,8 @@ from offbeat.averaging.background.protocol_member import fetch_model, stop_stepp
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation
-from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Operation, Post
-from offbeat.transport.wrappers.base import Wrapper
 
 CHANNEL = 1 << 32
 """The channel of the protocol. A generation's mesh carries nothing else."""

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from offbeat.codec.json_objects import Count
 from offbeat.run.config import RunConfig
-from offbeat.transport.wrappers import Arrival
+from offbeat.transport.driver import Arrival
 
 SCHEMA: Final = 2
 """Version of the layout. A reader refuses a newer one."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.xmc import standard_library
-from offbeat.xmc.standard_library import Calls, load_standard_library
+from offbeat_lab.tasks import standard_library
+from offbeat_lab.tasks.standard_library import Calls, load_standard_library
 
 SOURCE = '''
 """A module."""

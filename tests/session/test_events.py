@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Notices
 from offbeat.errors import UnsupportedError
-from offbeat.session.hooks import BackwardHooks
+from offbeat.session.events import EventDispatcher
+from offbeat.transport.single_rank import SingleRank
 
 
-class Diary:
-    """Writes down what it hears."""
+class Diary(Callback):
+    """Writes down what it hears of backward passes."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def forward_begins(self, *, trains: bool) -> None:
-        """These tests are about backward passes."""
-
-    def backward_begins(self) -> None:
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
         self.heard.append("begins")
 
-    def gradient_ready(self, index: int) -> None:
+    @override
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         self.heard.append(f"ready {index}")
 
-    def backward_done(self) -> None:
+    @override
+    def on_backward_done(self, *, synchronised: bool) -> None:
         self.heard.append("done")
 
-    def backward_failed(self) -> None:
+    @override
+    def on_backward_failed(self) -> None:
         self.heard.append("failed")
+
+
+def dispatching(
+    model: torch.nn.Module, diary: Diary, parameters: Mapping[str, torch.nn.Parameter] | None = None
+) -> EventDispatcher:
+    return EventDispatcher(
+        model,
+        None,
+        [diary],
+        parameters=dict(model.named_parameters()) if parameters is None else parameters,
+        driver=SingleRank(),
+        notices=Notices(rank=0),
+    )
 
 
 class Net(torch.nn.Module):
@@ -52,9 +72,9 @@ class Net(torch.nn.Module):
         return hidden if self.skip_second else self.second(hidden)
 
 
-def hooked(net: Net) -> tuple[Diary, BackwardHooks]:
+def hooked(net: Net) -> tuple[Diary, EventDispatcher]:
     diary = Diary()
-    return diary, BackwardHooks(net, list(net.parameters()), diary)
+    return diary, dispatching(net, diary)
 
 
 def inputs() -> torch.Tensor:
@@ -108,7 +128,7 @@ def test_a_sparse_gradient_is_heard_of_like_a_dense_one() -> None:
         torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1, bias=False)
     )
     diary = Diary()
-    BackwardHooks(net, list(net.parameters()), diary)
+    dispatching(net, diary)
     for _ in range(2):
         net(torch.tensor([1, 4])).sum().backward()
     assert diary.heard == ["begins", "ready 1", "ready 0", "done"] * 2
@@ -149,11 +169,12 @@ def test_an_exception_in_backward_is_reported_at_the_next_forward_and_later_pass
 
 def test_what_a_listener_raises_comes_out_of_backward() -> None:
     class Refusing(Diary):
-        def backward_done(self) -> None:
+        @override
+        def on_backward_done(self, *, synchronised: bool) -> None:
             raise ValueError("refused")
 
     net = Net()
-    BackwardHooks(net, list(net.parameters()), Refusing())
+    dispatching(net, Refusing())
     with pytest.raises(ValueError, match="refused"):
         net(inputs()).sum().backward()
 
@@ -178,7 +199,7 @@ def test_a_compiled_model_is_heard_like_a_plain_one(compile_first: bool) -> None
     if compile_first:
         model = torch.compile(net, backend="aot_eager")
         diary = Diary()
-        BackwardHooks(model, list(net.parameters()), diary)
+        dispatching(model, diary, dict(net.named_parameters()))
     else:
         diary, _ = hooked(net)
         model = torch.compile(net, backend="aot_eager")

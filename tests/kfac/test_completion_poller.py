@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from offbeat.transport.completion_poller import CompletionPoller
+from offbeat.kfac.spans import CompletionPoller
 from offbeat.transport.driver import Pending
 from offbeat.transport.operations import Post
 from offbeat.transport.single_rank import SingleRank

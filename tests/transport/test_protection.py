@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from offbeat.errors import ConfigError
-from offbeat.transport.keys import Roster, key_pair
+from offbeat.transport.protection import Roster, key_pair
 
 SECRET = bytes(range(32))
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
-from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.transport.driver import Driver, Finished, Raised, Ticket, Wrapper
 from offbeat.transport.operations import (
     DenseOperation,
     Operation,
@@ -32,7 +32,6 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat.transport.wrappers.base import Raised, Wrapper
 
 _DUE = struct.Struct("<d")
 

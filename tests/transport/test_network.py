@@ -13,10 +13,9 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from offbeat.errors import PeerError
-from offbeat.transport.network import answering_within, create_network
-from offbeat.transport.presence import Presence
-from offbeat.transport.rendezvous import Rendezvous
-from offbeat.transport.silence import SILENCE_VARIABLE
+from offbeat.transport.link import SILENCE_VARIABLE
+from offbeat.transport.network import StoreLostError, answering_within, create_network
+from offbeat.transport.rendezvous import Presence, Rendezvous
 
 LOOPBACK = "127.0.0.1"
 SERVER = """
@@ -81,9 +80,9 @@ def test_a_store_that_is_stopped_ends_every_call_and_is_not_believed_later(
     assert own.compare_set("key", "value", "other") == b"other"
     assert own.add("count", 2) == 2
     assert own.multi_get(["key", "count"]) == [b"other", b"2"]
-    with stopped(server), pytest.raises(RuntimeError):
+    with stopped(server), pytest.raises(StoreLostError, match="serves it ended"):
         own.check(["key"])
-    with pytest.raises(RuntimeError):  # not the answer to the question before
+    with pytest.raises(StoreLostError):  # not the answer to the question before
         own.add("count", 1)
     assert network.own_store().add("count", 1) == 3
 
