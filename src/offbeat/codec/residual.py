@@ -45,6 +45,7 @@ class ErrorFeedback:
         selector: picks what is sent.
         momentum: of DGC's momentum correction: a factor in [0, 1) for all elements, or a
             `Momentum`; None: none.
+        decay: what is owed is multiplied by it when a step is committed, in (0, 1].
 
     Attributes:
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
@@ -58,6 +59,7 @@ class ErrorFeedback:
         device: torch.device,
         selector: Selector,
         momentum: Momentum | float | None = None,
+        decay: float = 1.0,
     ) -> None:
         if isinstance(momentum, float):
             momentum = Momentum([MomentumRange(end=num_elements, factor=momentum)])
@@ -65,6 +67,7 @@ class ErrorFeedback:
         self._new_selector_state: Mapping[str, float] = self.selector_state
         self._selector = selector
         self._momentum = momentum
+        self._decay = decay
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
@@ -164,6 +167,8 @@ class ErrorFeedback:
         if self._is_half:
             self._accumulator, free = free, gradient
         add_owed(self._residual, owed)
+        if self._decay != 1:
+            self._residual.mul_(self._decay)
         return free.zero_()
 
     def owe(self, owed: Sparse) -> None:
