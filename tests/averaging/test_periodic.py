@@ -19,8 +19,10 @@ from offbeat.averaging.adaptive_period import AdaptivePeriod
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import (
     AveragingSchedule,
+    Drift,
     Everyone,
     GrowingPeriod,
+    MeanOfAll,
     PeriodicAverage,
     TakeMean,
 )
@@ -70,10 +72,8 @@ class OnSteps(AveragingSchedule):
         return 1 if self.steps[int(state["num"]) :][:1] == (num_steps,) else num_steps + 1
 
     @override
-    def after_average(
-        self, state: Mapping[str, float], *, drift: float, lr: float
-    ) -> Mapping[str, float]:
-        assert (drift, lr) == (0.0, 1.0), "a rank alone is where the mean is"
+    def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
+        assert drift == (0.0, 1.0), "a rank alone is where the mean is"
         return {"num": state["num"] + 1}
 
 
@@ -89,16 +89,16 @@ class Composed(AveragingStrategy):
     @override
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         plain = partial(torch.optim.SGD, lr=1.0)
-        average = PeriodicAverage(
+        mean = MeanOfAll(
             weights,
-            schedule=self.schedule,
-            peers=Everyone(context.driver, context.new_stream()),
+            Everyone(context.driver, context.new_stream()),
             codec=self.codec,
             optimizer=context.optimizer,
             rule=OuterOptimizer(context.parameters, make=plain)
             if self.keeps_anchor
             else TakeMean(),
         )
+        average = PeriodicAverage(mean, self.schedule)
         made.append(average)
         return [average]
 
@@ -133,7 +133,9 @@ def test_a_codec_that_drops_something_is_given_changes_and_its_rest_arrives_late
 def test_the_anchor_is_where_the_last_average_left_the_weights() -> None:
     net, _ = train(Composed(schedule=OnSteps(1), codec=None), [2.0, 3.0])
     assert net.weight.item() == 5.0
-    assert made[-1].rule.anchor["weight"].item() == 2.0
+    mean = made[-1].exchange
+    assert isinstance(mean, MeanOfAll)
+    assert mean.rule.anchor["weight"].item() == 2.0
 
 
 def test_weights_are_averaged_after_the_steps_of_the_schedule_and_no_others() -> None:
@@ -169,8 +171,8 @@ def test_a_period_grows_where_ranks_stay_near_and_shrinks_where_they_do_not() ->
     schedule = AdaptivePeriod(first=4, num_measured=2)
     state = schedule.initial_state()
     periods = []
-    for drift, lr in [(2.0, 1.0), (4.0, 1.0), (3.0, 1.0), (2.0, 1.0), (2.0, 0.1), (0.0, 0.1)]:
-        state = schedule.after_average(state, drift=drift, lr=lr)
+    for drift in [(2.0, 1.0), (4.0, 1.0), (3.0, 1.0), (2.0, 1.0), (2.0, 0.1), (0.0, 0.1)]:
+        state = schedule.after_average(state, Drift(*drift))
         periods.append(schedule.period(10, state))
     # The usual drift is 3 times the learning rate.
     assert periods == [4, 4, 4, 5, 4, 5]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from typing_extensions import override
 
-from offbeat.averaging.periodic import AveragingSchedule
+from offbeat.averaging.periodic import AveragingSchedule, Drift
 
 
 class AdaptivePeriod(AveragingSchedule):
@@ -44,15 +44,13 @@ class AdaptivePeriod(AveragingSchedule):
         return int(state["period"])
 
     @override
-    def after_average(
-        self, state: Mapping[str, float], *, drift: float, lr: float
-    ) -> Mapping[str, float]:
+    def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
         period, averages, usual = state["period"], state["averages"], state["drift_by_lr"]
         if averages < self.num_measured:
-            by_lr = drift / lr if lr else usual
+            by_lr = drift.squared / drift.lr if drift.lr else usual
             usual += (by_lr - usual) / (averages + 1)
-        elif drift < 0.7 * lr * usual:
+        elif drift.squared < 0.7 * drift.lr * usual:
             period += 1
-        elif drift > 1.3 * lr * usual:
+        elif drift.squared > 1.3 * drift.lr * usual:
             period = max(1, period - 1)
         return {"period": period, "averages": averages + 1, "drift_by_lr": usual}

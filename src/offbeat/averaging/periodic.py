@@ -1,9 +1,13 @@
-"""All ranks' weights, averaged after some of the local steps.
+"""Weights, averaged after some of the local steps.
 
-`PeriodicAverage` is put together from four objects, each of which may be another:
+`PeriodicAverage` is put together from a schedule and an exchange, each of which may be another:
 
     schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
-    peers       with whom                         `Everyone`
+    exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
+                                                  `PushSum`; `averaging.central_model.CentralModel`
+
+and `MeanOfAll` from a codec and a rule:
+
     codec       how changes travel                a `WeightCodec`; None: weights travel whole
     rule        what becomes of the mean          `TakeMean`, `averaging.outer.OuterOptimizer`
 """
@@ -14,13 +18,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
@@ -36,6 +40,18 @@ from offbeat.weights.model_weights import ModelWeights, average_, non_finite_wei
 from offbeat.weights.optimizer_state import average_optimizer_state_
 
 T = TypeVar("T")
+
+
+class Drift(NamedTuple):
+    """How far ranks were apart before an average, as all of them know it.
+
+    Attributes:
+        squared: mean over ranks of the squared distance of their parameters from the mean.
+        lr: the learning rate of the optimizer's first group, mean over ranks.
+    """
+
+    squared: float = 0.0
+    lr: float = 1.0
 
 
 class AveragingSchedule(OptionValue):
@@ -64,16 +80,12 @@ class AveragingSchedule(OptionValue):
             state: as `initial_state` or `after_average` gave it.
         """
 
-    def after_average(
-        self, state: Mapping[str, float], *, drift: float, lr: float
-    ) -> Mapping[str, float]:
+    def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
         """The state after an average.
 
         Args:
             state: before it.
-            drift: mean over ranks of the squared distance of their parameters from the mean; 0
-                unless `measures_drift`.
-            lr: the learning rate of the optimizer's first group, mean over ranks; likewise.
+            drift: nothing, unless `measures_drift`.
         """
         return state
 
@@ -131,13 +143,12 @@ class EncodedChanges:
         self._buckets = make_buckets(anchor, cap_bytes=None)
         self.reductions = [_reduction(bucket, codec, peers) for bucket in self._buckets]
 
-    def mean(self, changes: Iterator[torch.Tensor], *, weight: float) -> list[torch.Tensor]:
-        """The weighted mean, with the same bits on every rank, in the order of `changes`.
+    def mean(self, changes: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean, with the same bits on every rank, in the order of `changes`.
         Collective.
 
         Args:
             changes: of each parameter.
-            weight: this rank's, >= 0; over all ranks the sum is positive.
 
         Raises:
             NonFiniteError: some rank's changes hold an infinity or a NaN; every rank raises.
@@ -152,7 +163,7 @@ class EncodedChanges:
             bucket.copy_in(position, change)
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             used = np.ones(len(bucket.indices), dtype=np.bool_)
-            tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
+            tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
             reduction.launch(bucket, tally, grad_scale=1.0)
         tallies = [reduction.wait() for reduction in self.reductions]
         if not all(tally.good for tally in tallies):
@@ -212,124 +223,129 @@ class TakeMean:
         """Inverse of `state`; other keys are ignored."""
 
 
-class PeriodicAverage(Callback):
-    """After the optimizer steps that `schedule` says, replaces the weights by what `rule` makes of
-    their mean.
+class WeightExchange:
+    """With whom weights are averaged, and what becomes of that.
+
+    Attributes:
+        weight: this rank's in the mean of all models.
+        encode_s: seconds spent on laying vectors out and writing results, without the waiting.
+    """
+
+    state_key: ClassVar[str]
+    leaves_at: ClassVar[Literal["backward", "step", "end"]] = "end"
+    """When weights leave: as a backward pass begins, before the optimizer's step, or after it."""
+    brings_together: ClassVar[bool] = False
+    """Whether all ranks hold the same weights afterwards."""
+
+    weight: float = 1.0
+    encode_s: float = 0.0
+
+    def begin(self) -> None:
+        """Ranks are about to move apart. Called before each local step."""
+
+    def launch(self, number: int) -> None:
+        """Let weights leave as they are at `leaves_at`. They change until `merge`.
+
+        Args:
+            number: of averages before this one.
+        """
+
+    @abstractmethod
+    def merge(self, *, measures_drift: bool) -> Drift:
+        """Wait for what `launch` began, and change the weights. After the optimizer's step."""
+
+    def state(self) -> CallbackState:
+        """As of `Callback.state_dict`. Tensors may be live."""
+        return {}
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Inverse of `state`; of what is replicated there are other keys too. Raises
+        `CheckpointError`.
+        """
+
+    def close(self) -> None:
+        """Give up what `launch` began. The weights stay as they are: the user's."""
+
+
+class MeanOfAll(WeightExchange):
+    """All ranks' weights become what `rule` makes of their mean.
 
     Args:
         weights: what is averaged.
-        schedule: after which steps.
-        peers: with whom.
+        peers: all ranks.
         codec: how changes of parameters travel; None: the parameters travel, whole.
-        rule: what is done with the mean.
-        start_step: steps before the first local one, >= 0; until then all ranks hold the same.
+        rule: what is done with the mean; its `anchor` is where the last average left the weights.
         optimizer: the user's.
         averages_state: whether the optimizer's state is averaged with the weights; else it stays
             local.
-        weight: this rank's in the mean.
         notify: tells the user what of the optimizer's state is not averaged.
-
-    Attributes:
-        rule: as given; its `anchor` is where the last average left the weights.
 
     Raises:
         ConfigError: there is a codec, and `rule` keeps no anchor.
     """
 
-    state_key: ClassVar[str] = "periodic_average"
+    state_key = "periodic_average"
+    brings_together = True
 
     def __init__(
         self,
         weights: ModelWeights,
-        *,
-        schedule: AveragingSchedule,
         peers: Everyone,
+        *,
         codec: WeightCodec | None = None,
         rule: TakeMean | None = None,
-        start_step: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
         averages_state: bool = False,
-        weight: float = 1.0,
         notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
         self.rule = rule or TakeMean()
-        self._weights, self._schedule, self._peers = weights, schedule, peers
+        self._weights, self._peers = weights, peers
         self._codec = None
         if codec is not None:
             self.rule.changes()
             self._codec = EncodedChanges(self.rule.anchor, codec, peers)
-        self._start_step = self._averaged_at_step = start_step
         self._optimizer, self._averages_state = optimizer, averages_state
-        self._weight = weight
         self._notify, self._was_told = notify, False
-        self._num_steps = self._num_averages = 0
-        self._schedule_state = dict(schedule.initial_state())
-        self._encode_s = 0.0
 
     @override
-    def averaging_weight(self) -> float:
-        return self._weight
+    def begin(self) -> None:
+        self.rule.begin()
 
     @override
-    def replicas_agree(self) -> bool:
-        return self._num_steps <= self._averaged_at_step
-
-    @override
-    def on_backward_begins(self, *, synchronised: bool) -> None:
-        """The anchor is taken as late as can be: the user may load weights after attaching."""
-        self._begin()
-
-    @override
-    def on_before_step(self) -> None:
-        self._begin()
-
-    @override
-    def on_after_step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps <= self._start_step:
-            return
-        period = self._schedule.period(self._num_steps - self._start_step, self._schedule_state)
-        if self._num_steps - self._averaged_at_step >= period:
-            self.average()
-            self._averaged_at_step = self._num_steps
-
-    def average(self) -> None:
-        """Average now. Collective."""
-        peers, weight = self._peers, self._weight
+    def merge(self, *, measures_drift: bool) -> Drift:
+        driver, stream = self._peers.driver, self._peers.stream
         tensors, changes = self._weights.tensors(), None
-        before = self._copies() if self._schedule.measures_drift else []
+        before = self._copies() if measures_drift else []
         if self._codec is not None:
-            changes = self._codec.mean(self.rule.changes(), weight=weight)
+            spent_s = sum(each.encode_s for each in self._reductions)
+            changes = self._codec.mean(self.rule.changes())
+            self.encode_s += sum(each.encode_s for each in self._reductions) - spent_s
             # Statistics travel as they are: a difference could take them out of their range.
             tensors = [tensors[place] for place in self._weights.positions_of_statistics()]
         if tensors:
-            self._encode_s += average_(
-                tensors, tensors, driver=peers.driver, stream=peers.stream, weight=weight
-            )
-        self._weights.average_counters_(peers.driver, peers.stream)
-        if before:
-            self._measure_drift(before, changes)
+            self.encode_s += average_(tensors, tensors, driver=driver, stream=stream, weight=1.0)
+        self._weights.average_counters_(driver, stream)
+        drift = self._drift(before, changes) if measures_drift else Drift()
         begin_s = time.perf_counter()
         self.rule.merge_(changes)
-        self._encode_s += time.perf_counter() - begin_s
+        self.encode_s += time.perf_counter() - begin_s
         if self._averages_state and self._optimizer is not None:
-            self._encode_s += average_optimizer_state_(
+            self.encode_s += average_optimizer_state_(
                 self._optimizer,
                 self._weights.parameters,
-                driver=peers.driver,
-                stream=peers.stream,
-                weight=weight,
+                driver=driver,
+                stream=stream,
+                weight=1.0,
                 notify=self._notify_once,
             )
-        self._num_averages += 1
+        return drift
 
     def _copies(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._weights.parameters.values()]
 
-    def _measure_drift(
+    def _drift(
         self, before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor] | None
-    ) -> None:
-        """Tell the schedule how far ranks were apart, in words that all of them hear alike."""
+    ) -> Drift:
         means = (
             self._weights.parameters.values()
             if changes is None
@@ -341,46 +357,127 @@ class PeriodicAverage(Callback):
         )
         lr = 1.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
         measured = self._peers.launch(gather_values([squared, lr])).wait()
-        drift, lr = np.mean(measured, axis=0).tolist()
-        self._schedule_state = dict(
-            self._schedule.after_average(self._schedule_state, drift=drift, lr=lr)
-        )
+        return Drift(*np.mean(measured, axis=0).tolist())
 
     def _notify_once(self, remark: str) -> None:
         if not self._was_told:
             self._was_told = True
             self._notify(remark)
 
-    def _begin(self) -> None:
-        if self._num_steps >= self._start_step:
-            self.rule.begin()
-
     @property
     def _reductions(self) -> list[SparseReduction]:
         return [] if self._codec is None else self._codec.reductions
 
     @override
-    def counters(self) -> dict[str, float]:
-        encode_s = self._encode_s + sum(reduction.encode_s for reduction in self._reductions)
-        return {"exchanges": self._num_averages, "encode_s": encode_s}
-
-    @override
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        state: dict[str, dict[str, Any]] = {
-            "additive": {},
-            "local": {},
-            "replicated": {
-                "num_steps": self._num_steps,
-                "num_averages": self._num_averages,
-                "averaged_at_step": self._averaged_at_step,
-                **{f"schedule/{key}": value for key, value in self._schedule_state.items()},
-                **self.rule.state(),
-            },
-        }
+    def state(self) -> CallbackState:
+        state: CallbackState = {"additive": {}, "local": {}, "replicated": self.rule.state()}
         for reduction in self._reductions:
             state["additive"] |= reduction.additive_state()
             state["local"] |= reduction.local_state()
         return state
+
+    @override
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        owed = {k: v.shape for each in self._reductions for k, v in each.additive_state().items()}
+        if owed != {key: value.shape for key, value in state["additive"].items()}:
+            raise CheckpointError(
+                "what is owed of changes was saved with another model or codec; resume with the"
+                " same ones"
+            )
+        self.rule.load(state["replicated"])
+        for reduction in self._reductions:
+            reduction.load(state["additive"], state["local"])
+
+
+class PeriodicAverage(Callback):
+    """An average after the optimizer steps that a schedule says.
+
+    Args:
+        exchange: with whom, and what becomes of it.
+        schedule: after which steps.
+        start_step: steps before the first local one, >= 0; until then all ranks hold the same.
+
+    Attributes:
+        exchange: as given.
+    """
+
+    def __init__(
+        self, exchange: WeightExchange, schedule: AveragingSchedule, *, start_step: int = 0
+    ) -> None:
+        self.state_key = exchange.state_key  # type: ignore[misc]  # each its own
+        self.exchange = exchange
+        self._schedule, self._schedule_state = schedule, dict(schedule.initial_state())
+        self._start_step = self._averaged_at_step = start_step
+        self._num_steps = self._num_averages = 0
+        self._launched = False
+
+    @override
+    def averaging_weight(self) -> float:
+        return self.exchange.weight
+
+    @override
+    def replicas_agree(self) -> bool:
+        return self.exchange.brings_together and self._num_steps <= self._averaged_at_step
+
+    # What is taken of weights as training begins is taken as late as can be: the user may load
+    # others after attaching. Of several passes in a step the first one counts, since until the step
+    # the weights stay what they are.
+
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        self._before("backward")
+
+    @override
+    def on_before_step(self) -> None:
+        self._before("backward", "step")  # for a rank that ran no backward pass, too
+
+    @override
+    def on_closure(self) -> None:
+        self._before("step")
+
+    def _before(self, *moments: str) -> None:
+        if self._num_steps >= self._start_step:
+            self.exchange.begin()
+            if self.exchange.leaves_at in moments and self._is_due(self._num_steps + 1):
+                self._launch()
+
+    @override
+    def on_after_step(self) -> None:
+        self._num_steps += 1
+        if not self._is_due(self._num_steps):
+            return
+        self._launch()
+        drift = self.exchange.merge(measures_drift=self._schedule.measures_drift)
+        self._launched = False
+        self._schedule_state = dict(self._schedule.after_average(self._schedule_state, drift))
+        self._num_averages += 1
+        self._averaged_at_step = self._num_steps
+
+    def _is_due(self, num_steps: int) -> bool:
+        num_local = num_steps - self._start_step
+        return num_local > 0 and num_steps - self._averaged_at_step >= self._schedule.period(
+            num_local, self._schedule_state
+        )
+
+    def _launch(self) -> None:
+        if not self._launched:
+            self.exchange.launch(self._num_averages)
+            self._launched = True
+
+    @override
+    def counters(self) -> dict[str, float]:
+        return {"exchanges": self._num_averages, "encode_s": self.exchange.encode_s}
+
+    @override
+    def state_dict(self) -> CallbackState:
+        state = self.exchange.state()
+        counts = {
+            "num_steps": self._num_steps,
+            "num_averages": self._num_averages,
+            "averaged_at_step": self._averaged_at_step,
+        }
+        remembered = {f"schedule/{key}": value for key, value in self._schedule_state.items()}
+        return {**state, "replicated": state.get("replicated", {}) | counts | remembered}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -389,15 +486,7 @@ class PeriodicAverage(Callback):
             raise CheckpointError(
                 "the state lacks 'averaged_at_step'; it was saved by another strategy"
             )
-        owed = {k: v.shape for each in self._reductions for k, v in each.additive_state().items()}
-        if owed != {key: value.shape for key, value in state["additive"].items()}:
-            raise CheckpointError(
-                "what is owed of changes was saved with another model or codec; resume with the"
-                " same ones"
-            )
-        self.rule.load(saved)
-        for reduction in self._reductions:
-            reduction.load(state["additive"], state["local"])
+        self.exchange.load(state)
         # A schedule that the run was not saved with begins anew.
         self._schedule_state = {
             key: float(saved.get(f"schedule/{key}", value))
@@ -409,4 +498,4 @@ class PeriodicAverage(Callback):
 
     @override
     def close(self) -> None:
-        """The weights stay as they are: the user's."""
+        self.exchange.close()

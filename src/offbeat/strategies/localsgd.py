@@ -41,6 +41,7 @@ from offbeat.averaging.periodic import (
     AveragingSchedule,
     Everyone,
     GrowingPeriod,
+    MeanOfAll,
     PeriodicAverage,
 )
 from offbeat.averaging.start_phase import StartPhase
@@ -254,17 +255,16 @@ class LocalSGD(AveragingStrategy):
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         if outer is None and codec is not None:
             outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
-        average = PeriodicAverage(
+        mean = MeanOfAll(
             weights,
-            schedule=self.schedule,
-            peers=Everyone(context.driver, context.new_stream()),
+            Everyone(context.driver, context.new_stream()),
             codec=codec,
             rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
-            start_step=self.start_step,
             optimizer=context.optimizer,
             averages_state=self.averages_state,
             notify=context.notify,
         )
+        average = PeriodicAverage(mean, self.schedule, start_step=self.start_step)
         return [*self._gradient_phase(context), average]
 
     def _gradient_phase(self, context: Context) -> list[Callback]:
