@@ -28,7 +28,7 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import WeightCodec
+from offbeat.codec.topk_codec import TopKCodec, WeightCodec
 from offbeat.codec.value_codecs import ValueCodec, WireValues
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
@@ -52,7 +52,7 @@ class Halves(ValueCodec):
         return (codes.astype(np.float32) - 8) / 2
 
 
-HALVES = WeightCodec(density=1.0, values=Halves())
+HALVES = WeightCodec(density=1.0, entries=TopKCodec(values=Halves()))
 
 
 class OnSteps(AveragingSchedule):
@@ -152,8 +152,17 @@ def test_what_a_schedule_remembers_is_resumed() -> None:
     assert made[-1].counters()["exchanges"] == 3
 
 
+def test_a_state_that_does_not_say_when_the_last_average_was_follows_the_schedule() -> None:
+    strategy = Composed(schedule=GrowingPeriod(4, warmup=2), codec=None)
+    _, state = train(strategy, [1.0] * 7)
+    saved = state["parts"]["periodic_average"]["replicated"]
+    assert saved.pop("averaged_at_step") == 5
+    train(strategy, [], state)
+    assert made[-1].state_dict()["replicated"]["averaged_at_step"] == 5
+
+
 def test_what_is_owed_fades_by_the_decay() -> None:
-    codec = WeightCodec(density=1.0, values=Halves(), decay=0.5)
+    codec = WeightCodec(density=1.0, decay=0.5, entries=HALVES.entries)
     net, state = train(Composed(codec=codec), [0.75, 1.0])
     # 0.75 is sent as 1.0, which leaves -0.25, of which -0.125 is left; then 0.875 is sent as 1.0.
     assert net.weight.item() == 2.0

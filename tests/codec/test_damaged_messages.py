@@ -43,7 +43,7 @@ def message(codec: TopKCodec, indices: list[int], num_elements: int = NUM_ELEMEN
 CODECS = {
     **{name: TopKCodec(values=name) for name in VALUE_CODECS},
     "float64": TopKCodec(values=Float64Values()),
-    **WEIGHT_CODECS,
+    **{name: codec.entries for name, codec in WEIGHT_CODECS.items()},
 }
 
 

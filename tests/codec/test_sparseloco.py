@@ -83,10 +83,10 @@ def test_a_message_takes_a_quarter_of_a_bit_an_element() -> None:
     """14 bits for each 64th, and 2 bytes a chunk: .22 bits."""
     codec, n = SparseLoCo(), 1 << 20
     change = drawn(n)
-    picked = codec.selector.select(
+    picked = codec.entries.selector.select(
         change, torch.zeros(n), k=round(codec.density * n), weight=1.0, state={}
     ).sparse
-    wire = codec.wire(n, num_parameters=1, dtype=np.dtype(np.float32))
+    wire = codec.entries.wire(n, num_parameters=1, dtype=np.dtype(np.float32))
     payload, lost = wire.encode(picked, TALLY)
     assert 0.22 < 8 * len(payload) / n < 0.225
     assert len(payload) == pytest.approx(wire.pair_bytes(len(picked)) * len(picked), rel=0.01)
@@ -98,7 +98,7 @@ def test_a_message_takes_a_quarter_of_a_bit_an_element() -> None:
 
 
 def test_an_empty_message_has_no_levels() -> None:
-    codec = SparseLoCo()
+    codec = SparseLoCo().entries
     wire = codec.wire(100, num_parameters=1, dtype=np.dtype(np.float32))
     decoded, _ = wire.decode(wire.encode(Sparse.empty(100, np.float32), TALLY)[0])
     assert len(decoded) == 0

@@ -66,7 +66,7 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "local sgd after k-fac": offbeat.LocalSGD(period=2, start_step=3, start="spdkfac"),
     "post-local diloco": offbeat.LocalSGD(period=2, start_step=1, outer=offbeat.Outer(lr=0.5)),
     "local sgd over few changes": offbeat.LocalSGD(
-        period=2, codec=offbeat.WeightCodec(density=0.1, values="float8", selector="reuse")
+        period=2, codec=offbeat.WeightCodec(density=0.1, entries="reuse+float8")
     ),
 }
 STRATEGIES |= {

@@ -55,7 +55,7 @@ def strategies(world_size: int) -> dict[str, AveragingStrategy]:
 OVER_CODECS: dict[str, AveragingStrategy] = {
     "few changes": offbeat.LocalSGD(
         period=2,
-        codec=offbeat.WeightCodec(density=0.1, values="float8", selector="reuse"),
+        codec=offbeat.WeightCodec(density=0.1, entries="reuse+float8"),
         outer="diloco",
     ),
     **{f"over {name}": offbeat.LocalSGD(period=2, codec=name) for name in WEIGHT_CODECS},
@@ -350,12 +350,12 @@ def moved_or_owed(rank: int, world_size: int) -> dict[str, Any]:
 
 CODECS = {
     "exact": offbeat.WeightCodec(density=0.1),
-    "all in bfloat16": offbeat.WeightCodec(density=1.0, values="bfloat16"),
+    "all in bfloat16": offbeat.WeightCodec(density=1.0, entries="bfloat16"),
     "chunks in 2 bits": offbeat.WeightCodec(
         density=1 / 8,
-        selector=ChunkSelector(64),
-        values=LevelValues(bits=2),
-        indices=ChunkIndices(64),
+        entries=offbeat.TopKCodec(
+            selector=ChunkSelector(64), values=LevelValues(bits=2), indices=ChunkIndices(64)
+        ),
     ),
 }
 

@@ -176,16 +176,19 @@ class EncodedChanges:
 
 
 def _reduction(bucket: Bucket, codec: WeightCodec, peers: Everyone) -> SparseReduction:
-    flat, n = bucket.flat, bucket.num_elements
+    flat, entries, n = bucket.flat, codec.entries, bucket.num_elements
     plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=topk_sum)
+    feedback = ErrorFeedback(
+        n, dtype=flat.dtype, device=flat.device, selector=entries.selector, decay=codec.decay
+    )
+    double = flat.dtype == torch.float64
+    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
     return SparseReduction(
         bucket,
-        ErrorFeedback(
-            n, dtype=flat.dtype, device=flat.device, selector=codec.selector, decay=codec.decay
-        ),
+        feedback,
         driver=peers.driver,
         stream=peers.stream,
-        wire=codec.wire(n, num_parameters=len(bucket.indices), dtype=np.dtype(str(flat.dtype)[6:])),
+        wire=entries.wire(n, num_parameters=len(bucket.indices), dtype=dtype),
         plan=lambda: plan,
     )
 
@@ -482,19 +485,28 @@ class PeriodicAverage(Callback):
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
-        if "averaged_at_step" not in saved:
-            raise CheckpointError(
-                "the state lacks 'averaged_at_step'; it was saved by another strategy"
-            )
+        if "num_steps" not in saved:
+            raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
         self.exchange.load(state)
         # A schedule that the run was not saved with begins anew.
         self._schedule_state = {
             key: float(saved.get(f"schedule/{key}", value))
             for key, value in self._schedule.initial_state().items()
         }
-        self._num_steps, self._num_averages, self._averaged_at_step = (
-            int(saved[key]) for key in ("num_steps", "num_averages", "averaged_at_step")
-        )
+        self._num_steps = int(saved["num_steps"])
+        self._num_averages = int(saved["num_averages"])
+        self._averaged_at_step = int(saved.get("averaged_at_step", self._last()))
+
+    def _last(self) -> int:
+        """After which step the last average was, if the schedule always knew what it knows now: for
+        simulations that begin at a later step than training does.
+        """
+        last = self._start_step
+        for step in range(last + 1, self._num_steps + 1):
+            num_local = step - self._start_step
+            if step - last >= self._schedule.period(num_local, self._schedule_state):
+                last = step
+        return last
 
     @override
     def close(self) -> None:

@@ -24,7 +24,7 @@ from offbeat.codec.index_codecs import CodedIndices, IndexCodec
 from offbeat.codec.select import Selection
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
-from offbeat.codec.topk_codec import WeightCodec
+from offbeat.codec.topk_codec import TopKCodec, WeightCodec
 from offbeat.codec.value_codecs import ValueCodec, WireValues, pack, unpack
 from offbeat.errors import WireError
 
@@ -35,13 +35,12 @@ class SparseLoCo(WeightCodec):
     """
 
     def __init__(self) -> None:
-        super().__init__(
-            density=1 / 64,
-            decay=0.95,
+        entries = TopKCodec(
             selector=ChunkSelector(4096),
             values=LevelValues(bits=2),
             indices=ChunkIndices(4096),
         )
+        super().__init__(density=1 / 64, decay=0.95, entries=entries)
 
 
 class ChunkSelector(Selector):

@@ -125,8 +125,8 @@ class LocalSGD(AveragingStrategy):
             the weights, which multiplies the bytes; "local": they stay the rank's own; None:
             "averaged", and "local" with `start_step`, `outer` or `codec`.
         codec: how changes of weights since the last average travel: the name of a codec, or a
-            `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, values="bfloat16")`; what does
-            not travel is owed. None: weights travel whole.
+            `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
+            does not travel is owed. None: weights travel whole.
     """
 
     name: ClassVar[str] = "localsgd"
