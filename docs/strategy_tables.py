@@ -9,8 +9,8 @@ A page says where a table belongs, and everything between the two marks is writt
     <!-- end of options -->            <!-- end of list -->
 
 `<!-- options of gtopk beside topk -->` leaves out options that the other strategy has alike, and
-names them. With `--check` nothing is written, and the exit status says whether a page is out of
-date.
+names them. `<!-- objects of localsgd -->` is a table of the objects that options take by name. With
+`--check` nothing is written, and the exit status says whether a page is out of date.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import offbeat
 from offbeat.codec.topk_codec import SELECTORS
@@ -38,6 +39,7 @@ _OPTIONS = re.compile(
     r"<!-- options of (\w+)(?: beside (\w+))? -->\n.*?<!-- end of options -->", re.DOTALL
 )
 _SELECTORS = re.compile(r"<!-- selectors -->\n.*?<!-- end of selectors -->", re.DOTALL)
+_OBJECTS = re.compile(r"<!-- objects of (\w+) -->\n.*?<!-- end of objects -->", re.DOTALL)
 _LIST = re.compile(r"<!-- list of strategies -->\n.*?<!-- end of list -->", re.DOTALL)
 
 
@@ -54,8 +56,12 @@ def written(page: Path) -> str:
         lines = "\n".join(_options(mark[1], mark[2]))
         return f"{opening}\n\n{lines}\n\n<!-- end of options -->"
 
+    def objects(mark: re.Match[str]) -> str:
+        lines = "\n".join(_object_rows(mark[1]))
+        return f"<!-- objects of {mark[1]} -->\n\n{lines}\n\n<!-- end of objects -->"
+
     rows = "\n".join(_strategy_rows())
-    text = _OPTIONS.sub(options, page.read_text())
+    text = _OBJECTS.sub(objects, _OPTIONS.sub(options, page.read_text()))
     selectors = "\n".join(_selector_rows())
     selectors = f"<!-- selectors -->\n\n{selectors}\n\n<!-- end of selectors -->"
     text = _SELECTORS.sub(lambda mark: selectors, text)
@@ -106,6 +112,17 @@ def _selector_rows() -> Iterator[str]:
         yield f'| `"{name}"` | {description} |'
 
 
+def _object_rows(name: str) -> Iterator[str]:
+    yield "| option | name | what it is |"
+    yield "|---|---|---|"
+    for option in describe_options(REGISTRY[name]):
+        for hint in typing.get_args(option.hint):
+            named = typing.get_args(hint)[-1] if typing.get_origin(hint) is Annotated else {}
+            for key in named:
+                text = re.sub(r"\s+", " ", (inspect.getdoc(named[key]) or "").split("\n\n", 1)[0])
+                yield f'| `{option.name}` | `"{key}"` | {text} |'
+
+
 def _strategy_rows() -> Iterator[str]:
     yield "| class | command line | what it does | paper |"
     yield "|---|---|---|---|"
@@ -122,6 +139,8 @@ def _allowed(hint: object) -> str:
         return ", ".join(f"`{_literal(value)}`" for value in typing.get_args(hint))
     if hint is type(None):
         return "`None`"
+    if typing.get_origin(hint) is Annotated:
+        return ", ".join(f'`"{name}"`' for name in typing.get_args(hint)[-1])
     if typing.get_origin(hint) is tuple:
         return "a tuple"
     if hint is bool:

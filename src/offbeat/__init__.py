@@ -21,6 +21,7 @@ from offbeat.strategies.registry import REGISTRY as _REGISTRY
 
 if TYPE_CHECKING:  # type checkers read no table; a test compares these lines with it
     from offbeat.codec.topk_codec import TopKCodec as TopKCodec
+    from offbeat.codec.topk_codec import WeightCodec as WeightCodec
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.run.own_record import Recorder as Recorder
     from offbeat.session.attach import attach as attach
@@ -59,6 +60,7 @@ _HOMES = {
     "Schedule": "offbeat.strategies.schedules",
     "Session": "offbeat.session.session",
     "TopKCodec": "offbeat.codec.topk_codec",
+    "WeightCodec": "offbeat.codec.topk_codec",
     "attach": "offbeat.session.attach",
     "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",

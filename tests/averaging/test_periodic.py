@@ -2,71 +2,79 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
 import offbeat
+from offbeat.averaging.adaptive_period import AdaptivePeriod
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import (
-    Dense,
+    AveragingSchedule,
+    Drift,
     Everyone,
     GrowingPeriod,
+    MeanOfAll,
     PeriodicAverage,
     TakeMean,
-    WeightCodec,
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.errors import ConfigError
+from offbeat.codec.topk_codec import TopKCodec, WeightCodec
+from offbeat.codec.value_codecs import ValueCodec, WireValues
+from offbeat.errors import CheckpointError, ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.weights.model_weights import ModelWeights
 
 
-class Halves:
-    """Sends multiples of 1/2 alone, and owes the rest."""
+class Halves(ValueCodec):
+    """Multiples of 1/2 alone, up to 4, in 4 bits."""
 
-    of_changes: ClassVar[bool] = True
+    code, bits = 131, 4
 
-    def __init__(self) -> None:
-        self.owed: list[torch.Tensor] = []
+    @override
+    def encode(self, values: NDArray[np.floating]) -> WireValues:
+        codes = (np.round(2 * values) + 8).astype(np.uint8)
+        codes = np.append(codes, np.zeros(codes.size % 2, np.uint8))
+        return codes[::2] | codes[1::2] << 4
 
-    def mean_(self, tensors: Sequence[torch.Tensor], peers: Everyone, *, weight: float) -> float:
-        for tensor, owed in zip(tensors, self.owed or [0.0] * len(tensors), strict=True):
-            tensor.add_(owed)
-        whole = [torch.round(2 * tensor) / 2 for tensor in tensors]
-        self.owed = [tensor - sent for tensor, sent in zip(tensors, whole, strict=True)]
-        for tensor, sent in zip(tensors, whole, strict=True):
-            tensor.copy_(sent)
-        return Dense().mean_(tensors, peers, weight=weight)
-
-    def state(self) -> Mapping[str, Any]:
-        return {str(place): owed for place, owed in enumerate(self.owed)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.owed = list(state.values())
+    @override
+    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
+        codes = np.stack([coded & 15, coded >> 4], axis=1).reshape(-1)[:count]
+        return (codes.astype(np.float32) - 8) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnSteps:
-    """After the steps that are named."""
-
-    steps: tuple[int, ...]
-    start_step: int = 0
-
-    def is_due(self, num_steps: int, last: int) -> bool:
-        return num_steps in self.steps
-
-    def last(self, num_steps: int) -> int:
-        return max((step for step in self.steps if step <= num_steps), default=0)
+HALVES = WeightCodec(density=1.0, entries=TopKCodec(values=Halves()))
 
 
-EACH_STEP = GrowingPeriod(period=1)
+class OnSteps(AveragingSchedule):
+    """After the steps that are named, and remembers how many of them are over."""
+
+    measures_drift = True
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    @override
+    def initial_state(self) -> Mapping[str, float]:
+        return {"num": 0}
+
+    @override
+    def period(self, num_steps: int, state: Mapping[str, float]) -> int:
+        return 1 if self.steps[int(state["num"]) :][:1] == (num_steps,) else num_steps + 1
+
+    @override
+    def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
+        assert drift == (0.0, 1.0), "a rank alone is where the mean is"
+        return {"num": state["num"] + 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +82,23 @@ class Composed(AveragingStrategy):
     """A periodic average of the objects that are given."""
 
     name = "composed"
-    schedule: Any = EACH_STEP
-    lossy: bool = True
+    schedule: AveragingSchedule = GrowingPeriod(1)  # noqa: RUF009 - it holds no state
+    codec: WeightCodec | None = HALVES
     keeps_anchor: bool = True
 
     @override
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         plain = partial(torch.optim.SGD, lr=1.0)
-        codec: WeightCodec = Halves() if self.lossy else Dense()
-        average = PeriodicAverage(
+        mean = MeanOfAll(
             weights,
-            schedule=self.schedule,
-            peers=Everyone(context.driver, context.new_stream()),
-            codec=codec,
+            Everyone(context.driver, context.new_stream()),
+            codec=self.codec,
+            optimizer=context.optimizer,
             rule=OuterOptimizer(context.parameters, make=plain)
             if self.keeps_anchor
             else TakeMean(),
         )
+        average = PeriodicAverage(mean, self.schedule)
         made.append(average)
         return [average]
 
@@ -98,16 +106,20 @@ class Composed(AveragingStrategy):
 made: list[PeriodicAverage] = []
 
 
-def train(strategy: Composed, steps: Sequence[float]) -> tuple[torch.nn.Linear, Any]:
+def train(
+    strategy: AveragingStrategy, steps: Sequence[float], state: Any = None
+) -> tuple[torch.nn.Linear, Any]:
     """In a world of one: the weight begins with 0, and each step adds one of `steps`."""
     net = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(net.weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     with offbeat.attach(net, optimizer, strategy, finish="keep") as session:
+        if state is not None:
+            session.load_state_dict(state)
         for step in steps:
             net.weight.grad = torch.full_like(net.weight, -step)
             optimizer.step()
-        return net, session.state_dict()
+        return net, copy.deepcopy(session.state_dict())
 
 
 def test_a_codec_that_drops_something_is_given_changes_and_its_rest_arrives_later() -> None:
@@ -119,14 +131,81 @@ def test_a_codec_that_drops_something_is_given_changes_and_its_rest_arrives_late
 
 
 def test_the_anchor_is_where_the_last_average_left_the_weights() -> None:
-    net, _ = train(Composed(schedule=OnSteps(steps=(1,)), lossy=False), [2.0, 3.0])
+    net, _ = train(Composed(schedule=OnSteps(1), codec=None), [2.0, 3.0])
     assert net.weight.item() == 5.0
-    assert made[-1].rule.anchor["weight"].item() == 2.0
+    mean = made[-1].exchange
+    assert isinstance(mean, MeanOfAll)
+    assert mean.rule.anchor["weight"].item() == 2.0
 
 
 def test_weights_are_averaged_after_the_steps_of_the_schedule_and_no_others() -> None:
-    train(Composed(schedule=OnSteps(steps=(2, 3, 7))), [1.0] * 6)
+    train(Composed(schedule=OnSteps(2, 3, 7)), [1.0] * 6)
     assert made[-1].counters()["exchanges"] == 2
+
+
+def test_what_a_schedule_remembers_is_resumed() -> None:
+    strategy = Composed(schedule=OnSteps(2, 3, 7))
+    _, state = train(strategy, [1.0] * 4)
+    train(strategy, [1.0] * 2, state)
+    assert made[-1].counters()["exchanges"] == 2
+    train(strategy, [1.0] * 3, state)
+    assert made[-1].counters()["exchanges"] == 3
+
+
+def test_a_state_that_does_not_say_when_the_last_average_was_follows_the_schedule() -> None:
+    strategy = Composed(schedule=GrowingPeriod(4, warmup=2), codec=None)
+    _, state = train(strategy, [1.0] * 7)
+    saved = state["callbacks"]["periodic_average"]["replicated"]
+    assert saved.pop("averaged_at_step") == 5
+    train(strategy, [], state)
+    assert made[-1].state_dict()["replicated"]["averaged_at_step"] == 5
+
+
+def test_what_is_owed_fades_by_the_decay() -> None:
+    codec = WeightCodec(density=1.0, decay=0.5, entries=HALVES.entries)
+    net, state = train(Composed(codec=codec), [0.75, 1.0])
+    # 0.75 is sent as 1.0, which leaves -0.25, of which -0.125 is left; then 0.875 is sent as 1.0.
+    assert net.weight.item() == 2.0
+    (owed,) = state["callbacks"]["periodic_average"]["additive"].values()
+    assert owed.item() == -0.125 / 2
+
+
+def test_the_state_of_another_codec_is_refused() -> None:
+    _, state = train(Composed(), [1.0])
+    with pytest.raises(CheckpointError, match="another model or codec"):
+        train(Composed(codec=None), [], state)
+
+
+def test_a_period_grows_where_ranks_stay_near_and_shrinks_where_they_do_not() -> None:
+    schedule = AdaptivePeriod(first=4, num_measured=2)
+    state = schedule.initial_state()
+    periods = []
+    for drift in [(2.0, 1.0), (4.0, 1.0), (3.0, 1.0), (2.0, 1.0), (2.0, 0.1), (0.0, 0.1)]:
+        state = schedule.after_average(state, Drift(*drift))
+        periods.append(schedule.period(10, state))
+    # The usual drift is 3 times the learning rate.
+    assert periods == [4, 4, 4, 5, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "sparselocos"}, "did you mean 'sparseloco'"),
+        ({"codec": offbeat.TopKCodec()}, "codec must be a WeightCodec"),
+        ({"period": "adaptiv"}, "did you mean 'adaptive'"),
+        ({"period": 0}, "at least 1"),
+        ({"period": "adaptive", "warmup": 3}, "says it itself"),
+    ],
+)
+def test_objects_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offbeat.LocalSGD(**options)
+
+
+@pytest.mark.parametrize("options", [{"density": 0.0}, {"density": 2.0}, {"decay": 0.0}])
+def test_a_codec_of_nothing_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"in \(0, 1\]"):
+        offbeat.WeightCodec(**({"density": 0.5} | options))
 
 
 def test_a_codec_that_drops_something_needs_an_anchor() -> None:

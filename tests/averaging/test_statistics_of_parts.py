@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import offbeat
-from offbeat.averaging.gossip import NeighbourAverage
-from offbeat.averaging.periodic import Everyone
+from offbeat.averaging.gossip import NeighbourMean
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.transport.driver import Driver, Finished, Stream, Ticket
 from offbeat.transport.operations import Operation, Recv
 from offbeat.weights.model_weights import BufferNames, ModelWeights
@@ -43,9 +43,9 @@ def test_neighbours_that_meet_while_batches_are_accumulated() -> None:
         buffers=lambda: {"variance": variance},
         chosen=BufferNames(("variance",)),
     )
-    part = NeighbourAverage(
-        weights, Everyone(FixedPeer([3.0, 2.0]), Stream(1)), row={0: 0.5, 1: 0.5}
-    )
+    peers = Everyone(FixedPeer([3.0, 2.0]), Stream(1))
+    mean = NeighbourMean(weights, peers, row={0: 0.5, 1: 0.5})
+    part = PeriodicAverage(mean, GrowingPeriod(1))
     part.on_backward_begins(synchronised=True)
     variance.fill_(4.0)
     with torch.no_grad():

@@ -15,49 +15,53 @@ from offbeat.codec.model_wire import MessageKind, ModelMessage, Note
 from offbeat.codec.row_sets import decode_rows, encode_rows
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import (
-    BFloat16Values,
-    Float8Values,
-    Float32Values,
-    Float64Values,
-    ValueCodec,
-)
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.value_codecs import VALUE_CODECS, Float64Values
 from offbeat.codec.wire import Wire
 from offbeat.errors import WireError
+from offbeat.strategies.registry import WEIGHT_CODECS
 
 MIB = 1 << 20
 NUM_ELEMENTS = 1 << 20
 TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(3, np.bool_))
 
 
-def wire_of(values: ValueCodec, num_elements: int = NUM_ELEMENTS) -> Wire:
-    return Wire(
-        num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32), values=values
-    )
+def wire_of(codec: TopKCodec, num_elements: int = NUM_ELEMENTS) -> Wire:
+    wire = codec.wire(num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+    return replace(wire, values=codec.values)  # for float64 too
 
 
-def message(values: ValueCodec, indices: list[int], num_elements: int = NUM_ELEMENTS) -> bytes:
+def message(codec: TopKCodec, indices: list[int], num_elements: int = NUM_ELEMENTS) -> bytes:
     sparse = Sparse(
         indices=np.array(indices, np.int64),
         values=np.arange(1, len(indices) + 1, dtype=np.float32),
         num_elements=num_elements,
     )
-    return wire_of(values, num_elements).encode(sparse, TALLY)[0]
+    return wire_of(codec, num_elements).encode(sparse, TALLY)[0]
 
 
-@pytest.mark.parametrize(
-    "values", [Float32Values(), Float64Values(), BFloat16Values(), Float8Values()], ids=repr
-)
+CODECS = {
+    **{name: TopKCodec(values=name) for name in VALUE_CODECS},
+    "float64": TopKCodec(values=Float64Values()),
+    **{name: codec.entries for name, codec in WEIGHT_CODECS.items()},
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("num_elements", [64, NUM_ELEMENTS, 1 << 40])
 @given(data=st.data())
 def test_a_sparse_message_is_read_or_refused(
-    values: ValueCodec, num_elements: int, data: st.DataObject
+    name: str, num_elements: int, data: st.DataObject
 ) -> None:
-    near = [1, 2, 70_000] if num_elements > 64 else list(range(0, 64, 3))  # which is a bitmap
+    codec = CODECS[name]
+    if name in WEIGHT_CODECS:
+        num_elements = min(num_elements, NUM_ELEMENTS)  # they may have some bytes for each chunk
+    near = [1, 2, 70_000] if num_elements > 64 else list(range(0, 64, 3))
     far = [5, num_elements - 1]
-    content = message(values, data.draw(st.sampled_from([[], near, far])), num_elements)
+    everything = list(range(64)) if num_elements == 64 else near
+    content = message(codec, data.draw(st.sampled_from([[], near, far, everything])), num_elements)
     payload = data.draw(altered_bytes(content) | st.binary(max_size=80))
-    wire = wire_of(values, num_elements)
+    wire = wire_of(codec, num_elements)
 
     def read() -> None:
         sparse, _ = wire.decode(payload)
@@ -72,10 +76,10 @@ def test_a_sparse_message_is_read_or_refused(
 
 @pytest.mark.parametrize("count", [1 << 31, 1 << 62, (1 << 64) - 1])
 def test_a_message_that_announces_many_values_takes_no_memory(count: int) -> None:
-    payload = bytearray(message(Float32Values(), [1, 2]))
+    payload = bytearray(message(TopKCodec(), [1, 2]))
     payload[16:24] = struct.pack("<Q", count)
     with bounded_memory(MIB), pytest.raises(WireError, match="should have"):
-        wire_of(Float32Values()).decode(payload)
+        wire_of(TopKCodec()).decode(payload)
 
 
 WHOLE = ModelMessage(

@@ -61,7 +61,7 @@ def test_each_rank_sends_the_bytes_of_a_real_exchange(
         ]
     )
     assert simulated.messages_sent == real.messages_sent
-    assert simulated.bytes_sent == pytest.approx(real.bytes_sent, rel=0.05)
+    assert simulated.bytes_sent == pytest.approx(real.bytes_sent, rel=0.07)
 
 
 @pytest.mark.parametrize("num_pairs", [10, 1000, 20_000])

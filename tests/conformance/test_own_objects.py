@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 import offbeat
-from offbeat.codec.index_codecs import CodedEntries, IndexCodec
+from offbeat.codec.index_codecs import CodedIndices, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.select import Selection
 from offbeat.codec.selectors import Selector
@@ -69,8 +69,7 @@ class RoundRobin(Selector):
 class Float16(ValueCodec):
     """2 bytes a value."""
 
-    code = 130
-    wire_dtype = np.dtype(np.float16)
+    code, bits = 130, 16
 
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
@@ -79,8 +78,8 @@ class Float16(ValueCodec):
         return on_wire
 
     @override
-    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
-        return on_wire.astype(np.float32)
+    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
+        return coded.view(np.float16).astype(np.float32)
 
 
 class Bitmap(IndexCodec):
@@ -89,29 +88,19 @@ class Bitmap(IndexCodec):
     usual_bytes = 1
 
     @override
-    def encode(
-        self, indices: NDArray[np.int64], values: WireValues, num_elements: int
-    ) -> CodedEntries:
-        sent = values != 0
+    def encode(self, indices: NDArray[np.int64], num_elements: int) -> CodedIndices:
         marks = np.zeros(num_elements, dtype=np.bool_)
-        marks[indices[sent]] = True
-        return CodedEntries(128, np.packbits(marks), values[sent])
-
-    @override
-    def num_bytes(self, layout: int, num_values: int, num_elements: int) -> int:
-        if layout != 128:
-            raise WireError(f"layout {layout} is no bitmap")
-        return -(-num_elements // 8)
+        marks[indices] = True
+        return CodedIndices(128, np.packbits(marks))
 
     @override
     def decode(
-        self, layout: int, coded: memoryview, values: WireValues, num_elements: int
-    ) -> tuple[NDArray[np.int64], WireValues]:
-        marks = np.unpackbits(np.frombuffer(coded, np.uint8), count=num_elements)
-        indices = np.flatnonzero(marks)
-        if indices.size != values.size:
-            raise WireError("a bitmap does not fit its values")
-        return indices, values
+        self, layout: int, coded: NDArray[np.uint8], count: int, num_elements: int
+    ) -> NDArray[np.int64]:
+        indices = np.flatnonzero(np.unpackbits(coded))
+        if layout != 128 or indices.size != count:
+            raise WireError("this is no bitmap of so many entries")
+        return indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,12 +142,8 @@ def test_gradients_that_stay_are_found_with_the_weights_of_their_samples() -> No
 
 
 def mean_velocity(states: list[dict[str, Any]]) -> torch.Tensor:
-    of_ranks = [
-        torch.cat(
-            [each.flatten() for each in state["callbacks"]["gradient_transform"]["additive"].values()]
-        )
-        for state in states
-    ]
+    transforms = [state["callbacks"]["gradient_transform"]["additive"] for state in states]
+    of_ranks = [torch.cat([each.flatten() for each in one.values()]) for one in transforms]
     return torch.stack(of_ranks).mean(0)
 
 

@@ -60,9 +60,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "subclass": lambda net: PlainSubclass(net.parameters(), 0.05, momentum=0.9, weight_decay=DECAY),
     "AdamW": lambda net: torch.optim.AdamW(net.parameters(), 0.003),
     "RMSprop": lambda net: torch.optim.RMSprop(net.parameters(), 0.005, weight_decay=DECAY),
-    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), 0.003, weight_decay=DECAY),
+    "NAdam": lambda net: torch.optim.NAdam(net.parameters(), 0.01, weight_decay=DECAY),
     "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), 0.03, weight_decay=DECAY),
-    "Muon": lambda net: torch.optim.Muon(matrices_by(net), 0.01),
+    "Muon": lambda net: torch.optim.Muon(matrices_by(net), 0.01, weight_decay=0.01),
 }
 
 Change = Callable[[dict[str, Any]], None]

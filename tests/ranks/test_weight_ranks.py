@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 import offbeat
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
+from offbeat.codec.sparseloco import ChunkIndices, ChunkSelector, LevelValues
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.registry import SCHEDULES, WEIGHT_CODECS
 from rank_jobs.averaging import backward, make_net, sgd, train
 from rank_jobs.regression import data, fingerprint, flat
 from ranks_support.launch import RunRanks
@@ -46,6 +49,24 @@ def assert_bytes_are_those_of_the_docstrings(
 
 
 def strategies(world_size: int) -> dict[str, AveragingStrategy]:
+    return published(world_size) | OVER_CODECS | OF_SCHEDULES
+
+
+OVER_CODECS: dict[str, AveragingStrategy] = {
+    "few changes": offbeat.LocalSGD(
+        period=2,
+        codec=offbeat.WeightCodec(density=0.1, entries="reuse+float8"),
+        outer="diloco",
+    ),
+    **{f"over {name}": offbeat.LocalSGD(period=2, codec=name) for name in WEIGHT_CODECS},
+}
+OF_SCHEDULES: dict[str, AveragingStrategy] = {
+    name: offbeat.LocalSGD(period=name) for name in SCHEDULES
+}
+
+
+def published(world_size: int) -> dict[str, AveragingStrategy]:
+    """Those that `Reference` knows."""
     return {
         "localsgd": offbeat.LocalSGD(period=3, warmup=0, optimizer_state="local"),
         "localsgd as it comes": offbeat.LocalSGD(),
@@ -171,7 +192,7 @@ def against_the_paper(rank: int, world_size: int) -> dict[str, Any]:
     as text.
     """
     results = {}
-    for label, strategy in strategies(world_size).items():
+    for label, strategy in published(world_size).items():
         reference = Reference(world_size)
         net = make_net(seed=rank)  # attach must copy rank 0's
         optimizer = sgd(net)
@@ -257,7 +278,7 @@ def mean_kept(rank: int, world_size: int) -> dict[str, Any]:
     """
     results = {}
     for label, strategy in strategies(world_size).items():
-        if label == "diloco":
+        if label in ("diloco", *OVER_CODECS):
             continue
         for dtype in (torch.float32, torch.bfloat16):
             net = make_net().to(dtype)
@@ -290,6 +311,68 @@ def test_averaging_keeps_the_mean_and_brings_ranks_together(
             after.mean(axis=0), before.mean(axis=0), atol=tolerance, err_msg=label
         )
         assert np.ptp(after, axis=0).max() <= 0.05 * np.ptp(before, axis=0).max() + 0.02, label
+
+
+def moved_or_owed(rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks move their weights apart, and average them over a codec, again and again."""
+    results: dict[str, Any] = {}
+    for label, codec in CODECS.items():
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        strategy = offbeat.LocalSGD(period=1, codec=codec)
+        total, prints = torch.zeros(num_parameters := flat(list(net.parameters())).numel()), []
+        begin = flat(list(net.parameters()))
+        with offbeat.attach(net, optimizer, strategy) as session:
+            for step in range(5):
+                generator = torch.Generator().manual_seed(100 * step + rank)
+                move = torch.randn(num_parameters, generator=generator)
+                net.zero_grad(set_to_none=True)
+                optimizer.step() if step == 0 else None  # which takes the anchor
+                with torch.no_grad():
+                    for parameter, part in zip(
+                        net.parameters(),
+                        move.split([p.numel() for p in net.parameters()]),
+                        strict=True,
+                    ):
+                        parameter.add_(part.view(parameter.shape))
+                total += move
+                optimizer.step()
+                prints.append(fingerprint(net))
+            owed = session.state_dict()["callbacks"]["periodic_average"]["additive"]
+        results[label] = {
+            "moved": total.tolist(),
+            "applied": (flat(list(net.parameters())) - begin).tolist(),
+            "owed": flat([owed[f"residual/{name}"] for name, _ in net.named_parameters()]).tolist(),
+            "prints": prints,
+        }
+    return results
+
+
+CODECS = {
+    "exact": offbeat.WeightCodec(density=0.1),
+    "all in bfloat16": offbeat.WeightCodec(density=1.0, entries="bfloat16"),
+    "chunks in 2 bits": offbeat.WeightCodec(
+        density=1 / 8,
+        entries=offbeat.TopKCodec(
+            selector=ChunkSelector(64), values=LevelValues(bits=2), indices=ChunkIndices(64)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_a_codec_does_not_apply_is_owed_and_ranks_agree(
+    run_ranks: RunRanks, world_size: int
+) -> None:
+    for label, ranks in by_label(run_ranks(moved_or_owed, world_size)).items():
+        assert all(result["prints"] == ranks[0]["prints"] for result in ranks), label
+        moved, applied, owed = (
+            np.array([result[what] for result in ranks]) for what in ("moved", "applied", "owed")
+        )
+        np.testing.assert_allclose(
+            world_size * applied[0] + owed.sum(0), moved.sum(0), atol=1e-4, err_msg=label
+        )
+        assert np.abs(applied[0]).max() > 0.5
 
 
 def averaged_model(rank: int, world_size: int) -> dict[str, Any]:
@@ -478,3 +561,42 @@ def killed(rank: int, world_size: int) -> list[int | None]:
 def test_a_killed_rank_is_named_by_every_survivor(run_ranks: RunRanks) -> None:
     results = run_ranks(killed, 3, may_die={2})
     assert results[:2] == [[2], [2]]
+
+
+def trained_on_digits(rank: int, world_size: int) -> dict[str, Any]:
+    """Over 2 bits and whole: the share of held-out digits that are read right, and bytes sent in an
+    average.
+    """
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    plain = offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False)
+    found = {}
+    for label, codec in {"whole": None, "2 bits": "sparseloco"}.items():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        draw = torch.Generator().manual_seed(rank)
+        strategy = offbeat.LocalSGD(period=5, outer=plain, codec=codec)
+        with offbeat.attach(net, optimizer, strategy) as session:
+            for _ in range(300):
+                picked = torch.randint(400, x.shape[0], (16,), generator=draw)
+                torch.nn.functional.cross_entropy(net(x[picked]), y[picked]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            stats = session.stats
+        right = (net(x[:400]).argmax(1) == y[:400]).double().mean().item()
+        found[label] = {"right": right, "bytes": stats.bytes_sent / stats.exchanges}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_64th_of_changes_in_2_bits_trains_as_well_as_whole_weights(
+    run_ranks: RunRanks, world_size: int
+) -> None:
+    """Seen: .943 against .935 on 2 ranks, .948 against .943 on 4. Held out are 400 digits, of which
+    a run reads 2% more or fewer than another one of other samples.
+    """
+    for result in run_ranks(trained_on_digits, world_size):
+        assert result["whole"]["right"] > 0.9
+        assert result["2 bits"]["right"] > result["whole"]["right"] - 0.03
+        assert result["2 bits"]["bytes"] < result["whole"]["bytes"] / 30

@@ -1,4 +1,4 @@
-"""What LocalSGD says of itself when it begins."""
+"""What LocalSGD says of itself when it begins, and how it is written."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing_extensions import override
 
 import offbeat
 from offbeat.callbacks.context import Context, Notices, stream_counter
+from offbeat.errors import ConfigError
+from offbeat.strategies.by_name import build_strategy, options_of, parse_spec
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,13 @@ def test_neither_it_nor_a_session_of_it_loads_the_modules_of_kfac() -> None:
         [sys.executable, "-c", report], check=True, capture_output=True, text=True
     ).stdout
     assert json.loads(output) == []
+
+
+def test_schedules_and_codecs_have_names_in_text() -> None:
+    name, options = parse_spec("localsgd:period=adaptive:codec=sparseloco")
+    assert build_strategy(name, options) == offbeat.LocalSGD(period="adaptive", codec="sparseloco")
+    shown = {option.name: option.allowed for option in options_of(offbeat.LocalSGD)}
+    assert shown["period"] == "whole number | adaptive"
+    assert shown["codec"] == "sparseloco | none"
+    with pytest.raises(ConfigError, match=r"'sparse'; allowed is sparseloco \| none"):
+        build_strategy("localsgd", {"codec": "sparse"})

@@ -16,7 +16,7 @@ momentum gathered so far.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -62,27 +62,29 @@ class OuterOptimizer(TakeMean):
             self._has_begun = True
 
     @override
-    def changes(self) -> list[torch.Tensor]:
-        return [
+    def changes(self) -> Iterator[torch.Tensor]:
+        return (
             _wide(self._parameters[name]) - _begun(anchor, self._parameters[name])
             for name, anchor in self.anchor.items()
-        ]
+        )
 
     @override
     def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
         """Replace the parameters by where the outer optimizer takes them.
 
-        A parameter that was frozen meanwhile stays at the mean.
+        A parameter that was frozen meanwhile stays at the mean, and is moved by nothing that was
+        owed to it.
         """
         for place, (name, anchor) in enumerate(self.anchor.items()):
             parameter = self._parameters[name]
-            mean = parameter.detach() if changes is None else anchor.detach() + changes[place]
             if parameter.requires_grad:
                 anchor.grad = (
-                    _begun(anchor, parameter) - mean if changes is None else -changes[place]
+                    _begun(anchor, parameter) - parameter.detach()
+                    if changes is None
+                    else -changes[place]
                 )
-            else:
-                anchor.detach().copy_(mean)  # and it keeps no gradient, so that it is not stepped
+            elif changes is None:
+                anchor.detach().copy_(parameter.detach())  # without a gradient it is not stepped
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)  # a gradient weighs as much as the model
         for name, anchor in self.anchor.items():

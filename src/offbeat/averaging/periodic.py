@@ -1,81 +1,112 @@
-"""All ranks' weights, averaged after some of the local steps.
+"""Weights, averaged after some of the local steps.
 
-`PeriodicAverage` is put together from four objects, each of which may be another:
+`PeriodicAverage` is put together from a schedule and an exchange, each of which may be another:
 
-    schedule    after which steps                 `GrowingPeriod`
-    peers       with whom                         `Everyone`
-    codec       how tensors travel                `Dense`
-    rule        what becomes of their mean        `TakeMean`, `averaging.outer.OuterOptimizer`
+    schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
+    exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
+                                                  `PushSum`; `averaging.central_model.CentralModel`
+
+and `MeanOfAll` from a codec and a rule:
+
+    codec       how changes travel                a `WeightCodec`; None: weights travel whole
+    rule        what becomes of the mean          `TakeMean`, `averaging.outer.OuterOptimizer`
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, CallbackState
+from offbeat.codec.option_value import OptionValue
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.tally import Tally
+from offbeat.codec.topk_codec import WeightCodec
+from offbeat.collectives.dense import gather_values
+from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError, ConfigError
+from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import Collective
-from offbeat.weights.model_weights import ModelWeights, average_
+from offbeat.weights.model_weights import ModelWeights, average_, non_finite_weights
 from offbeat.weights.optimizer_state import average_optimizer_state_
 
 T = TypeVar("T")
 
 
-class AveragingSchedule(Protocol):
-    """After which optimizer steps there is an average: the same on every rank."""
-
-    @property
-    def start_step(self) -> int:
-        """Steps before the first local one; until then all ranks hold the same weights."""
-        ...
-
-    def is_due(self, num_steps: int, last: int) -> bool:
-        """Whether there is an average after `num_steps`, where the last one was after `last`."""
-        ...
-
-    def last(self, num_steps: int) -> int:
-        """After how many of `num_steps` steps the last average was; `start_step`: none was."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowingPeriod:
-    """After every `period` steps from `start_step` on, and at first more often.
+class Drift(NamedTuple):
+    """How far ranks were apart before an average, as all of them know it.
 
     Attributes:
-        period: local steps between averages, >= 1.
-        warmup: the local steps in which the period grows by one, from 1 on, >= 0; 0: it is `period`
-            from the beginning.
-        start_step: steps before the first local one, >= 0.
-
-    >>> growing = GrowingPeriod(period=4, warmup=2)
-    >>> [growing.last(n) for n in range(11)]
-    [0, 1, 2, 3, 3, 5, 5, 5, 5, 9, 9]
+        squared: mean over ranks of the squared distance of their parameters from the mean.
+        lr: the learning rate of the optimizer's first group, mean over ranks.
     """
 
-    period: int
-    warmup: int = 0
-    start_step: int = 0
+    squared: float = 0.0
+    lr: float = 1.0
 
-    def is_due(self, num_steps: int, last: int) -> bool:
-        period, num_local = self.period, num_steps - self.start_step
-        if self.warmup:
-            period = min(period, max(1, num_local // self.warmup))
-        return num_steps - last >= period
 
-    def last(self, num_steps: int) -> int:
-        found = self.start_step
-        for step in range(self.start_step + 1, num_steps + 1):
-            if self.is_due(step, found):
-                found = step
-        return found
+class AveragingSchedule(OptionValue):
+    """After how many local steps there is an average: the same on every rank.
+
+    What a schedule remembers is not kept in it but handed in and out as its state, a few numbers by
+    name that are the same on every rank. `PeriodicAverage` keeps and checkpoints them.
+    """
+
+    measures_drift: ClassVar[bool] = False
+    """Whether `after_average` needs to know how far ranks had moved apart, which costs a copy of
+    the parameters, two passes over them and a small message.
+    """
+
+    def initial_state(self) -> Mapping[str, float]:
+        """The state before the first step. Its keys are all keys there are."""
+        return {}
+
+    @abstractmethod
+    def period(self, num_steps: int, state: Mapping[str, float]) -> int:
+        """How many steps lie between the last average and the next one, >= 1. Asked after each
+        step.
+
+        Args:
+            num_steps: local ones so far.
+            state: as `initial_state` or `after_average` gave it.
+        """
+
+    def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
+        """The state after an average.
+
+        Args:
+            state: before it.
+            drift: nothing, unless `measures_drift`.
+        """
+        return state
+
+
+class GrowingPeriod(AveragingSchedule):
+    """After every `length` local steps, and at first more often.
+
+    Args:
+        length: local steps between averages, >= 1.
+        warmup: the local steps in which the period grows by one, from 1 on, >= 0; 0: it is `length`
+            from the beginning.
+    """
+
+    def __init__(self, length: int, *, warmup: int = 0) -> None:
+        self.length, self.warmup = length, warmup
+
+    @override
+    def period(self, num_steps: int, state: Mapping[str, float]) -> int:
+        if not self.warmup:
+            return self.length
+        return min(self.length, max(1, num_steps // self.warmup))
 
 
 @dataclass(frozen=True)
@@ -95,56 +126,71 @@ class Everyone:
         return self.driver.launch(work, self.stream.next())
 
 
-class WeightCodec(Protocol):
-    """How tensors travel, and come back as their mean.
+class EncodedChanges:
+    """The mean over ranks of how far their parameters have moved, written by a codec. What it drops
+    is owed, as what is not sent of gradients is.
 
-    Attributes:
-        of_changes: whether it is for changes alone, because it drops some of what it is given and
-            adds that to what it is given next; else it is given the weights.
+    Args:
+        anchor: from where, by name: float32 or float64.
+        codec: how changes travel.
+        peers: who takes part.
     """
 
-    of_changes: ClassVar[bool]
+    def __init__(
+        self, anchor: Mapping[str, torch.nn.Parameter], codec: WeightCodec, peers: Everyone
+    ) -> None:
+        self._rank = peers.driver.rank
+        self._buckets = make_buckets(anchor, cap_bytes=None)
+        self.reductions = [_reduction(bucket, codec, peers) for bucket in self._buckets]
 
-    def mean_(self, tensors: Sequence[torch.Tensor], peers: Everyone, *, weight: float) -> float:
-        """Replace `tensors` by their weighted mean over `peers`, with the same bits on each.
+    def mean(self, changes: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean, with the same bits on every rank, in the order of `changes`.
         Collective.
 
         Args:
-            tensors: of the same shapes and types on all ranks.
-            peers: with whom.
-            weight: this rank's, >= 0; over all ranks the sum is positive.
-
-        Returns:
-            Seconds spent on laying vectors out and writing results, without the waiting.
+            changes: of each parameter.
 
         Raises:
-            NonFiniteError: this rank's tensors hold an infinity or a NaN; nothing has been sent.
+            NonFiniteError: some rank's changes hold an infinity or a NaN; every rank raises.
         """
-        ...
+        places = {
+            index: (bucket, position)
+            for bucket in self._buckets
+            for position, index in enumerate(bucket.indices)
+        }
+        for index, change in enumerate(changes):
+            bucket, position = places[index]
+            bucket.copy_in(position, change)
+        for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
+            used = np.ones(len(bucket.indices), dtype=np.bool_)
+            tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
+            reduction.launch(bucket.flat, tally, weight=1.0, grad_scale=1.0)
+        tallies = [reduction.wait() for reduction in self.reductions]
+        if not all(tally.good for tally in tallies):
+            for reduction in self.reductions:
+                reduction.discard()
+            raise non_finite_weights(self._rank)
+        for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
+            bucket.flat = reduction.commit()
+        return [bucket.views[position] for _, (bucket, position) in sorted(places.items())]
 
-    def state(self) -> Mapping[str, Any]:
-        """What this rank still owes, as entries of `CallbackState` whose sum over ranks matters."""
-        ...
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state`."""
-        ...
-
-
-class Dense:
-    """Tensors travel whole, in float32 or float64."""
-
-    of_changes: ClassVar[bool] = False
-
-    def mean_(self, tensors: Sequence[torch.Tensor], peers: Everyone, *, weight: float) -> float:
-        driver, stream = peers.driver, peers.stream
-        return average_(tensors, tensors, driver=driver, stream=stream, weight=weight)
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """It owes nothing."""
+def _reduction(bucket: Bucket, codec: WeightCodec, peers: Everyone) -> SparseReduction:
+    flat, entries, n = bucket.flat, codec.entries, bucket.num_elements
+    plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=topk_sum)
+    feedback = ErrorFeedback(
+        n, dtype=flat.dtype, device=flat.device, selector=entries.selector, decay=codec.decay
+    )
+    double = flat.dtype == torch.float64
+    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    return SparseReduction(
+        bucket,
+        feedback,
+        driver=peers.driver,
+        stream=peers.stream,
+        wire=entries.wire(n, num_parameters=len(bucket.indices), dtype=dtype),
+        plan=lambda: plan,
+    )
 
 
 class TakeMean:
@@ -154,7 +200,7 @@ class TakeMean:
         anchor: where the last average left the parameters, by name; empty where nobody needs it.
     """
 
-    anchor: Mapping[str, torch.Tensor]
+    anchor: Mapping[str, torch.nn.Parameter]
 
     def __init__(self) -> None:
         self.anchor = {}
@@ -162,7 +208,7 @@ class TakeMean:
     def begin(self) -> None:
         """Ranks are about to move apart for the first time."""
 
-    def changes(self) -> list[torch.Tensor]:
+    def changes(self) -> Iterator[torch.Tensor]:
         """How far each parameter has moved from the anchor, for codecs that write changes."""
         raise ConfigError(
             "a codec that drops something of what it sends needs a rule that keeps an anchor;"
@@ -180,140 +226,288 @@ class TakeMean:
         """Inverse of `state`; other keys are ignored."""
 
 
-class PeriodicAverage(Callback):
-    """After the optimizer steps that `schedule` says, replaces the weights by what `rule` makes of
-    their mean.
+class WeightExchange:
+    """With whom weights are averaged, and what becomes of that.
+
+    Attributes:
+        weight: this rank's in the mean of all models.
+        encode_s: seconds spent on laying vectors out and writing results, without the waiting.
+    """
+
+    state_key: ClassVar[str]
+    leaves_at: ClassVar[Literal["backward", "step", "end"]] = "end"
+    """When weights leave: as a backward pass begins, before the optimizer's step, or after it."""
+    brings_together: ClassVar[bool] = False
+    """Whether all ranks hold the same weights afterwards."""
+
+    weight: float = 1.0
+    encode_s: float = 0.0
+
+    def begin(self) -> None:
+        """Ranks are about to move apart. Called before each local step."""
+
+    def launch(self, number: int) -> None:
+        """Let weights leave as they are at `leaves_at`. They change until `merge`.
+
+        Args:
+            number: of averages before this one.
+        """
+
+    @abstractmethod
+    def merge(self, *, measures_drift: bool) -> Drift:
+        """Wait for what `launch` began, and change the weights. After the optimizer's step."""
+
+    def state(self) -> CallbackState:
+        """As of `Callback.state_dict`. Tensors may be live."""
+        return {}
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Inverse of `state`; of what is replicated there are other keys too. Raises
+        `CheckpointError`.
+        """
+
+    def close(self) -> None:
+        """Give up what `launch` began. The weights stay as they are: the user's."""
+
+
+class MeanOfAll(WeightExchange):
+    """All ranks' weights become what `rule` makes of their mean.
 
     Args:
         weights: what is averaged.
-        schedule: after which steps.
-        peers: with whom.
-        codec: how tensors travel.
-        rule: what is done with the mean.
-        optimizer: whose state is averaged with the weights; None: it stays local.
-        weight: this rank's in the mean.
+        peers: all ranks.
+        codec: how changes of parameters travel; None: the parameters travel, whole.
+        rule: what is done with the mean; its `anchor` is where the last average left the weights.
+        optimizer: the user's.
+        averages_state: whether the optimizer's state is averaged with the weights; else it stays
+            local.
         notify: tells the user what of the optimizer's state is not averaged.
 
-    Attributes:
-        rule: as given; its `anchor` is where the last average left the weights.
-
     Raises:
-        ConfigError: `codec` writes changes, and `rule` keeps no anchor.
+        ConfigError: there is a codec, and `rule` keeps no anchor.
     """
 
-    state_key: ClassVar[str] = "periodic_average"
+    state_key = "periodic_average"
+    brings_together = True
 
     def __init__(
         self,
         weights: ModelWeights,
-        *,
-        schedule: AveragingSchedule,
         peers: Everyone,
+        *,
         codec: WeightCodec | None = None,
         rule: TakeMean | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        weight: float = 1.0,
+        averages_state: bool = False,
         notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
         self.rule = rule or TakeMean()
-        self._weights, self._schedule, self._peers = weights, schedule, peers
-        self._codec: WeightCodec = codec or Dense()
-        if self._codec.of_changes:
+        self._weights, self._peers = weights, peers
+        self._codec = None
+        if codec is not None:
             self.rule.changes()
-        self._optimizer = optimizer
-        self._weight = weight
+            self._codec = EncodedChanges(self.rule.anchor, codec, peers)
+        self._optimizer, self._averages_state = optimizer, averages_state
         self._notify, self._was_told = notify, False
-        self._num_steps = self._num_averages = 0
-        self._averaged_at_step = schedule.start_step
-        self._encode_s = 0.0
 
     @override
-    def averaging_weight(self) -> float:
-        return self._weight
+    def begin(self) -> None:
+        self.rule.begin()
 
     @override
-    def replicas_agree(self) -> bool:
-        return self._num_steps <= self._averaged_at_step
-
-    @override
-    def on_backward_begins(self, *, synchronised: bool) -> None:
-        """The anchor is taken as late as can be: the user may load weights after attaching."""
-        self._begin()
-
-    @override
-    def on_before_step(self) -> None:
-        self._begin()
-
-    @override
-    def on_after_step(self) -> None:
-        self._num_steps += 1
-        if self._schedule.is_due(self._num_steps, self._averaged_at_step):
-            self.average()
-            self._averaged_at_step = self._num_steps
-
-    def average(self) -> None:
-        """Average now. Collective."""
-        peers, weight = self._peers, self._weight
+    def merge(self, *, measures_drift: bool) -> Drift:
+        driver, stream = self._peers.driver, self._peers.stream
         tensors, changes = self._weights.tensors(), None
-        if self._codec.of_changes:
+        before = self._copies() if measures_drift else []
+        if self._codec is not None:
+            spent_s = sum(each.encode_s for each in self._reductions)
+            changes = self._codec.mean(self.rule.changes())
+            self.encode_s += sum(each.encode_s for each in self._reductions) - spent_s
             # Statistics travel as they are: a difference could take them out of their range.
-            begin_s = time.perf_counter()
-            changes = self.rule.changes()
-            statistics = [tensors[place] for place in self._weights.positions_of_statistics()]
-            self._encode_s += time.perf_counter() - begin_s
-            self._encode_s += self._codec.mean_(changes, peers, weight=weight)
-            tensors = statistics
+            tensors = [tensors[place] for place in self._weights.positions_of_statistics()]
         if tensors:
-            codec = Dense() if changes is not None else self._codec
-            self._encode_s += codec.mean_(tensors, peers, weight=weight)
-        self._weights.average_counters_(peers.driver, peers.stream)
+            self.encode_s += average_(tensors, tensors, driver=driver, stream=stream, weight=1.0)
+        self._weights.average_counters_(driver, stream)
+        drift = self._drift(before, changes) if measures_drift else Drift()
         begin_s = time.perf_counter()
         self.rule.merge_(changes)
-        self._encode_s += time.perf_counter() - begin_s
-        if self._optimizer is not None:
-            self._encode_s += average_optimizer_state_(
+        self.encode_s += time.perf_counter() - begin_s
+        if self._averages_state and self._optimizer is not None:
+            self.encode_s += average_optimizer_state_(
                 self._optimizer,
                 self._weights.parameters,
-                driver=peers.driver,
-                stream=peers.stream,
-                weight=weight,
+                driver=driver,
+                stream=stream,
+                weight=1.0,
                 notify=self._notify_once,
             )
-        self._num_averages += 1
+        return drift
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._weights.parameters.values()]
+
+    def _drift(
+        self, before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor] | None
+    ) -> Drift:
+        means = (
+            self._weights.parameters.values()
+            if changes is None
+            else map(torch.add, self.rule.anchor.values(), changes)
+        )
+        squared = sum(
+            float((one.to(mean.dtype) - mean.detach()).abs().double().square().sum())
+            for one, mean in zip(before, means, strict=True)
+        )
+        lr = 1.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        measured = self._peers.launch(gather_values([squared, lr])).wait()
+        return Drift(*np.mean(measured, axis=0).tolist())
 
     def _notify_once(self, remark: str) -> None:
         if not self._was_told:
             self._was_told = True
             self._notify(remark)
 
-    def _begin(self) -> None:
-        if self._num_steps >= self._schedule.start_step:
-            self.rule.begin()
+    @property
+    def _reductions(self) -> list[SparseReduction]:
+        return [] if self._codec is None else self._codec.reductions
+
+    @override
+    def state(self) -> CallbackState:
+        state: CallbackState = {"additive": {}, "local": {}, "replicated": self.rule.state()}
+        for reduction in self._reductions:
+            state["additive"] |= reduction.additive_state()
+            state["local"] |= reduction.local_state()
+        return state
+
+    @override
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        owed = {k: v.shape for each in self._reductions for k, v in each.additive_state().items()}
+        if owed != {key: value.shape for key, value in state["additive"].items()}:
+            raise CheckpointError(
+                "what is owed of changes was saved with another model or codec; resume with the"
+                " same ones"
+            )
+        self.rule.load(state["replicated"])
+        for reduction in self._reductions:
+            reduction.load(state["additive"], state["local"])
+
+
+class PeriodicAverage(Callback):
+    """An average after the optimizer steps that a schedule says.
+
+    Args:
+        exchange: with whom, and what becomes of it.
+        schedule: after which steps.
+        start_step: steps before the first local one, >= 0; until then all ranks hold the same.
+
+    Attributes:
+        exchange: as given.
+    """
+
+    def __init__(
+        self, exchange: WeightExchange, schedule: AveragingSchedule, *, start_step: int = 0
+    ) -> None:
+        self.state_key = exchange.state_key  # type: ignore[misc]  # each its own
+        self.exchange = exchange
+        self._schedule, self._schedule_state = schedule, dict(schedule.initial_state())
+        self._start_step = self._averaged_at_step = start_step
+        self._num_steps = self._num_averages = 0
+        self._launched = False
+
+    @override
+    def averaging_weight(self) -> float:
+        return self.exchange.weight
+
+    @override
+    def replicas_agree(self) -> bool:
+        return self.exchange.brings_together and self._num_steps <= self._averaged_at_step
+
+    # What is taken of weights as training begins is taken as late as can be: the user may load
+    # others after attaching. Of several passes in a step the first one counts, since until the step
+    # the weights stay what they are.
+
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        self._before("backward")
+
+    @override
+    def on_before_step(self) -> None:
+        self._before("backward", "step")  # for a rank that ran no backward pass, too
+
+    @override
+    def on_closure(self) -> None:
+        self._before("step")
+
+    def _before(self, *moments: str) -> None:
+        if self._num_steps >= self._start_step:
+            self.exchange.begin()
+            if self.exchange.leaves_at in moments and self._is_due(self._num_steps + 1):
+                self._launch()
+
+    @override
+    def on_after_step(self) -> None:
+        self._num_steps += 1
+        if not self._is_due(self._num_steps):
+            return
+        self._launch()
+        drift = self.exchange.merge(measures_drift=self._schedule.measures_drift)
+        self._launched = False
+        self._schedule_state = dict(self._schedule.after_average(self._schedule_state, drift))
+        self._num_averages += 1
+        self._averaged_at_step = self._num_steps
+
+    def _is_due(self, num_steps: int) -> bool:
+        num_local = num_steps - self._start_step
+        return num_local > 0 and num_steps - self._averaged_at_step >= self._schedule.period(
+            num_local, self._schedule_state
+        )
+
+    def _launch(self) -> None:
+        if not self._launched:
+            self.exchange.launch(self._num_averages)
+            self._launched = True
 
     @override
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._num_averages, "encode_s": self._encode_s}
+        return {"exchanges": self._num_averages, "encode_s": self.exchange.encode_s}
 
     @override
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        counts = {"num_steps": self._num_steps, "num_averages": self._num_averages}
-        owed = dict(self._codec.state())
-        return {
-            "replicated": {**counts, **self.rule.state()},
-            **({"additive": owed} if owed else {}),
+    def state_dict(self) -> CallbackState:
+        state = self.exchange.state()
+        counts = {
+            "num_steps": self._num_steps,
+            "num_averages": self._num_averages,
+            "averaged_at_step": self._averaged_at_step,
         }
+        remembered = {f"schedule/{key}": value for key, value in self._schedule_state.items()}
+        return {**state, "replicated": state.get("replicated", {}) | counts | remembered}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         if "num_steps" not in saved:
             raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
-        self.rule.load(saved)
-        self._codec.load(state.get("additive", {}))
+        self.exchange.load(state)
+        # A schedule that the run was not saved with begins anew.
+        self._schedule_state = {
+            key: float(saved.get(f"schedule/{key}", value))
+            for key, value in self._schedule.initial_state().items()
+        }
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
-        self._averaged_at_step = self._schedule.last(self._num_steps)
+        self._averaged_at_step = int(saved.get("averaged_at_step", self._last()))
+
+    def _last(self) -> int:
+        """After which step the last average was, if the schedule always knew what it knows now: for
+        simulations that begin at a later step than training does.
+        """
+        last = self._start_step
+        for step in range(last + 1, self._num_steps + 1):
+            num_local = step - self._start_step
+            if step - last >= self._schedule.period(num_local, self._schedule_state):
+                last = step
+        return last
 
     @override
     def close(self) -> None:
-        """The weights stay as they are: the user's."""
+        self.exchange.close()

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Generic, TypeVar, cast
+
+from typing_extensions import override
+
+T = TypeVar("T")
+
 
 class OptionValue:
     """An object that stands for the values it holds: two of one class are equal if their attributes
@@ -19,3 +27,37 @@ class OptionValue:
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+
+class NamedObjects(Mapping[str, T], Generic[T]):
+    """Objects by the names that options may use for them. One is made when it is asked for, so that
+    its file may import whatever reads the table.
+
+    Args:
+        homes: by name, the module and the class, which is made without options, as
+            "offbeat.codec.selectors:Exact".
+    """
+
+    def __init__(self, **homes: str) -> None:
+        self._homes = homes
+
+    @override
+    def __getitem__(self, name: str) -> T:
+        module, _, class_name = self._homes[name].partition(":")
+        return cast(T, getattr(import_module(module), class_name)())
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    @override
+    def __hash__(self) -> int:
+        return id(self)  # so that it may stand in an annotation

@@ -35,6 +35,7 @@ class ErrorFeedback:
             float32.
         device: of its gradients.
         selector: picks what is sent.
+        decay: what is owed is multiplied by it when a step is committed, in (0, 1].
 
     Attributes:
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
@@ -47,10 +48,12 @@ class ErrorFeedback:
         dtype: torch.dtype,
         device: torch.device,
         selector: Selector,
+        decay: float = 1.0,
     ) -> None:
         self.selector_state = dict(selector.initial_state())
         self._new_selector_state: Mapping[str, float] = self.selector_state
         self._selector = selector
+        self._decay = decay
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
@@ -129,6 +132,8 @@ class ErrorFeedback:
         if self._is_half:
             self._accumulator, free = free, gradient
         add_owed(self._residual, owed)
+        if self._decay != 1:
+            self._residual.mul_(self._decay)
         return free.zero_()
 
     def owe(self, owed: Sparse) -> None:

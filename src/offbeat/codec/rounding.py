@@ -38,13 +38,13 @@ class Rounding:
     def encode(self, values: Values, begin: int) -> Rounded:
         """The elements `values`, shape (any,), of which the first is number `begin`."""
         kept = [values[span] for span in self._spans(begin, begin + values.size)]
-        codes: Codes = _CODEC.encode(values)  # type: ignore[assignment]  # of `wire_dtype`
+        codes: Codes = _CODEC.encode(values)  # type: ignore[assignment]  # 2 bytes a value
         return codes, np.concatenate([*kept, values[:0]])
 
     def decode(self, rounded: Rounded, begin: int) -> Values:
         """Inverse of `encode` up to rounding, in the type of the exact elements."""
         codes, exact = rounded
-        values = _CODEC.decode(codes).astype(exact.dtype, copy=False)
+        values = _CODEC.decode(codes.view(np.uint8), codes.size).astype(exact.dtype, copy=False)
         self.put_exact_(values, exact, begin)
         return values
 

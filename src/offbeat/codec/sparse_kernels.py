@@ -236,90 +236,60 @@ def deal(
 
 
 @kernel
-def encode_gaps(
-    indices: NDArray[np.int64],
-    bits: NDArray[np.unsignedinteger],
-    mask: np.unsignedinteger,
-    codes: NDArray[np.unsignedinteger],
-    coded_bits: NDArray[np.unsignedinteger],
-) -> None:
-    """Code ascending indices by their gaps. Zeros are left out; a gap longer than a code can say is
-    bridged by zero-valued fillers.
+def encode_gaps(indices: NDArray[np.int64], codes: NDArray[np.unsignedinteger]) -> None:
+    """Code ascending indices by their gaps. The largest code stands for so many elements without an
+    entry, the others for as many and an entry behind them.
 
     Args:
         indices: strictly ascending, >= 0.
-        bits: of the values, in the same order.
-        mask: the bits that make a value differ from zero.
-        codes: uint8 or uint16, takes gap - 1 of each entry, fillers included: as long as
-            `count_gaps` says.
-        coded_bits: takes the values in the same order, zeros for fillers; as long as `codes`.
+        codes: uint8 or uint16, as long as `count_gaps` says.
     """
-    width = np.int64(8 * codes.itemsize)
-    longest = (np.int64(1) << width) - 1
+    longest = (np.int64(1) << np.int64(8 * codes.itemsize)) - 1
     position = np.int64(-1)
     count = np.uint64(0)
     for i in range(indices.size):
-        if bits[i] & mask == 0:
-            continue
-        gap = indices[i] - position
-        for _ in range((gap - 1) >> width):
+        beyond = indices[i] - position - 1
+        while beyond >= longest:
             codes[count] = longest
-            coded_bits[count] = 0
             count += _ONE
-        codes[count] = gap - 1 & longest
-        coded_bits[count] = bits[i]
+            beyond -= longest
+        codes[count] = beyond
         count += _ONE
         position = indices[i]
 
 
 @kernel
-def count_gaps(
-    indices: NDArray[np.int64], bits: NDArray[np.unsignedinteger], mask: np.unsignedinteger
-) -> tuple[np.int64, np.int64, np.int64]:
-    """How many entries `encode_gaps` has: those that are not zero, and with fillers in codes of 1
-    and of 2 bytes.
-
-    Args:
-        indices: strictly ascending, >= 0.
-        bits: of the values, in the same order.
-        mask: the bits that make a value differ from zero.
-    """
+def count_gaps(indices: NDArray[np.int64]) -> tuple[np.int64, np.int64]:
+    """How many codes `encode_gaps` writes, of 1 and of 2 bytes."""
     position = np.int64(-1)
-    entries = np.int64(0)
-    fillers = np.int64(0)
-    long_fillers = np.int64(0)
+    count, long_count = np.int64(0), np.int64(0)
     for i in range(indices.size):
-        if bits[i] & mask == 0:
-            continue
         beyond = indices[i] - position - 1
-        fillers += beyond >> 8
-        long_fillers += beyond >> 16
-        entries += 1
+        count += 1 + beyond // 0xFF
+        long_count += 1 + beyond // 0xFFFF
         position = indices[i]
-    return entries, entries + fillers, entries + long_fillers
+    return count, long_count
 
 
 @kernel
 def decode_gaps(
-    codes: NDArray[np.unsignedinteger],
-    bits: NDArray[np.unsignedinteger],
-    mask: np.unsignedinteger,
-    indices: NDArray[np.int64],
-) -> tuple[np.int64, np.int64]:
-    """Inverse of `encode_gaps`: writes `indices`, moves the values to the front of `bits`.
+    codes: NDArray[np.unsignedinteger], indices: NDArray[np.int64]
+) -> tuple[np.int64, np.bool_]:
+    """Inverse of `encode_gaps`: writes `indices`, which has room for as many as there are codes.
 
-    Returns how many there are, zeros left out, and where the last gap ends, even if a zero is
-    there.
+    Returns how many there are, and whether the last code brings one.
     """
+    longest = (np.int64(1) << np.int64(8 * codes.itemsize)) - 1
     position = np.int64(-1)
     count = np.uint64(0)
+    is_entry: np.bool_ = np.int64(0) < longest
     for i in range(codes.size):
-        position += np.int64(codes[i]) + 1
-        number = bits[i]
+        code = np.int64(codes[i])
+        is_entry = code < longest
+        position += code + is_entry
         indices[count] = position
-        bits[count] = number
-        count += np.uint64(number & mask != 0)
-    return np.int64(count), position
+        count += np.uint64(is_entry)
+    return np.int64(count), is_entry
 
 
 @kernel
@@ -479,14 +449,7 @@ def warm() -> None:
         round_to_bfloat16(values, np.zeros(1, dtype=np.uint16))
         round_to_float8(values, np.zeros(1, dtype=np.uint8))
         grant(*count_magnitudes(values, 0, 1), indices, 1)
-    for bits in (
-        np.ones(1, dtype=np.uint8),
-        np.ones(1, dtype=np.uint16),
-        np.ones(1, dtype=np.uint32),
-        np.ones(1, dtype=np.uint64),
-    ):
-        mask = magnitude_mask(bits.dtype)
-        count_gaps(indices, bits, mask)
-        for codes in (np.zeros(1, dtype=np.uint8), np.zeros(1, dtype=np.uint16)):
-            encode_gaps(indices, bits, mask, codes, bits.copy())
-            decode_gaps(codes, bits, mask, indices.copy())
+    count_gaps(indices)
+    for codes in (np.zeros(1, dtype=np.uint8), np.zeros(1, dtype=np.uint16)):
+        encode_gaps(indices, codes)
+        decode_gaps(codes, indices.copy())

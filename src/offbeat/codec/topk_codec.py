@@ -89,6 +89,26 @@ class TopKCodec(OptionValue):
         )
 
 
+class WeightCodec(OptionValue):
+    """The largest entries of the changes of weights, as they travel. The others are owed.
+
+    Args:
+        density: fraction of entries that travel, in (0, 1].
+        decay: what is owed is multiplied by it with each exchange, in (0, 1]; below 1 that forgets
+            changes which waited for long.
+        entries: which ones, and how they are written: a `TopKCodec`, or names of its parts such as
+            "bfloat16" or "reuse+float8".
+    """
+
+    def __init__(
+        self, *, density: float, decay: float = 1.0, entries: TopKCodec | str = "float32"
+    ) -> None:
+        for name, value in (("density", density), ("decay", decay)):
+            if not 0 < value <= 1:
+                raise ConfigError(f"{name} of a WeightCodec must be in (0, 1], got {value!r}")
+        self.density, self.decay, self.entries = density, decay, TopKCodec.of(entries)
+
+
 def _object(name: str, value: object) -> Any:
     by_name, kind = _KINDS[name]
     if isinstance(value, kind):

@@ -16,33 +16,45 @@ from offbeat.codec import sparse_kernels
 from offbeat.codec.option_value import OptionValue
 
 WireValues: TypeAlias = NDArray[np.generic]
-"""Values as they travel. Bits are what counts, little-endian like every machine that the kernels
-are compiled for.
+"""Values as they travel, contiguous, of any type. Bits are what counts, little-endian like every
+machine that the kernels are compiled for.
 """
 
 
 class ValueCodec(OptionValue):
-    """Turns values into numbers of a fixed size and back."""
+    """Turns the values of a message into bytes and back."""
 
     code: ClassVar[int]
-    """The byte that names the codec in a message: 0 to 3 are offbeat's, others may take 128 to
+    """The byte that names the codec in a message: 0 to 4 are offbeat's, others may take 128 to
     255.
     """
 
-    wire_dtype: ClassVar[np.dtype[Any]]
-    """Of a value on the wire, 1, 2, 4 or 8 bytes. All bits but the topmost are 0 where, and only
-    where, the value is 0: such entries are left out.
+    bits: int
+    """Of a value on the wire, from 1 on."""
+
+    table_bytes: int = 0
+    """What a message has besides, before its values: a table of the numbers that codes stand for,
+    say.
     """
+
+    def num_bytes(self, count: float) -> float:
+        """How many bytes so many values take, rounded up to whole ones."""
+        return self.table_bytes + -(-count * self.bits // 8)
 
     @abstractmethod
     def encode(self, values: NDArray[np.floating]) -> WireValues:
-        """Values (float32 or float64) as they travel, same shape. What is beyond the codec's range
-        becomes the largest value in it. May be `values` itself.
+        """Values (float32 or float64, none zero) as they travel, in `num_bytes` of their number.
+        What is beyond the codec's range becomes the largest value in it. May be `values` itself.
         """
 
     @abstractmethod
-    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
-        """Inverse of `encode` up to rounding, in float32 or float64."""
+    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
+        """Inverse of `encode` up to rounding: `count` values in float32 or float64.
+
+        Args:
+            coded: bytes that this array owns, `num_bytes` of `count`; whatever they are.
+            count: number of values.
+        """
 
     def is_exact_for(self, dtype: np.dtype[np.floating]) -> bool:
         """Whether no value of `dtype` is rounded. If one may be, what rounding loses is owed."""
@@ -53,32 +65,49 @@ class ValueCodec(OptionValue):
         return self
 
 
+def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
+    """Codes of so many bits side by side, the lowest bit first.
+
+    >>> pack(np.array([3, 1, 2], np.uint8), bits=2).tolist()
+    [39]
+    """
+    places = np.arange(bits, dtype=codes.dtype)
+    return np.packbits((codes[:, None] >> places & 1).astype(np.uint8), bitorder="little")
+
+
+def unpack(coded: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.int64]:
+    """Inverse of `pack`, of `count` codes."""
+    each = np.unpackbits(coded, count=count * bits, bitorder="little").reshape(count, bits)
+    return each @ (np.int64(1) << np.arange(bits))
+
+
 class _Float(ValueCodec):
     """Values as IEEE numbers of one width."""
+
+    dtype: ClassVar[np.dtype[Any]]
 
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         if self.is_exact_for(values.dtype):
-            return values.astype(self.wire_dtype, copy=False)
-        largest = np.finfo(self.wire_dtype).max
-        on_wire: WireValues = np.clip(values, -largest, largest).astype(self.wire_dtype)
+            return values.astype(self.dtype, copy=False)
+        largest = np.finfo(self.dtype).max
+        on_wire: WireValues = np.clip(values, -largest, largest).astype(self.dtype)
         return on_wire
 
     @override
-    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
-        decoded: NDArray[np.floating] = on_wire  # type: ignore[assignment]  # of `wire_dtype`
-        return decoded
+    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
+        return coded.view(self.dtype)
 
     @override
     def is_exact_for(self, dtype: np.dtype[np.floating]) -> bool:
-        return dtype.itemsize <= self.wire_dtype.itemsize
+        return dtype.itemsize <= self.dtype.itemsize
 
 
 class Float64Values(_Float):
     """8 bytes a value."""
 
-    code = 1
-    wire_dtype = np.dtype(np.float64)
+    code, bits = 1, 64
+    dtype = np.dtype(np.float64)
 
 
 class Float32Values(_Float):
@@ -86,8 +115,8 @@ class Float32Values(_Float):
     asked for.
     """
 
-    code = 0
-    wire_dtype = np.dtype(np.float32)
+    code, bits = 0, 32
+    dtype = np.dtype(np.float32)
 
     @override
     def suited_to(self, dtype: np.dtype[np.floating]) -> ValueCodec:
@@ -97,8 +126,7 @@ class Float32Values(_Float):
 class BFloat16Values(ValueCodec):
     """2 bytes a value: the upper half of a float32, rounded to nearest, ties to even."""
 
-    code = 2
-    wire_dtype = np.dtype(np.uint16)
+    code, bits = 2, 16
 
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
@@ -107,8 +135,8 @@ class BFloat16Values(ValueCodec):
         return codes
 
     @override
-    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
-        return (on_wire.astype(np.uint32) << 16).view(np.float32)
+    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
+        return (coded.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 class Float8Values(ValueCodec):
@@ -121,8 +149,7 @@ class Float8Values(ValueCodec):
     alone, at random, since it owes nothing.
     """
 
-    code = 3
-    wire_dtype = np.dtype(np.uint8)
+    code, bits = 3, 8
 
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
@@ -131,8 +158,8 @@ class Float8Values(ValueCodec):
         return codes
 
     @override
-    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
-        decoded: NDArray[np.floating] = _FLOAT8[on_wire]
+    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
+        decoded: NDArray[np.floating] = _FLOAT8[coded]
         return decoded
 
 

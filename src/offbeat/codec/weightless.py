@@ -82,9 +82,8 @@ class WeightlessWire:
         num_bytes = (
             HEAD_BYTES
             + Tally.num_bytes(wire.num_parameters)
-            + wire.indices.expected_bytes(
-                entries.num_pairs, wire.num_elements, wire.values.wire_dtype.itemsize
-            )
+            + wire.indices.expected_bytes(entries.num_pairs, wire.num_elements)
+            + wire.values.num_bytes(entries.num_pairs)
         )
         exact = wire.values.is_exact_for(wire.dtype)
         return weightless(num_bytes, (entries, tally)), self.empty() if exact else entries

@@ -60,28 +60,35 @@ class Wire:
         return Sparse.empty(self.num_elements, self.dtype)
 
     def encode(self, entries: Sparse, tally: Tally) -> tuple[bytes, Sparse]:
-        """Lay a message out. Entries that round to zero are left out.
+        """Lay a message out. Zeros are left out.
 
         Returns:
             The payload, and the rounding error: `entries` minus what `decode` will return.
         """
+        is_sent = entries.values != 0
+        if not is_sent.all():  # a sum may have cancelled
+            entries = Sparse(
+                indices=entries.indices[is_sent],
+                values=entries.values[is_sent],
+                num_elements=entries.num_elements,
+            )
         on_wire = self.values.encode(entries.values)
-        coded = self.indices.encode(entries.indices, on_wire, entries.num_elements)
+        layout, coded = self.indices.encode(entries.indices, entries.num_elements)
         counts = tally.to_bytes()
         head = _HEAD.pack(
             MAGIC,
             VERSION,
             self.values.code,
-            coded.layout,
+            layout,
             entries.num_elements,
-            coded.values.size,
+            len(entries),
             len(counts),
         )
-        payload = b"".join((head, counts, coded.indices.data, coded.values.data))
+        payload = b"".join((head, counts, coded.data, on_wire.data))
         if self.values.is_exact_for(entries.values.dtype):
             return payload, Sparse.empty(entries.num_elements, entries.values.dtype)
-        rounded = self.values.decode(on_wire).astype(entries.values.dtype, copy=False)
-        return payload, _difference(entries, rounded)
+        rounded = self.values.decode(on_wire.view(np.uint8), len(entries))
+        return payload, _difference(entries, rounded.astype(entries.values.dtype, copy=False))
 
     def decode(self, payload: bytes | bytearray | memoryview) -> tuple[Sparse, Tally]:
         """Read a message: what `encode` wrote, or anything else that reached this rank.
@@ -118,13 +125,11 @@ class Wire:
                 " ranks train the same model?"
             )
         at_indices = _HEAD.size + tally_bytes
-        at_values = at_indices + self.indices.num_bytes(layout, count, self.num_elements)
-        value_type = self.values.wire_dtype
-        expected = at_values + count * value_type.itemsize
-        if expected != len(data):
+        at_values = len(data) - int(self.values.num_bytes(count))
+        if at_values < at_indices:
             raise WireError(
-                f"a message of {len(data)} bytes should have {expected} by its header; it was"
-                " truncated or damaged"
+                f"a message of {len(data)} bytes should have {at_indices - at_values} more by its"
+                " header; it was truncated or damaged"
             )
         tally = Tally.from_bytes(data[_HEAD.size : at_indices], num_parameters=self.num_parameters)
         if not 0 <= tally.weight < np.inf:
@@ -133,12 +138,20 @@ class Wire:
                 " damaged"
             )
         # Copied, because inside a message they are not aligned.
-        on_wire = np.frombuffer(data, value_type, count, at_values).copy()
-        indices, on_wire = self.indices.decode(
-            layout, data[at_indices:at_values], on_wire, self.num_elements
+        coded, on_wire = (
+            np.frombuffer(part, np.uint8).copy()
+            for part in (data[at_indices:at_values], data[at_values:])
         )
+        indices = self.indices.decode(layout, coded, count, self.num_elements)
+        if indices.size and not (
+            indices[0] >= 0 and indices[-1] < self.num_elements and (np.diff(indices) > 0).all()
+        ):
+            raise WireError(
+                f"a message has indices from {indices[0]} to {indices[-1]}, allowed are ascending"
+                f" ones below {self.num_elements}; it is damaged"
+            )
         with np.errstate(over="ignore"):  # what is damaged may be too large for float32
-            values = self.values.decode(on_wire).astype(self.dtype, copy=False)
+            values = self.values.decode(on_wire, count).astype(self.dtype, copy=False)
         return Sparse(indices=indices, values=values, num_elements=self.num_elements), tally
 
     def split_common(self, entries: Sparse, other: Sparse) -> tuple[Sparse, Sparse]:
@@ -166,7 +179,7 @@ def pair_bytes(values: ValueCodec, indices: IndexCodec, *, k: int, num_elements:
         k: entries of the message, >= 1.
         num_elements: length of the vector.
     """
-    return indices.expected_bytes(k, num_elements, values.wire_dtype.itemsize) / k
+    return (indices.expected_bytes(k, num_elements) + values.num_bytes(k)) / k
 
 
 def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from offbeat.codec.option_value import OptionValue
+from offbeat.codec.option_value import NamedObjects, OptionValue
 from offbeat.errors import ConfigError, nearest
 from offbeat.strategies.docstrings import OptionDescription, describe_options
 from offbeat.strategies.registry import REGISTRY
@@ -161,6 +161,9 @@ def convert(hint: Any, value: object) -> object:
     if origin in (typing.Union, types.UnionType):
         return _first_that_fits(arguments, value)
     if origin is typing.Annotated:
+        named = hint.__metadata__[0]
+        if isinstance(named, NamedObjects) and value not in named:
+            raise ValueError(f"{value!r} is none of {', '.join(named)}")
         return convert(arguments[0], value)
     if origin is typing.Literal:
         if value in arguments:
@@ -209,7 +212,8 @@ def type_text(hint: object) -> str:
     if hint == _NAMES:
         return "names separated by commas"
     if typing.get_origin(hint) is typing.Annotated:
-        return type_text(typing.get_args(hint)[0])
+        kind, named = typing.get_args(hint)[:2]
+        return " | ".join(named) if isinstance(named, NamedObjects) else type_text(kind)
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     if parts := typing.get_args(hint):

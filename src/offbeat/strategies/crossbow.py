@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.averaging.central_model import CentralModelAverage
+from offbeat.averaging.central_model import CentralModel
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
@@ -55,14 +56,6 @@ class Crossbow(AveragingStrategy):
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
-        stream = context.new_stream()
-        return [
-            CentralModelAverage(
-                weights,
-                driver=driver,
-                stream=stream,
-                period=self.period,
-                alpha=alpha,
-                momentum=self.centre_momentum,
-            )
-        ]
+        peers = Everyone(driver, context.new_stream())
+        central = CentralModel(weights, peers, alpha=alpha, momentum=self.centre_momentum)
+        return [PeriodicAverage(central, GrowingPeriod(self.period))]

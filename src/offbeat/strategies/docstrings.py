@@ -72,7 +72,7 @@ def describe_options(kind: type) -> list[OptionDescription]:
     Raises:
         TypeError: `kind` is no dataclass.
     """
-    hints, texts = typing.get_type_hints(kind), option_texts(kind)
+    hints, texts = typing.get_type_hints(kind, include_extras=True), option_texts(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     order = [name for name in texts if name in fields]
     order += [name for name in fields if name not in texts]

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.arithmetic.topologies import ring_weights
-from offbeat.averaging.gossip import NeighbourAverage
-from offbeat.averaging.periodic import Everyone
+from offbeat.averaging.gossip import NeighbourMean
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
@@ -42,4 +42,5 @@ class DPSGD(AveragingStrategy):
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         row = ring_weights(driver.rank, driver.world_size)
-        return [NeighbourAverage(weights, Everyone(driver, context.new_stream()), row=row)]
+        peers = Everyone(driver, context.new_stream())
+        return [PeriodicAverage(NeighbourMean(weights, peers, row=row), GrowingPeriod(1))]

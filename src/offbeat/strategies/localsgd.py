@@ -12,12 +12,14 @@ learning rate falls).
 With `start_step` it is post-local SGD (arXiv 1808.07217): in the first steps gradients are
 all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps of them. With
 `outer` the mean goes through an optimizer of its own, any of `torch.optim`, which makes it SlowMo
-or DiLoCo; see `averaging.outer`.
+or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
+others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706).
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
 again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
 after the step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes, 2/H with momentum,
-and ranks wait for each other once in H steps.
+and ranks wait for each other once in H steps. With a codec P - 1 times its message of k entries is
+sent in place of the weights, and two vectors more are kept besides the anchor.
 
 Differences from the papers: H grows and the optimizer's state is averaged, unless gradients are
 all-reduced first or an outer optimizer is used; `warmup=0` with `optimizer_state="local"` is the
@@ -29,16 +31,23 @@ changes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
+from offbeat.averaging.periodic import (
+    AveragingSchedule,
+    Everyone,
+    GrowingPeriod,
+    MeanOfAll,
+    PeriodicAverage,
+)
 from offbeat.averaging.start_phase import StartPhase
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError, nearest
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
@@ -50,7 +59,8 @@ from offbeat.strategies.options import (
     require_one_of,
     require_positive,
 )
-from offbeat.strategies.registry import REGISTRY
+from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
+from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -99,9 +109,11 @@ class LocalSGD(AveragingStrategy):
     """Weights averaged once in a while.
 
     Args:
-        period: local steps between averages, >= 1.
+        period: local steps between averages, >= 1; or a schedule by its name, or an
+            `AveragingSchedule` of your own.
         warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
-            the beginning; None: 40, and 0 with `start_step` or `outer`.
+            the beginning; None: 40, and 0 with `start_step`, `outer`, `codec` or a `period` that
+            is no number.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         start: what these steps are: "allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac", or such a
             strategy with options of its own, as `offbeat.SPDKFAC(damping=0.003)`.
@@ -111,25 +123,41 @@ class LocalSGD(AveragingStrategy):
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
             the weights, which multiplies the bytes; "local": they stay the rank's own; None:
-            "averaged", and "local" with `start_step` or `outer`.
+            "averaged", and "local" with `start_step`, `outer` or `codec`.
+        codec: how changes of weights since the last average travel: the name of a codec, or a
+            `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
+            does not travel is owed. None: weights travel whole.
     """
 
     name: ClassVar[str] = "localsgd"
 
-    period: int = 10
+    period: int | AveragingSchedule | Annotated[str, SCHEDULES] = 10
     warmup: int | None = None
     start_step: int = 0
     start: Strategy | Literal["allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac"] = "allreduce"
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Literal["local", "averaged"] | None = None
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("period", self.period, 1)
+        if isinstance(self.period, str):
+            require_one_of("period", self.period, tuple(SCHEDULES))
+        elif not isinstance(self.period, AveragingSchedule):
+            require_at_least("period", self.period, 1)
+        if isinstance(self.codec, str):
+            require_one_of("codec", self.codec, tuple(WEIGHT_CODECS))
+        elif self.codec is not None and not isinstance(self.codec, WeightCodec):
+            raise ConfigError(
+                "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
+                f" {', '.join(map(repr, WEIGHT_CODECS))}, got {self.codec!r}"
+            )
         if self.warmup is not None:
             require_at_least("warmup", self.warmup, 0)
         if self.period == 1 and self.warmup:
             refuse_idle(self, "warmup", because="a period that is to be 1 has nothing to grow from")
+        if not isinstance(self.period, int):
+            refuse_idle(self, "warmup", because=f"period={self.period!r} says it itself")
         require_at_least("start_step", self.start_step, 0)
         if self.optimizer_state is not None:
             require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
@@ -147,21 +175,27 @@ class LocalSGD(AveragingStrategy):
     def steps_of_growth(self) -> int:
         """`warmup`, and what it is by default."""
         if self.warmup is None:
-            return 0 if self.start_step or self.outer is not None else 40
+            grows = isinstance(self.period, int) and not self._begins_plainly
+            return 40 if grows else 0
         return self.warmup
 
     @property
-    def schedule(self) -> GrowingPeriod:
+    def _begins_plainly(self) -> bool:
+        """Whether averages are by default those of papers that have neither growth nor states."""
+        return bool(self.start_step) or self.outer is not None or self.codec is not None
+
+    @property
+    def schedule(self) -> AveragingSchedule:
         """After which steps weights are averaged."""
-        return GrowingPeriod(
-            period=self.period, warmup=self.steps_of_growth, start_step=self.start_step
-        )
+        if isinstance(self.period, int):
+            return GrowingPeriod(self.period, warmup=self.steps_of_growth)
+        return SCHEDULES[self.period] if isinstance(self.period, str) else self.period
 
     @property
     def averages_state(self) -> bool:
         """Whether the optimizer's state is averaged, by `optimizer_state` or by default."""
         if self.optimizer_state is None:
-            return not self.start_step and self.outer is None
+            return not self._begins_plainly
         return self.optimizer_state == "averaged"
 
     @override
@@ -205,24 +239,32 @@ class LocalSGD(AveragingStrategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
             self.first_steps.check(model, optimizer)
+        if self.codec is not None:
+            require_real(model)
 
     def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        if self.steps_of_growth and self.period > 1 and context.driver.world_size > 1:
+        period, is_alone = self.period, context.driver.world_size == 1
+        if isinstance(period, int) and period > 1 and self.steps_of_growth and not is_alone:
             # A short run, such as one that times steps, never comes to the period it asked for.
             context.notices.inform(
                 "averages are more frequent at first: after every step, and only from step"
-                f" {self.start_step + self.period * self.steps_of_growth:,} on after every"
-                f" {self.period}; warmup=0 begins with that"
+                f" {self.start_step + period * self.steps_of_growth:,} on after every"
+                f" {period}; warmup=0 begins with that"
             )
+        codec = WEIGHT_CODECS[self.codec] if isinstance(self.codec, str) else self.codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
-        average = PeriodicAverage(
+        if outer is None and codec is not None:
+            outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
+        mean = MeanOfAll(
             weights,
-            schedule=self.schedule,
-            peers=Everyone(context.driver, context.new_stream()),
+            Everyone(context.driver, context.new_stream()),
+            codec=codec,
             rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
-            optimizer=context.optimizer if self.averages_state else None,
+            optimizer=context.optimizer,
+            averages_state=self.averages_state,
             notify=context.notices.notify,
         )
+        average = PeriodicAverage(mean, self.schedule, start_step=self.start_step)
         return [*self._gradient_phase(context), average]
 
     def _gradient_phase(self, context: Context) -> list[Callback]:

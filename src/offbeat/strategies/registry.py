@@ -1,7 +1,9 @@
 """The table of strategies. It feeds the facade, the command line, `help()` and the documentation.
+Tables of objects that options of strategies name are below it.
 
-A strategy is one file, one entry here, and one line for type checkers in `offbeat/__init__.py`.
-The table names modules and imports none, so that `import offbeat` is cheap.
+A strategy is one file, one entry here, and one line for type checkers in `offbeat/__init__.py`; an
+object for an option is one file and one line. The tables name modules and import none, so that
+`import offbeat` is cheap.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from typing_extensions import override
 
+from offbeat.codec.option_value import NamedObjects
+
 if TYPE_CHECKING:
+    from offbeat.averaging.periodic import AveragingSchedule
+    from offbeat.codec.topk_codec import WeightCodec
     from offbeat.strategies.base import Strategy
 
 
@@ -188,3 +194,13 @@ REGISTRY: Final = StrategyRegistry(
     ),
 )
 """All strategies, those that exchange gradients first, then weights, then Kronecker factors."""
+
+WEIGHT_CODECS: Final[NamedObjects[WeightCodec]] = NamedObjects(
+    sparseloco="offbeat.codec.sparseloco:SparseLoCo",
+)
+"""How changes of weights travel, by name."""
+
+SCHEDULES: Final[NamedObjects[AveragingSchedule]] = NamedObjects(
+    adaptive="offbeat.averaging.adaptive_period:AdaptivePeriod",
+)
+"""When weights are averaged, by name."""

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
 from offbeat.averaging.gossip import PushSum
-from offbeat.averaging.periodic import Everyone
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
@@ -70,4 +70,5 @@ class SGP(AveragingStrategy):
                 out_degree=self.out_degree,
             )
 
-        return [PushSum(weights, Everyone(driver, context.new_stream()), in_round=in_round)]
+        push = PushSum(weights, Everyone(driver, context.new_stream()), in_round=in_round)
+        return [PeriodicAverage(push, GrowingPeriod(1))]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
-from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
+from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
 from offbeat_lab.plan.clock import usual_s
 from offbeat_lab.plan.profile import SELECTED_DENSITY, CodecCost
 
@@ -25,15 +25,13 @@ def time_codecs() -> tuple[CodecCost, ...]:
     indices = np.cumsum(draws.geometric(SELECTED_DENSITY, _ENTRIES)).astype(np.int64)
     values = draws.standard_normal(_ENTRIES).astype(np.float32)
     num_elements = int(indices[-1]) + 1
-    on_wire = Float32Values().encode(values)
 
     def code_indices(codec: IndexCodec) -> None:
-        coded = codec.encode(indices, on_wire, num_elements)
-        data = memoryview(coded.indices.tobytes())
-        codec.decode(coded.layout, data, coded.values, num_elements)
+        layout, coded = codec.encode(indices, num_elements)
+        codec.decode(layout, coded.view(np.uint8), _ENTRIES, num_elements)
 
     def code_values(codec: ValueCodec) -> None:
-        codec.decode(codec.encode(values))
+        codec.decode(codec.encode(values).view(np.uint8), _ENTRIES)
 
     return (
         *(_cost(name, partial(code_values, codec)) for name, codec in VALUE_CODECS.items()),

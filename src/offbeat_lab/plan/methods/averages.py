@@ -5,13 +5,14 @@ and of the gradients of those who have arrived.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
-from offbeat.averaging.periodic import GrowingPeriod
+from offbeat.averaging.periodic import AveragingSchedule
 from offbeat.collectives import dense
 from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.transport.operations import Collective, Payload
@@ -19,32 +20,44 @@ from offbeat_lab.plan.ceilings import on_first_call
 from offbeat_lab.plan.methods.stand_ins import MINIATURE, all_reduce
 from offbeat_lab.plan.simulation import Method, Run, Setting, Simulated, StepMethod, until_over
 
+LATE: Final = 1 << 40
+"""A number of steps after which no period grows any more."""
+
 
 class PeriodicMean(StepMethod):
     """All models are averaged densely after every so many steps: LocalSGD, CROSSBOW.
 
     Args:
-        schedule: after which steps. `FirstSteps` does those before the first local one.
+        schedule: after how many local steps.
+        start_step: steps before the first local one, which `FirstSteps` does.
         averages_state: whether the optimizer's state is averaged with the models.
         extra_bytes: as of `Method`.
     """
 
     def __init__(
         self,
-        schedule: GrowingPeriod,
+        schedule: AveragingSchedule,
         *,
+        start_step: int = 0,
         averages_state: bool = False,
         extra_bytes: float = 1.0,
     ) -> None:
         super().__init__()
-        self.steps_in_a_period = schedule.period
+        self.steps_in_a_period = schedule.period(LATE, schedule.initial_state())
         self.extra_bytes = extra_bytes
-        self._schedule = schedule
+        self._schedule, self._start_step = schedule, start_step
         self._averages_state = averages_state
 
     def _averages_after(self, number: int) -> bool:
-        num_steps = number + 1
-        return self.remember((number,), lambda: self._schedule.last(num_steps) == num_steps)
+        return self.remember((number,), lambda: self._last(number + 1) == number + 1)
+
+    def _last(self, num_steps: int) -> int:
+        """After how many of so many steps the last average was."""
+        last, state = self._start_step, self._schedule.initial_state()
+        for step in range(self._start_step + 1, num_steps + 1):
+            if step - last >= self._schedule.period(step - self._start_step, state):
+                last = step
+        return last
 
     def _num_bytes(self, setting: Setting) -> int:
         return setting.profile.averaged_bytes(with_state=self._averages_state)

@@ -48,23 +48,25 @@ def _method_of(name: str, recipe: Any) -> Method:
             method = LowRankGradients(recipe.rank, recipe.start_step)
         case "topk" | "gtopk" | "ef21":
             method = _sparse(name, recipe)
-        case "localsgd":
+        case "localsgd" if recipe.codec is None:
             first = recipe.first_steps
             method = FirstSteps(
                 recipe.start_step,
                 first=method_of(first.name, first),
-                then=PeriodicMean(recipe.schedule, averages_state=recipe.averages_state),
+                then=PeriodicMean(
+                    recipe.schedule,
+                    start_step=recipe.start_step,
+                    averages_state=recipe.averages_state,
+                ),
             )
         case "post-localsgd":
             method = FirstSteps(
                 recipe.start_step,
                 first=DenseGradients(),
-                then=PeriodicMean(
-                    GrowingPeriod(period=recipe.period, start_step=recipe.start_step)
-                ),
+                then=PeriodicMean(GrowingPeriod(recipe.period), start_step=recipe.start_step),
             )
         case "crossbow":
-            method = PeriodicMean(GrowingPeriod(period=recipe.period), extra_bytes=3.0)
+            method = PeriodicMean(GrowingPeriod(recipe.period), extra_bytes=3.0)
         case "dpsgd":
             method = Gossip()
         case "sgp":
