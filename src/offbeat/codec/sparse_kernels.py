@@ -262,11 +262,12 @@ def encode_gaps(indices: NDArray[np.int64], codes: NDArray[np.unsignedinteger]) 
 def count_gaps(indices: NDArray[np.int64]) -> tuple[np.int64, np.int64]:
     """How many codes `encode_gaps` writes, of 1 and of 2 bytes."""
     position = np.int64(-1)
-    count, long_count = np.int64(0), np.int64(0)
+    count, long_count = np.int64(indices.size), np.int64(indices.size)
     for i in range(indices.size):
         beyond = indices[i] - position - 1
-        count += 1 + beyond // 0xFF
-        long_count += 1 + beyond // 0xFFFF
+        if beyond >= 0xFF:  # divisions take long, and most gaps need none
+            count += beyond // 0xFF
+            long_count += beyond // 0xFFFF
         position = indices[i]
     return count, long_count
 

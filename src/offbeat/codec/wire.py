@@ -65,8 +65,8 @@ class Wire:
         Returns:
             The payload, and the rounding error: `entries` minus what `decode` will return.
         """
-        is_sent = entries.values != 0
-        if not is_sent.all():  # a sum may have cancelled
+        if np.count_nonzero(entries.values) < len(entries):  # a sum may have cancelled
+            is_sent = entries.values != 0
             entries = Sparse(
                 indices=entries.indices[is_sent],
                 values=entries.values[is_sent],
