@@ -13,7 +13,8 @@ import torch
 from torch.distributed import HashStore
 
 from offbeat.megabatch.atomic_group import AtomicGroup
-from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan, RateScaling
+from offbeat.megabatch.batch_sizes import RateScaling
+from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.membership.agreement import Generation, Member
 from offbeat.weights.model_weights import BufferNames, ModelWeights
@@ -105,7 +106,7 @@ class Run:
             notify=self.notices.append,
             warn=self.notices.append,
             record_wait=lambda begin_s, end_s: None,
-            mega_batches_merged=lambda count: None,
+            on_merge=(),
         )
 
     def sizes(self) -> list[tuple[int, ...]]:

@@ -182,7 +182,7 @@ class Session:
             own_store=lambda: store_of(self._network),
             count=self._traffic.count_in_background,
             record_wait=self._traffic.counting.record_wait,
-            mega_batches_merged=self._mega_batches_merged,
+            on_merge=self._on_merge,
         )
         self._callbacks: list[Callback] = list(strategy.build(context))
         try:
@@ -714,11 +714,6 @@ class Session:
         self._abandon(f"{type(error).__name__}: {error}", blame=blame)
         with suppress(OffbeatError):
             self._close(error)
-
-    def _mega_batches_merged(self, count: int) -> None:
-        for _ in range(count):
-            for callback in self._on_merge:
-                callback()
 
     def _check_open(self, method: str) -> None:
         if self._closed:

@@ -116,15 +116,6 @@ class Traffic:
     messages_received: int = 0
     wait_s: float = 0.0
 
-    def plus(self, other: Traffic) -> Traffic:
-        return Traffic(
-            bytes_sent=self.bytes_sent + other.bytes_sent,
-            bytes_received=self.bytes_received + other.bytes_received,
-            messages_sent=self.messages_sent + other.messages_sent,
-            messages_received=self.messages_received + other.messages_received,
-            wait_s=self.wait_s + other.wait_s,
-        )
-
 
 class DenseOperation(ABC):
     """An operation of all ranks together, such as an all-reduce, that a backend of PyTorch carries
