@@ -1,4 +1,4 @@
-"""The part of a strategy with mega-batches: it merges models after each of them, and lets batch
+"""The callback of a strategy with mega-batches: it merges models after each of them, and lets batch
 sizes and learning rates follow the workers' speeds.
 """
 
@@ -17,6 +17,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Notices
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
@@ -123,8 +124,7 @@ class MegaBatchCallback(Callback):
         enter: makes this rank a member of the run's generations; None in a world of one.
         rank: this rank.
         world_size: number of ranks at first.
-        notify: for remarks.
-        warn: for remarks on what changes the meaning of the run.
+        notices: take remarks.
         record_wait: is told from when to when the trainer waited, in seconds of the monotonic
             clock.
         on_merge: is called for each further mega-batch that this rank's model has in it.
@@ -156,8 +156,7 @@ class MegaBatchCallback(Callback):
         enter: Callable[[], Generations | None],
         rank: int,
         world_size: int,
-        notify: Callable[[str], None],
-        warn: Callable[[str], None],
+        notices: Notices,
         record_wait: Callable[[float, float], None],
         on_merge: Sequence[Callable[[], object]],
     ) -> None:
@@ -167,7 +166,7 @@ class MegaBatchCallback(Callback):
         self.joined_by: MergedRound | None = None
         self.start_step = 0
         self._weights, self._plan, self._rank = weights, plan, rank
-        self._notify, self._warn, self._optimizer = notify, warn, optimizer
+        self._notices, self._optimizer = notices, optimizer
         self._group, self._record_wait = group, record_wait
         self._on_merge = on_merge
         self._memory_limit: int | None = None
@@ -205,7 +204,7 @@ class MegaBatchCallback(Callback):
         try:
             self._generations = enter()
             if group.is_new:
-                # Other parts and the user's loop need the model of the run from the beginning.
+                # Other callbacks and the user's loop need the model of the run from the beginning.
                 self._merge_now()
         except BaseException:
             self._close()
@@ -296,7 +295,7 @@ class MegaBatchCallback(Callback):
                 if self._plan.rate_scaling == "auto"
                 else ", as rate_scaling='sqrt' says"
             )
-            self._notify(
+            self._notices.notify(
                 f"learning rates are those of S-SGD times sqrt({len(self.ranks)} ranks x batch /"
                 f" {base}){why}"
             )
@@ -418,7 +417,7 @@ class MegaBatchCallback(Callback):
             num_merges = self._protocol.num_merges
             self._merge_now()
             if not self.shares_equally:
-                self._warn(
+                self._notices.warn(
                     "no loader of this session feeds the run: each rank computes the batches of its"
                     " own loop, and batch sizes and merge weights follow nothing. Models are"
                     f" averaged after every mega_batch / ranks = {period} steps, as"
@@ -616,7 +615,7 @@ class MegaBatchCallback(Callback):
             for report in knowing
             if report.learning_rates
         )
-        self._warn(
+        self._notices.warn(
             f"learning rates differ between ranks at a merge: {rates}. Ranks take different numbers"
             " of batches, so a scheduler that is stepped for each batch is further on one rank than"
             " on another; step it with session.on_merge(scheduler.step), and count mega-batches"
@@ -628,7 +627,7 @@ class MegaBatchCallback(Callback):
         remark = notice_of_local_states(self._optimizer, self._weights.parameters)
         if remark is not None:
             self._said_what_stays_local = True
-            self._notify(remark)
+            self._notices.notify(remark)
 
     def _merge_weights(self, proposals: Sequence[MergeProposal]) -> Sequence[float]:
         shares = [proposal.report.share for proposal in proposals]
@@ -670,7 +669,7 @@ class MegaBatchCallback(Callback):
             which = ", ".join(
                 f"rank {rank} at its {end} ({sized[rank]})" for rank, end in now_binding.items()
             )
-            self._notify(
+            self._notices.notify(
                 f"merge {self._protocol.num_merges}: batch sizes are held by bounds:"
                 f" {which or 'none any more'}"
             )

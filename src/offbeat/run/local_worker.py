@@ -116,7 +116,7 @@ class LocalWorker:
         process: of it.
         stdin: its standard input, to which `run_until` writes. Its end ends the worker.
         pipe: the descriptor from which its reports are read.
-        incarnation: how many processes have had this rank before and died.
+        restart: how many processes have had this rank before and died.
         joined: whether it is one of the members; one that comes back has to become one.
         failure: why it gave up, if it reported so.
         seconds: its training time.
@@ -129,7 +129,7 @@ class LocalWorker:
     process: WorkerProcess
     stdin: IO[bytes]
     pipe: int
-    incarnation: int = 0
+    restart: int = 0
     joined: bool = True
     failure: Failure | None = None
     seconds: float = 0.0
@@ -192,7 +192,7 @@ def start_worker(
     environment: Mapping[str, str],
     *,
     program: WorkerProgram,
-    incarnation: int,
+    restart: int,
     seconds: float,
 ) -> LocalWorker:
     """Start the process of `rank` of the run in `run_directory`.
@@ -203,7 +203,7 @@ def start_worker(
         program: what it runs.
         placement: where it runs.
         environment: what it is told besides what this process was told.
-        incarnation: how many processes have had this rank before and died.
+        restart: how many processes have had this rank before and died.
         seconds: training time so far.
     """
     stdin, to_stdin = os.pipe()
@@ -233,7 +233,7 @@ def start_worker(
         process=process,
         stdin=os.fdopen(to_stdin, "wb"),
         pipe=reading,
-        incarnation=incarnation,
-        joined=not incarnation,
+        restart=restart,
+        joined=not restart,
         seconds=seconds,
     )

@@ -154,7 +154,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             schedule=self._length,
             step_time=self._step_time(record, coordinator.rank),
         )
-        if coordinator.incarnation:
+        if coordinator.restart:
             coordinator.rejoin_at(step + 1)
             self._report(Joined(rank=coordinator.rank, step=step, counts_anew=not self._was_asked))
         self._recorder = StepRecorder(

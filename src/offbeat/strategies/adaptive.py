@@ -96,8 +96,7 @@ class MegaBatchStrategy(AveragingStrategy):
             enter=lambda: context.enter(group),
             rank=context.driver.rank,
             world_size=context.driver.world_size,
-            notify=context.notices.notify,
-            warn=context.notices.warn,
+            notices=context.notices,
             record_wait=context.record_wait,
             on_merge=context.on_merge,
         )

@@ -199,8 +199,8 @@ class Pending(Generic[T]):
 
 
 class Stream:
-    """The channels of one part's successive collectives. All ranks that call `next` equally often
-    agree on them.
+    """The channels of one callback's successive collectives. All ranks that call `next` equally
+    often agree on them.
     """
 
     def __init__(self, number: int) -> None:
@@ -302,7 +302,7 @@ class Counting(Wrapper):
         # Bound once, because each operation reads it three times.
         self.clock = inner.now_s
         self._in_background = in_background
-        # bounded, for whoever never takes them: the oldest go first
+        # The number is bounded, because nobody may ever take them. The oldest go first.
         self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
         self._ready_at_s: float | None = None
 

@@ -30,7 +30,7 @@ from offbeat.transport.backends import Backends, BackendWork
 T = TypeVar("T")
 
 Payload: TypeAlias = bytes | bytearray | memoryview
-"""Bytes of one message. Whoever sends them must not change them afterwards."""
+"""Bytes of one message. The sender must not change them afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -384,7 +384,8 @@ class Peers(Driver):
         if self._is_polled:
             self._changed.wait(timeout_s)
             return
-        # Whoever waits first polls for all. It gives up the lock meanwhile, and wakes the others.
+        # The thread that waits first polls for all. It gives up the lock meanwhile, and wakes the
+        # others.
         self._is_polled = True
         self._changed.release()
         try:
