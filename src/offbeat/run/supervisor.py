@@ -23,8 +23,15 @@ from typing import Self
 from offbeat.errors import PeerError
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import only_returned_ranks_step, publish_step
-from offbeat.run.deaths import cause, describe, hint
-from offbeat.run.local_worker import LocalWorker, Placement, WorkerProgram, start_worker
+from offbeat.run.local_worker import (
+    LocalWorker,
+    Placement,
+    WorkerProgram,
+    cause_of_end,
+    description_of_end,
+    hint,
+    start_worker,
+)
 from offbeat.run.progress import (
     ELAPSED_VARIABLE,
     EXIT_STOPPED,
@@ -233,7 +240,7 @@ class WorkerGroup:
                 f"worker {leaver.rank} came to its end before its first step, and the others waited"
                 " for it; every rank has to make its DistributedDataParallel model"
             )
-        return describe(
+        return description_of_end(
             self.run_directory,
             worker.rank,
             worker.process.pid,
@@ -441,7 +448,7 @@ class WorkerGroup:
     def _cause(self, worker: LocalWorker) -> str:
         if worker.rank in self._ended_by_us:
             return "it did not come to the end and was ended"
-        return cause(worker.process.wait(), worker.failure)
+        return cause_of_end(worker.process.wait(), worker.failure)
 
     def _may_return(self, worker: LocalWorker) -> bool:
         """Whether a worker that has died may be started again."""
