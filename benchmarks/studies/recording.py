@@ -62,7 +62,7 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
         schedule = SimpleNamespace(position=SimpleNamespace(step=0), target=10 * NUM_STEPS)
         run = RankRun(
             record=records.Record(path),
-            coordinator=cast(Any, SimpleNamespace(rank=rank, incarnation=0)),
+            coordinator=cast(Any, SimpleNamespace(rank=rank, restart=0)),
             attached=attached,
             schedule=cast(Any, schedule),
             step_time=StepTimeEmulator(None, rank, by_sleeping=False),

@@ -119,7 +119,7 @@ def train_rank(
             task.num_parameters(), run.schedule.target, config.eval_every
         )
         run.measures_at_end = limit is not None and limit.ends_turns
-        if coordinator.incarnation:
+        if coordinator.restart:
             coordinator.rejoin_at(position.step + 1)
             report(Joined(rank=coordinator.rank, step=position.step))
         recorder = TaskRecorder(run, report)
@@ -154,7 +154,7 @@ def _position(
     """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it
     has joined its peers.
     """
-    if coordinator.incarnation:
+    if coordinator.restart:
         began = position_from_json(json.loads(coordinator.published("origin") or "{}"))
         schedule = _schedule(record.config, task, began, coordinator)
         if isinstance(schedule, ClaimedSchedule):

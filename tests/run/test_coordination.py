@@ -88,7 +88,7 @@ def test_a_late_one_is_left_out_once_patience_ends_and_hears_so() -> None:
 def test_one_that_came_back_counts_from_its_first_step() -> None:
     store, (first, _) = coordinators(2)
     record_death(store, 1, deaths=1)
-    again = Coordinator(store, 1, 2, incarnation=1, supervised=True)
+    again = Coordinator(store, 1, 2, restart=1, supervised=True)
     assert first.gather_living("before it is back", "") == {0: ""}
     again.rejoin_at(8)
     assert first.gather_living("step 7", "", step=7) == {0: ""}
@@ -107,7 +107,7 @@ def test_one_that_came_back_counts_from_its_first_step() -> None:
 def test_a_leader_that_came_back_does_not_take_over() -> None:
     store, (_, second) = coordinators(2)
     record_death(store, 0, deaths=1)
-    again = Coordinator(store, 0, 2, incarnation=1, supervised=True)
+    again = Coordinator(store, 0, 2, restart=1, supervised=True)
     again.rejoin_at(3)
     assert (second.leader, again.leader) == (1, 1)
     record_death(store, 1, deaths=1)
@@ -164,7 +164,7 @@ def test_a_rank_that_comes_back_is_told_how_far_the_others_are() -> None:
     publish_step(store, 0, 34)
     publish_step(store, 1, 31)
     record_death(store, 1, deaths=1)
-    assert Coordinator(store, 1, 2, incarnation=1, supervised=True).step == 34
+    assert Coordinator(store, 1, 2, restart=1, supervised=True).step == 34
 
 
 def test_ranks_that_never_died_are_done_without_those_that_came_back() -> None:

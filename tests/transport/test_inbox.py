@@ -28,8 +28,8 @@ def _message(
 
 def _drain(inbox: Inbox, peer: int, channel: int) -> list[bytes]:
     taken = []
-    while inbox.has(peer, channel):
-        taken.append(bytes(inbox.take(peer, channel)))
+    while (message := inbox.take(frozenset([peer]), channel)) is not None:
+        taken.append(bytes(message[1]))
     return taken
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
-from offbeat.transport.driver import Counting, Driver
+from offbeat.transport.driver import Counting, Driver, total_of
 from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep, Traffic
 from offbeat.transport.peers import Peers
 from offbeat.transport.single_rank import SingleRank
@@ -245,7 +245,7 @@ def test_posts_are_no_traffic() -> None:
     VirtualCluster(3).run(all_tell_the_first(), wrap=wrap)
     sums = Traffic()
     for driver in counted:
-        sums = sums.plus(driver.traffic)
+        sums = total_of(sums, driver.traffic)
     assert (sums.bytes_sent, sums.bytes_received, sums.messages_sent, sums.messages_received) == (
         5,
         5,

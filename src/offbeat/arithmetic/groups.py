@@ -72,8 +72,7 @@ def group_of_version(
     Args:
         version: the number of the version, >= 0.
         rank: one of `members`.
-        members: as for `groups`.
-        group_size: as for `groups`.
+        members, group_size: the arguments of `groups`.
         period: the versions period - 1, 2 period - 1, ... are global; None: none is.
         quorum: the fraction of all members that has to arrive at a global synchronization, in
             (0, 1]; the number of members is rounded down, to at least one.

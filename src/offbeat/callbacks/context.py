@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -99,8 +99,8 @@ class Context:
         count: wraps a driver that a thread of its own uses, so that its traffic is counted with the
             session's.
         record_wait: counts a wait of the training thread, from when to when on the monotonic clock.
-        mega_batches_merged: tells the user's `Session.on_merge` that so many further mega-batches
-            are in this rank's model.
+        on_merge: what the user's loop wants called for each further mega-batch that is in this
+            rank's model.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -116,7 +116,7 @@ class Context:
     own_store: Callable[[], Store] = HashStore
     count: Callable[[Driver], Driver] = lambda driver: driver
     record_wait: Callable[[float, float], None] = lambda begin_s, end_s: None
-    mega_batches_merged: Callable[[int], None] = lambda count: None
+    on_merge: Sequence[Callable[[], object]] = ()
 
 
 def stream_counter() -> Callable[[], Stream]:

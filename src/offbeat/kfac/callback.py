@@ -1,4 +1,4 @@
-"""The part that turns a training step into a K-FAC step.
+"""The callback that turns a training step into a K-FAC step.
 
 1. During the forward and backward passes `FactorScheduler` takes A and G and sends them, in an
    order that all ranks share with the buckets of gradients.
@@ -49,7 +49,7 @@ _MOST_NAMES: Final = 8
 
 class KFACCallback(Callback):
     """Takes, averages and inverts factors, and preconditions gradients. It comes after the exchange
-    of gradients in the order of parts.
+    of gradients in the order of callbacks.
 
     Args:
         context: of the session; its model and optimizer are there.

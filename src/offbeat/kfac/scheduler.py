@@ -275,7 +275,7 @@ class FactorScheduler(ExchangeListener):
             self._spans.add("wait for gradients", "", self._progress.sealed_s)
         self.capture.stop()
 
-    # What the part says and asks for, before and after the optimizer's step
+    # What the callback says and asks for, before and after the optimizer's step
 
     def saw_gradient(self, parameter: int) -> None:
         """The parameter at position `parameter` in the model has got a gradient."""

@@ -32,15 +32,18 @@ published rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from offbeat.errors import ConfigError
+from offbeat.weights.optimizer_state import divides_by_squares
+
+RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,25 +338,31 @@ def _whole(sizes: NDArray[np.float64]) -> tuple[int, ...]:
     return tuple(whole.tolist())
 
 
-class StepRates:
-    """Changes an optimizer's learning rates for one step at a time. Before and after the step they
-    are what the user has set, so that schedulers see no other ones.
+class ScaledLearningRate:
+    """Sets learning rates, as batch sizes say, for one optimizer step at a time. Before and after
+    the step they are what the user has set, so that schedulers see no other ones.
 
     Args:
         optimizer: the user's.
+        by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
+            the optimizer divides by the root of squared gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, by: RateScaling) -> None:
         self._optimizer = optimizer
         self._before: list[Any] = []
+        self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
 
-    def scale(self, change: Callable[[Any], Any]) -> None:
-        """Let the coming step have `change` of each learning rate."""
-        # A step that raised was not followed by `restore`.
-        self.restore()
+    def scale(self, num_samples: int, num_ranks: int, base: int) -> None:
+        """The coming step is taken with a batch of `num_samples`."""
+        self.restore()  # A step that raised was not followed by it.
         self._before = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["lr"] = change(group["lr"])
+            group["lr"] = (
+                learning_rate(group["lr"], num_samples, base)
+                if self.is_linear
+                else square_root_rate(group["lr"], num_samples, base, num_ranks)
+            )
 
     def restore(self) -> None:
         """The step is over."""

@@ -1,4 +1,4 @@
-"""The part of a strategy with mega-batches: it merges models after each of them, and lets batch
+"""The callback of a strategy with mega-batches: it merges models after each of them, and lets batch
 sizes and learning rates follow the workers' speeds.
 """
 
@@ -17,6 +17,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Notices
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
@@ -24,12 +25,11 @@ from offbeat.megabatch.batch_sizes import (
     Bounds,
     Proportional,
     PublishedRule,
-    StepRates,
+    RateScaling,
+    ScaledLearningRate,
     binding,
-    learning_rate,
     merge_weights,
     perturbed,
-    square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.merge import (
@@ -44,12 +44,10 @@ from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
-    divides_by_squares,
     notice_of_local_states,
 )
 from offbeat.weights.statistics import warm
 
-RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
 Rule: TypeAlias = Literal["equal", "proportional", "published"]
 
 
@@ -111,29 +109,6 @@ class MegaBatchPlan:
         return max(self.bounds(base).smallest, min(2, base))
 
 
-class ScaledLearningRate:
-    """Sets learning rates, as batch sizes say, for one optimizer step at a time.
-
-    Args:
-        optimizer: the user's.
-        by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
-            the optimizer divides by the root of squared gradients.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, by: RateScaling) -> None:
-        self._rates = StepRates(optimizer)
-        self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
-
-    def scale(self, num_samples: int, num_ranks: int, base: int) -> None:
-        if self.is_linear:
-            self._rates.scale(lambda eta_0: learning_rate(eta_0, num_samples, base))
-        else:
-            self._rates.scale(lambda eta_0: square_root_rate(eta_0, num_samples, base, num_ranks))
-
-    def restore(self) -> None:
-        self._rates.restore()
-
-
 class MegaBatchCallback(Callback):
     """Merges models when the loader says that a mega-batch was computed, with all that are members
     of the run then.
@@ -149,11 +124,10 @@ class MegaBatchCallback(Callback):
         enter: makes this rank a member of the run's generations; None in a world of one.
         rank: this rank.
         world_size: number of ranks at first.
-        notify: for remarks.
-        warn: for remarks on what changes the meaning of the run.
+        notices: take remarks.
         record_wait: is told from when to when the trainer waited, in seconds of the monotonic
             clock.
-        mega_batches_merged: is told how many further mega-batches this rank's model has in it.
+        on_merge: is called for each further mega-batch that this rank's model has in it.
 
     Attributes:
         ranks: who takes part, ascending.
@@ -182,10 +156,9 @@ class MegaBatchCallback(Callback):
         enter: Callable[[], Generations | None],
         rank: int,
         world_size: int,
-        notify: Callable[[str], None],
-        warn: Callable[[str], None],
+        notices: Notices,
         record_wait: Callable[[float, float], None],
-        mega_batches_merged: Callable[[int], None],
+        on_merge: Sequence[Callable[[], object]],
     ) -> None:
         self.shares_equally = plan.rule == "equal"
         self.ranks: tuple[int, ...] = tuple(range(world_size))
@@ -193,9 +166,9 @@ class MegaBatchCallback(Callback):
         self.joined_by: MergedRound | None = None
         self.start_step = 0
         self._weights, self._plan, self._rank = weights, plan, rank
-        self._notify, self._warn, self._optimizer = notify, warn, optimizer
+        self._notices, self._optimizer = notices, optimizer
         self._group, self._record_wait = group, record_wait
-        self._tell_user = mega_batches_merged
+        self._on_merge = on_merge
         self._memory_limit: int | None = None
         self._set_batch_sizes([1] * world_size)
         self._learning_rate = ScaledLearningRate(optimizer, plan.rate_scaling)
@@ -231,7 +204,7 @@ class MegaBatchCallback(Callback):
         try:
             self._generations = enter()
             if group.is_new:
-                # Other parts and the user's loop need the model of the run from the beginning.
+                # Other callbacks and the user's loop need the model of the run from the beginning.
                 self._merge_now()
         except BaseException:
             self._close()
@@ -322,7 +295,7 @@ class MegaBatchCallback(Callback):
                 if self._plan.rate_scaling == "auto"
                 else ", as rate_scaling='sqrt' says"
             )
-            self._notify(
+            self._notices.notify(
                 f"learning rates are those of S-SGD times sqrt({len(self.ranks)} ranks x batch /"
                 f" {base}){why}"
             )
@@ -366,8 +339,9 @@ class MegaBatchCallback(Callback):
 
     def mega_batches_merged(self, count: int) -> None:
         """So many further mega-batches are in this rank's model, all of each of them."""
-        if count:
-            self._tell_user(count)
+        for _ in range(count):
+            for call in self._on_merge:
+                call()
 
     def begin_merge(
         self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound | None
@@ -443,7 +417,7 @@ class MegaBatchCallback(Callback):
             num_merges = self._protocol.num_merges
             self._merge_now()
             if not self.shares_equally:
-                self._warn(
+                self._notices.warn(
                     "no loader of this session feeds the run: each rank computes the batches of its"
                     " own loop, and batch sizes and merge weights follow nothing. Models are"
                     f" averaged after every mega_batch / ranks = {period} steps, as"
@@ -564,14 +538,15 @@ class MegaBatchCallback(Callback):
             at_step: the steps that this rank had taken at its snapshot.
         """
         assert outcome.mean is not None
-        claim_round = outcome.reference.report.claim_round
+        reference = outcome.reference.report
+        claim_round = reference.claim_round
         staying = sorted(
             (proposal for proposal in outcome.proposals if proposal.kind == "merge"),
             key=lambda proposal: proposal.rank,
         )
         self.ranks = tuple(proposal.rank for proposal in staying)
         if outcome.mine.is_new:
-            self.base = outcome.reference.report.base
+            self.base = reference.base
         self._compare_learning_rates(staying)
         self._tell_what_stays_local()
         merged = self._merged_round(outcome)
@@ -588,13 +563,12 @@ class MegaBatchCallback(Callback):
             # One that comes in between the rounds of a mega-batch would look slow by the updates
             # of those that are left. Rules leave the batch of a rank without updates as it is.
             self._pace = Pace()
-            report = outcome.reference.report
-            is_late = outcome.mine.is_new and report.following is not None
+            is_late = outcome.mine.is_new and reference.following is not None
             self._missed_rounds = is_late or has_rest
         if outcome.mine.is_new and not self._num_steps:
-            self.start_step = self._num_steps = outcome.reference.report.num_steps
+            self.start_step = self._num_steps = reference.num_steps
         self._merged_at_step = self._num_steps if outcome.mine.is_new else at_step
-        self._went_on = outcome.reference.report.following is not None
+        self._went_on = reference.following is not None
         self._num_claimed = 0
         self.joined_by = merged if outcome.mine.is_new else self.joined_by
         return merged
@@ -641,7 +615,7 @@ class MegaBatchCallback(Callback):
             for report in knowing
             if report.learning_rates
         )
-        self._warn(
+        self._notices.warn(
             f"learning rates differ between ranks at a merge: {rates}. Ranks take different numbers"
             " of batches, so a scheduler that is stepped for each batch is further on one rank than"
             " on another; step it with session.on_merge(scheduler.step), and count mega-batches"
@@ -653,7 +627,7 @@ class MegaBatchCallback(Callback):
         remark = notice_of_local_states(self._optimizer, self._weights.parameters)
         if remark is not None:
             self._said_what_stays_local = True
-            self._notify(remark)
+            self._notices.notify(remark)
 
     def _merge_weights(self, proposals: Sequence[MergeProposal]) -> Sequence[float]:
         shares = [proposal.report.share for proposal in proposals]
@@ -695,7 +669,7 @@ class MegaBatchCallback(Callback):
             which = ", ".join(
                 f"rank {rank} at its {end} ({sized[rank]})" for rank, end in now_binding.items()
             )
-            self._notify(
+            self._notices.notify(
                 f"merge {self._protocol.num_merges}: batch sizes are held by bounds:"
                 f" {which or 'none any more'}"
             )

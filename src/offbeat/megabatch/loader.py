@@ -132,7 +132,7 @@ class DispatchLoader(Callback):
     Args:
         fetcher: reads batches of the dataset, which is the same on all ranks.
         log: of claims.
-        policy: the strategy's part.
+        policy: the strategy's callback.
         seed: of the order, >= 0.
         shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
         rank: this rank.
@@ -431,9 +431,9 @@ class DispatchLoader(Callback):
             claim = self._claim() if self._fixed_claims is None else next(self._fixed_claims, None)
             if claim is None:
                 return
-            for part in self._batches_of(claim):
-                self._ahead.append(part)
-                yield self._indices(part)
+            for batch in self._batches_of(claim):
+                self._ahead.append(batch)
+                yield self._indices(batch)
 
     def _claim(self) -> Claim | None:
         """The next claim of the open round, of one batch or of several."""

@@ -114,4 +114,4 @@ def _owner(carried: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owes(carried: Mapping[str, Any]) -> bool:
-    return any(part.get("additive") for part in carried["callbacks"].values())
+    return any(state.get("additive") for state in carried["callbacks"].values())

@@ -52,7 +52,7 @@ class Coordinator:
     Args:
         store: of this run.
         rank, world_size: this rank's place, as the run was begun.
-        incarnation: how many processes have had this rank before.
+        restart: how many processes have had this rank before this one.
         supervised: whether a supervisor records deaths in the store.
     """
 
@@ -62,12 +62,12 @@ class Coordinator:
         rank: int,
         world_size: int,
         *,
-        incarnation: int = 0,
+        restart: int = 0,
         supervised: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.incarnation = incarnation
+        self.restart = restart
         self.supervised = supervised
         self._store = store
 
@@ -96,7 +96,7 @@ class Coordinator:
 
     def rejoin_at(self, first_step: int) -> None:
         """From `first_step` on, this rank takes part in what is waited for."""
-        self._store.set(_back_key(self.rank, self.incarnation), str(first_step))
+        self._store.set(_back_key(self.rank, self.restart), str(first_step))
 
     def all_gather(self, name: str, text: str) -> list[str]:
         """Every rank's `text`, by rank. Waits for all of them, dead or alive. A name serves
@@ -279,5 +279,5 @@ def _step_key(rank: int) -> str:
     return f"{_PREFIX}/step/{rank}"
 
 
-def _back_key(rank: int, incarnation: int) -> str:
-    return f"{_PREFIX}/back/{rank}/{incarnation}"
+def _back_key(rank: int, restart: int) -> str:
+    return f"{_PREFIX}/back/{rank}/{restart}"

@@ -21,6 +21,7 @@ from offbeat.run.progress import (
     Report,
     decode,
 )
+from offbeat.run.records import last_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +117,7 @@ class LocalWorker:
         process: of it.
         stdin: its standard input, to which `run_until` writes. Its end ends the worker.
         pipe: the descriptor from which its reports are read.
-        incarnation: how many processes have had this rank before and died.
+        restart: how many processes have had this rank before and died.
         joined: whether it is one of the members; one that comes back has to become one.
         failure: why it gave up, if it reported so.
         seconds: its training time.
@@ -129,7 +130,7 @@ class LocalWorker:
     process: WorkerProcess
     stdin: IO[bytes]
     pipe: int
-    incarnation: int = 0
+    restart: int = 0
     joined: bool = True
     failure: Failure | None = None
     seconds: float = 0.0
@@ -192,7 +193,7 @@ def start_worker(
     environment: Mapping[str, str],
     *,
     program: WorkerProgram,
-    incarnation: int,
+    restart: int,
     seconds: float,
 ) -> LocalWorker:
     """Start the process of `rank` of the run in `run_directory`.
@@ -203,7 +204,7 @@ def start_worker(
         program: what it runs.
         placement: where it runs.
         environment: what it is told besides what this process was told.
-        incarnation: how many processes have had this rank before and died.
+        restart: how many processes have had this rank before and died.
         seconds: training time so far.
     """
     stdin, to_stdin = os.pipe()
@@ -233,7 +234,54 @@ def start_worker(
         process=process,
         stdin=os.fdopen(to_stdin, "wb"),
         pipe=reading,
-        incarnation=incarnation,
-        joined=not incarnation,
+        restart=restart,
+        joined=not restart,
         seconds=seconds,
+    )
+
+
+def cause_of_end(code: int, failure: Failure | None) -> str:
+    """Why a process ended, in a few words: `code` is its exit status, or minus the number of a
+    signal.
+    """
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return failure.message if failure is not None else f"it ended with status {code}"
+
+
+def description_of_end(
+    run_directory: Path, rank: int, pid: int, code: int, failure: Failure | None, *, is_shown: bool
+) -> str:
+    """Which worker ended, why, after which step, and where to look.
+
+    Args:
+        run_directory: of the run.
+        rank, pid: of the process that ended.
+        code: its exit status, or minus the number of a signal.
+        failure: what it reported before it ended, if anything.
+        is_shown: whether it printed to where this process prints, and not to its log.
+    """
+    log = run_directory / "logs" / f"rank-{rank}.log"
+    where = "what it printed above" if is_shown else str(log)
+    see = f"see {where}" if is_shown or (log.exists() and log.stat().st_size) else ""
+    who, step = f"worker {rank} (pid {pid})", last_step(run_directory, rank)
+    when = f"after step {step}" if step else "before its first step"
+    if code < 0:
+        name = signal.Signals(-code).name
+        advice = "did the machine run out of memory?" if name == "SIGKILL" else see
+        return f"{who} was killed by {name} {when}" + (f"; {advice}" if advice else "")
+    if failure is not None:
+        details = f" ({see})" if failure.has_printed and see else ""
+        return f"{who} failed {when}: {failure.message}{details}"
+    return f"{who} ended with status {code} {when}" + (f"; {see}" if see else "")
+
+
+def hint(run_directory: Path) -> str:
+    """How to go on with a run that has ended before its time."""
+    steps = sorted(entry.name for entry in (run_directory / "checkpoint").glob("step-*"))
+    if not steps:
+        return "; there is no checkpoint yet"
+    return (
+        f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume"
+        f" {run_directory}"
     )

@@ -13,9 +13,8 @@ from typing_extensions import override
 
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
-from offbeat.run.recording import ScriptRecorder
+from offbeat.run.recording import ScriptRecorder, shared_record
 from offbeat.run.run_summary import HANGS_S
-from offbeat.run.sharing import shared_record
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import strategy_values

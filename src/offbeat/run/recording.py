@@ -11,20 +11,25 @@ loss. A script that logs none has its training loss as its metric, as the mean o
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from typing_extensions import override
 
+from offbeat.errors import OffbeatError, RecordError
+from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.recipes import ScriptSession
-from offbeat.run.records import Evaluation, Record
+from offbeat.run.records import Evaluation, Record, begin_attempt, create
+from offbeat.run.rendezvous import group_coordinator
 from offbeat.run.run_summary import Measured, gather_ends, write_end
 from offbeat.run.step_recorder import AttachedModel, Position, RankRun, StepRecorder, StepTime
 from offbeat.session.metrics import SessionObserver
@@ -47,6 +52,9 @@ _HIGHER_IS_BETTER: Final = (
 )  # fmt: skip
 _LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape")
 """Words that decide, whatever else a name says: top1_error, dice_loss."""
+
+
+LOGGER = logging.getLogger("offbeat")
 
 
 def higher_is_better(name: str) -> bool:
@@ -154,7 +162,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             schedule=self._length,
             step_time=self._step_time(record, coordinator.rank),
         )
-        if coordinator.incarnation:
+        if coordinator.restart:
             coordinator.rejoin_at(step + 1)
             self._report(Joined(rank=coordinator.rank, step=step, counts_anew=not self._was_asked))
         self._recorder = StepRecorder(
@@ -348,3 +356,40 @@ class ScriptRecorder(SessionObserver, ModelListener):
                 recorder.write_evaluation(evaluation)
         last = self._evaluations[-1].metric if self._evaluations else recorder.last_loss
         return Measured(metric=last, name=TRAINING_LOSS, higher_is_better=False)
+
+
+def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
+    """The record of a run whose ranks meet through torch.distributed. Collective.
+
+    Args:
+        config: of the run; the number of workers is the group's.
+        out: its directory; None: the next free one below runs/.
+
+    Returns:
+        None on a host that does not see the directory: its ranks are not recorded.
+
+    Raises:
+        RecordError: rank 0 cannot write there; on every rank.
+    """
+    coordinator = group_coordinator()
+    problem, directory = "", Path()
+    if coordinator.rank == 0:
+        config = replace(config, workers=coordinator.world_size)
+        try:
+            directory = create(out, config).resolve()
+            begin_attempt(directory, config, start_step=0)
+        except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
+            problem = str(error)
+    problem = coordinator.all_gather("problem", problem)[0]
+    directory = Path(coordinator.all_gather("directory", str(directory))[0])
+    if problem:
+        raise RecordError(problem)
+    if not (directory / "config.json").exists():
+        LOGGER.warning(
+            "rank %d does not see %s, so it is not recorded; give an --out on a file system that"
+            " all hosts share",
+            coordinator.rank,
+            directory,
+        )
+        return None
+    return OpenRecord(record=Record(directory), coordinator=coordinator)

@@ -148,7 +148,7 @@ def join() -> Coordinator:
             "this process has no rank: RANK and WORLD_SIZE are not set; start it with torchrun or"
             " offbeat train"
         )
-    supervised, incarnation = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
+    supervised, restart = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
     if supervised:
         store = _supervisors_store()
     else:
@@ -165,10 +165,10 @@ def join() -> Coordinator:
                 f"the ranks cannot meet at {where}: {error}; name rank 0's host and a free port"
                 " of it"
             ) from None
-    if not incarnation:
+    if not restart:
         dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
     return Coordinator(
-        store, launch.rank, launch.world_size, incarnation=incarnation, supervised=supervised
+        store, launch.rank, launch.world_size, restart=restart, supervised=supervised
     )
 
 
@@ -183,7 +183,7 @@ def supervised_coordinator() -> Coordinator | None:
         _supervisors_store(),
         launch.rank,
         launch.world_size,
-        incarnation=int(os.environ.get(RETURN_VARIABLE) or 0),
+        restart=int(os.environ.get(RETURN_VARIABLE) or 0),
         supervised=True,
     )
 

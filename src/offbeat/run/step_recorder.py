@@ -175,7 +175,7 @@ class StepRecorder:
             run.record.path,
             rank=run.coordinator.rank,
             attempt=len(run.record.attempts) - 1,
-            start_step=run.schedule.position.step if run.coordinator.incarnation else None,
+            start_step=run.schedule.position.step if run.coordinator.restart else None,
             amendable=amendable,
         )
         self._profiles = ProfileWriter(
@@ -194,7 +194,7 @@ class StepRecorder:
         self._met_s = 0.0
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
-        if run.coordinator.rank == 0 and not run.coordinator.incarnation:
+        if run.coordinator.rank == 0 and not run.coordinator.restart:
             for notice in run.attached.session.notices:
                 report(Remark(rank=0, text=notice))
         self._since_s = time.monotonic()

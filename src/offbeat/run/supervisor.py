@@ -23,8 +23,15 @@ from typing import Self
 from offbeat.errors import PeerError
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import only_returned_ranks_step, publish_step
-from offbeat.run.deaths import cause, describe, hint
-from offbeat.run.local_worker import LocalWorker, Placement, WorkerProgram, start_worker
+from offbeat.run.local_worker import (
+    LocalWorker,
+    Placement,
+    WorkerProgram,
+    cause_of_end,
+    description_of_end,
+    hint,
+    start_worker,
+)
 from offbeat.run.progress import (
     ELAPSED_VARIABLE,
     EXIT_STOPPED,
@@ -233,7 +240,7 @@ class WorkerGroup:
                 f"worker {leaver.rank} came to its end before its first step, and the others waited"
                 " for it; every rank has to make its DistributedDataParallel model"
             )
-        return describe(
+        return description_of_end(
             self.run_directory,
             worker.rank,
             worker.process.pid,
@@ -261,7 +268,7 @@ class WorkerGroup:
         """
         return self.survives_death and self._training_has_begun
 
-    def _start(self, rank: int, secret: str, *, incarnation: int = 0) -> LocalWorker:
+    def _start(self, rank: int, secret: str, *, restart: int = 0) -> LocalWorker:
         """Start the process of `rank`; `life` counts those that have had this rank
         before and died.
         """
@@ -273,8 +280,8 @@ class WorkerGroup:
             SECRET_VARIABLE: secret,
         } | ({TURNS_VARIABLE: "1"} if self._turns else {})
         local_rank = rank - self._first_rank
-        if incarnation:
-            environment |= {RETURN_VARIABLE: str(incarnation), ELAPSED_VARIABLE: repr(self.seconds)}
+        if restart:
+            environment |= {RETURN_VARIABLE: str(restart), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers)
         environment |= {"LOCAL_RANK": str(local_rank), **self._program.environment}
         return start_worker(
@@ -283,7 +290,7 @@ class WorkerGroup:
             self._placement(local_rank),
             environment,
             program=self._program,
-            incarnation=incarnation,
+            restart=restart,
             seconds=self.seconds,
         )
 
@@ -345,10 +352,10 @@ class WorkerGroup:
             self._peers_go_on
             and self._end_deadline_s is None
             and any(worker.ended_well for worker in self._workers)
-            and not (self._program.ends_alone and any(not worker.incarnation for worker in alive))
+            and not (self._program.ends_alone and any(not worker.restart for worker in alive))
         ):
             self._end_deadline_s = now_s + (_LAST_REPORTS_S if self._program.ends_alone else _END_S)
-        returned = [worker for worker in alive if worker.incarnation]
+        returned = [worker for worker in alive if worker.restart]
         if self._program.ends_alone and returned and self._only_returned_step(now_s):
             self._end(returned)
         if self._end_deadline_s is None and alive and self._first_to_leave is not None:
@@ -392,7 +399,7 @@ class WorkerGroup:
         assert self._store is not None
         # Peers must hear of the death before anything else here takes time: they wait for this rank
         # until they do.
-        self._store.record_death(worker.rank, deaths=worker.incarnation + 1)
+        self._store.record_death(worker.rank, deaths=worker.restart + 1)
         self._drain(worker)
         if self._num_interrupts and (
             worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM
@@ -441,7 +448,7 @@ class WorkerGroup:
     def _cause(self, worker: LocalWorker) -> str:
         if worker.rank in self._ended_by_us:
             return "it did not come to the end and was ended"
-        return cause(worker.process.wait(), worker.failure)
+        return cause_of_end(worker.process.wait(), worker.failure)
 
     def _may_return(self, worker: LocalWorker) -> bool:
         """Whether a worker that has died may be started again."""
@@ -459,7 +466,7 @@ class WorkerGroup:
         self._drain(old)
         old.close()
         worker = self._workers[old.rank - self._first_rank] = self._start(
-            old.rank, self._secret, incarnation=old.incarnation + 1
+            old.rank, self._secret, restart=old.restart + 1
         )
         self._watch(worker)
         if self._until_step is not None:

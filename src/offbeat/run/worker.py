@@ -29,10 +29,9 @@ from offbeat.run.coupling import ScriptSessions, is_good_end
 from offbeat.run.interrupts import exit_at_stop_signals
 from offbeat.run.progress import Failure, Remark, Report, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe, recipe_for
-from offbeat.run.recording import OpenRecord, ScriptRecorder
+from offbeat.run.recording import OpenRecord, ScriptRecorder, shared_record
 from offbeat.run.records import Record
 from offbeat.run.rendezvous import launched, supervised_coordinator
-from offbeat.run.sharing import shared_record
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning

@@ -51,8 +51,8 @@ def open_in_this_process() -> list[Closeable]:
 
 
 def close_open_sessions() -> None:
-    """Close what this process has left open: as at the end of a `with` block, which is left by the
-    exception that ended the script if one did. So the peers hear of it.
+    """Close what this process has left open, as the end of a `with` block does, which is left by
+    the exception that ended the script if one did. So the peers hear of it.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     for session in open_in_this_process():

@@ -49,7 +49,7 @@ class AttachOverride:
 
     Attributes:
         replace: gives the strategy to be attached, of the one that the script asks for.
-        wrap: as in `attach_through`.
+        wrap: puts a wrapper around the driver, as in `attach_through`.
         attached: is called with each session, its model and its optimizer.
     """
 
@@ -154,8 +154,8 @@ def attach_through(
 
     Args:
         wrap: puts the wrapper around the driver that it is given.
-        model, strategy, group, scaler, finish: as in `offbeat.attach`.
-        optimizer: as there; None where updates are made in another way, for strategies that need
+        model, strategy, group, scaler, finish: have the meaning that they have in `offbeat.attach`.
+        optimizer: the user's; None where updates are made in another way, for strategies that need
             none.
         ignored: names of parameters and buffers that are each rank's own affair: they are neither
             copied nor exchanged nor compared.

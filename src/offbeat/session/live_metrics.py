@@ -28,7 +28,8 @@ class LiveMetrics(SessionObserver):
       other ranks and of encoding in it;
     - `offbeat/bytes_sent`: by this rank in a step;
     - `offbeat/residual_norm`: norm of what this rank has not sent yet, with a sparse strategy;
-    - `offbeat/entry_age`: steps that an entry of the gradient waits to be sent, likewise;
+    - `offbeat/entry_age`: steps that an entry of the gradient waits to be sent, a mean over the
+    same steps;
     - `offbeat/stale_share`: share of stale contributions in averages, where nobody waits;
     - `offbeat/kl_scale`: by what `kl_clip` of K-FAC multiplied the last step;
     - `offbeat/skipped_steps`: so far;

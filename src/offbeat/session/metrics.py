@@ -1,4 +1,4 @@
-"""What a training loop has measured, on its way to whoever keeps it: `session.log`, and
+"""What a training loop has measured, on its way to the listeners that keep it: `session.log`, and
 `offbeat.log` where there is no session at hand. And the way back: `offbeat.step`.
 """
 

@@ -182,7 +182,7 @@ class Session:
             own_store=lambda: store_of(self._network),
             count=self._traffic.count_in_background,
             record_wait=self._traffic.counting.record_wait,
-            mega_batches_merged=self._mega_batches_merged,
+            on_merge=self._on_merge,
         )
         self._callbacks: list[Callback] = list(strategy.build(context))
         try:
@@ -209,7 +209,7 @@ class Session:
         if self._network is not None and self._network.cipher == "none":
             self._notices.notify(
                 "messages between ranks are neither encrypted nor authenticated, as"
-                " OFFBEAT_CIPHER=none asks; whoever reads this network can read and forge them"
+                " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
         ATTACHED_MODELS.add(model)
         at_exit.remember(self)
@@ -322,7 +322,7 @@ class Session:
         return next((torch.tensor(norm) for norm in norms if norm is not None), None)
 
     def log(self, **values: float | torch.Tensor) -> None:
-        """Tell the record of this run, and whoever else observes the session, what the loop has
+        """Tell the record of this run, and all other observers of the session, what the loop has
         measured: `session.log(loss=loss, accuracy=0.93)`. Not collective; without a record it does
         nothing.
 
@@ -371,10 +371,10 @@ class Session:
     ) -> DispatchLoader | LockstepLoader:
         """Batches of `dataset`, each sample once an epoch over all ranks. Collective.
 
-        With `AdaptiveSGD` whoever is free claims the next batch, and the strategy says how large;
-        with `ElasticSGD` each rank has an equal share. With the others, ranks take equally many
-        steps, with batches of as many samples as each asks for, and gradients are averaged over
-        samples.
+        With `AdaptiveSGD` a rank that is free claims the next batch, and the strategy says how
+        large; with `ElasticSGD` each rank has an equal share. With the others, ranks take equally
+        many steps, with batches of as many samples as each asks for, and gradients are averaged
+        over samples.
 
         A `DataLoader` is taken as it is, not prepared for several ranks: its dataset, batch size,
         `collate_fn`, worker processes with all that belongs to them, and pinned memory. With
@@ -714,11 +714,6 @@ class Session:
         self._abandon(f"{type(error).__name__}: {error}", blame=blame)
         with suppress(OffbeatError):
             self._close(error)
-
-    def _mega_batches_merged(self, count: int) -> None:
-        for _ in range(count):
-            for callback in self._on_merge:
-                callback()
 
     def _check_open(self, method: str) -> None:
         if self._closed:

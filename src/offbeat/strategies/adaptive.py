@@ -43,7 +43,8 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.megabatch.atomic_group import AtomicGroup
-from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan, RateScaling
+from offbeat.megabatch.batch_sizes import RateScaling
+from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights
@@ -95,10 +96,9 @@ class MegaBatchStrategy(AveragingStrategy):
             enter=lambda: context.enter(group),
             rank=context.driver.rank,
             world_size=context.driver.world_size,
-            notify=context.notices.notify,
-            warn=context.notices.warn,
+            notices=context.notices,
             record_wait=context.record_wait,
-            mega_batches_merged=context.mega_batches_merged,
+            on_merge=context.on_merge,
         )
         return [part]
 

@@ -199,8 +199,8 @@ class Pending(Generic[T]):
 
 
 class Stream:
-    """The channels of one part's successive collectives. All ranks that call `next` equally often
-    agree on them.
+    """The channels of one callback's successive collectives. All ranks that call `next` equally
+    often agree on them.
     """
 
     def __init__(self, number: int) -> None:
@@ -253,6 +253,17 @@ class Wrapper(Driver):
         return self.inner.now_s(channel)
 
 
+def total_of(one: Traffic, other: Traffic) -> Traffic:
+    """What both have moved together."""
+    return Traffic(
+        bytes_sent=one.bytes_sent + other.bytes_sent,
+        bytes_received=one.bytes_received + other.bytes_received,
+        messages_sent=one.messages_sent + other.messages_sent,
+        messages_received=one.messages_received + other.messages_received,
+        wait_s=one.wait_s + other.wait_s,
+    )
+
+
 class Arrival(NamedTuple):
     """When this rank came to an operation that needs its peers, and how long that took.
 
@@ -291,7 +302,7 @@ class Counting(Wrapper):
         # Bound once, because each operation reads it three times.
         self.clock = inner.now_s
         self._in_background = in_background
-        # bounded, for whoever never takes them: the oldest go first
+        # The number is bounded, because nobody may ever take them. The oldest go first.
         self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
         self._ready_at_s: float | None = None
 
@@ -339,7 +350,7 @@ class Counting(Wrapper):
         return taken
 
     def _add(self, traffic: Traffic) -> None:
-        self._moved = self._moved.plus(traffic)
+        self._moved = total_of(self._moved, traffic)
 
     def _add_result(self, result: Any, operation: _Awaited) -> None:
         match operation:
@@ -429,8 +440,8 @@ class SessionTraffic:
 
     def total(self) -> Traffic:
         """Everything since `restart`."""
-        return self.counting.traffic.plus(self._of_background())
+        return total_of(self.counting.traffic, self._of_background())
 
     def _of_background(self) -> Traffic:
         before, now = self._of_earlier_drivers, self._background
-        return before if now is None else before.plus(now.traffic)
+        return before if now is None else total_of(before, now.traffic)

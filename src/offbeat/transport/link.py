@@ -91,7 +91,7 @@ class PeerLimits:
         grace_s: a peer whose connection is lost and does not come back for this long is dead. Must
             be longer than a closing peer's last messages may take to arrive.
         connect_timeout_s: how long the first connection to a peer may take.
-        handshake_timeout_s: how long whoever connects may take to show its key.
+        handshake_timeout_s: how long a peer that connects may take to show its key.
         linger_s: how long closing waits for messages already sent to reach peers that are alive.
     """
 

@@ -99,19 +99,21 @@ class Inbox:
     def has(self, peer: int, channel: int) -> bool:
         return (peer, channel) in self._queues
 
-    def take(self, peer: int, channel: int) -> Payload:
-        """The next message of `peer` on `channel`, which must be there. Raises `WireError` when it
-        is corrupt.
+    def take(self, peers: frozenset[int], channel: int) -> tuple[int, Payload] | None:
+        """The message of `first_of`, after the rank that sent it; None when there is none. Raises
+        `WireError` when it is corrupt.
         """
-        queue = self._queues[peer, channel]
+        peer = self.first_of(peers, channel)
+        if peer is None:
+            return None
+        queue = self._queues.pop((peer, channel))
         envelope, payload = queue.popleft()
-        del self._queues[peer, channel]
         if queue:
             # Behind all other queues: `first_of` goes through them in order, and no sender starves.
             self._queues[peer, channel] = queue
         if envelope is not None:
             verify(envelope, payload)
-        return payload
+        return peer, payload
 
     def first_of(self, peers: frozenset[int], channel: int) -> int | None:
         """Whose message on `channel` should be taken next; None when none of `peers`

@@ -231,7 +231,7 @@ def create_network(
         }
         bottom.set(_ENTRY_KEY, json.dumps(entry))
     return Network(
-        store=_part_of(bottom, token),
+        store=_own_prefix(bottom, token),
         rank=rank,
         world_size=world_size,
         address=address,
@@ -273,13 +273,13 @@ def find_network(
             f"{CIPHER_VARIABLE} is {cipher} for this worker, and the run that it is to join uses"
             f" {used}; set that"
         )
-    part = _part_of(store, token)
-    if part.check([OVER_KEY]):
+    own = _own_prefix(store, token)
+    if own.check([OVER_KEY]):
         raise ConfigError(
             "the run that this worker is to join has ended; start a new one without OFFBEAT_RETURN"
         )
     return Network(
-        store=part,
+        store=own,
         rank=rank,
         world_size=world_size,
         address=address,
@@ -322,7 +322,7 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
-def _part_of(store: Store, token: str) -> Store:
+def _own_prefix(store: Store, token: str) -> Store:
     return PrefixStore(f"{_ENTRY_KEY}/{token}", store)
 
 

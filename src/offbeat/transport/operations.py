@@ -30,7 +30,7 @@ from offbeat.transport.backends import Backends, BackendWork
 T = TypeVar("T")
 
 Payload: TypeAlias = bytes | bytearray | memoryview
-"""Bytes of one message. Whoever sends them must not change them afterwards."""
+"""Bytes of one message. The sender must not change them afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +115,6 @@ class Traffic:
     messages_sent: int = 0
     messages_received: int = 0
     wait_s: float = 0.0
-
-    def plus(self, other: Traffic) -> Traffic:
-        return Traffic(
-            bytes_sent=self.bytes_sent + other.bytes_sent,
-            bytes_received=self.bytes_received + other.bytes_received,
-            messages_sent=self.messages_sent + other.messages_sent,
-            messages_received=self.messages_received + other.messages_received,
-            wait_s=self.wait_s + other.wait_s,
-        )
 
 
 class DenseOperation(ABC):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
-from offbeat.errors import ConfigError, PeerError, PeerTimeoutError, UnsupportedError
+from offbeat.errors import ConfigError, OffbeatError, PeerError, PeerTimeoutError, UnsupportedError
 from offbeat.transport.ciphers import Cipher
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
@@ -257,7 +257,7 @@ class Peers(Driver):
     def can_receive(self, peer: int, channel: int) -> bool:
         """Whether `receive` would return or raise at once. Never blocks."""
         with self._changed:
-            if self._closed:
+            if self._closed or self._mesh.inbox.has(peer, channel):
                 return True
             self._update()
             return (
@@ -270,24 +270,21 @@ class Peers(Driver):
         clock.
         """
         mesh = self._mesh
-        with self._changed:
-            while True:
-                self._update()
-                if mesh.inbox.has(peer, channel):
-                    return mesh.inbox.take(peer, channel)
-                if (failure := mesh.failure_of(peer, channel)) is not None:
-                    raise failure
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    raise PeerTimeoutError(
-                        f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer
-                    )
-                self._wait_for_change(remaining_s)
+        _, payload = self._taken(
+            frozenset([peer]),
+            channel,
+            deadline_s,
+            failure=lambda: mesh.failure_of(peer, channel),
+            timeout=lambda: PeerTimeoutError(
+                f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer
+            ),
+        )
+        return payload
 
     def can_receive_any(self, peers: frozenset[int], channel: int) -> bool:
         """Whether `receive_any` would return or raise at once. Never blocks."""
         with self._changed:
-            if self._closed:
+            if self._closed or self._mesh.inbox.first_of(peers, channel) is not None:
                 return True
             self._update()
             return (
@@ -302,23 +299,43 @@ class Peers(Driver):
         monotonic clock.
         """
         mesh = self._mesh
+        return self._taken(
+            peers,
+            channel,
+            deadline_s,
+            failure=lambda: mesh.departure_of(peers),
+            timeout=lambda: PeerTimeoutError(
+                f"the time limit passed while rank {self.rank} waited for anybody's message"
+            ),
+        )
+
+    def _taken(
+        self,
+        peers: frozenset[int],
+        channel: int,
+        deadline_s: float,
+        *,
+        failure: Callable[[], OffbeatError | None],
+        timeout: Callable[[], PeerTimeoutError],
+    ) -> tuple[int, Payload]:
+        """The next message of any of `peers` as soon as there is one; else `failure` is raised once
+        it gives an error, or `timeout`.
+        """
+        mesh = self._mesh
         with self._changed:
             self._check_open()
             # What is here already is taken first: looking for more costs as much for each message.
-            if (peer := mesh.inbox.first_of(peers, channel)) is not None:
-                return peer, mesh.inbox.take(peer, channel)
-            while True:
+            while (message := mesh.inbox.take(peers, channel)) is None:
                 self._update()
-                if (peer := mesh.inbox.first_of(peers, channel)) is not None:
-                    return peer, mesh.inbox.take(peer, channel)
-                if (departure := mesh.departure_of(peers)) is not None:
-                    raise departure
+                if mesh.inbox.first_of(peers, channel) is not None:
+                    continue
+                if (error := failure()) is not None:
+                    raise error
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
-                    raise PeerTimeoutError(
-                        f"the time limit passed while rank {self.rank} waited for anybody's message"
-                    )
+                    raise timeout()
                 self._wait_for_change(remaining_s)
+            return message
 
     def _post(self, payload: Payload, channel: int) -> None:
         with self._changed:
@@ -367,7 +384,8 @@ class Peers(Driver):
         if self._is_polled:
             self._changed.wait(timeout_s)
             return
-        # Whoever waits first polls for all. It gives up the lock meanwhile, and wakes the others.
+        # The thread that waits first polls for all. It gives up the lock meanwhile, and wakes the
+        # others.
         self._is_polled = True
         self._changed.release()
         try:

@@ -6,9 +6,9 @@ handed out:
 
     secret key = HMAC-SHA256(run secret, label | generation | rank)
 
-That keeps strangers out. It does not protect ranks from each other: whoever holds the run's secret
-can be any rank. A new generation (after a change of membership) has new keys, so a late worker of
-an earlier one is a stranger too.
+That keeps strangers out. It does not protect ranks from each other: a process that holds the run's
+secret can be any rank. A new generation (after a change of membership) has new keys, so a late
+worker of an earlier one is a stranger too.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class CurveProtection(Protection):
 
 
 class TokenProtection(Protection):
-    """Whoever comes in shows a token that only holders of the run's secret can make. Nothing is
+    """A peer that comes in shows a token that only holders of the run's secret can make. Nothing is
     encrypted: who reads the network sees tokens and messages.
     """
 
@@ -290,10 +290,7 @@ def protection_of(
 
     Args:
         cipher: the same on all ranks.
-        run_secret: as for `Protection`.
-        generation: as for `Protection`.
-        world_size: as for `Protection`.
-        rank: as for `Protection`.
+        run_secret, generation, world_size, rank: the arguments of `Protection`.
     """
     kind = _BY_CIPHER[checked_cipher(cipher)]
     return kind(run_secret, generation=generation, world_size=world_size, rank=rank)

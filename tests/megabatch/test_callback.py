@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from offbeat.callbacks.context import Notices
 from offbeat.megabatch.atomic_group import AtomicGroup
-from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan, RateScaling
+from offbeat.megabatch.batch_sizes import RateScaling
+from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.membership.agreement import Generation, Member
 from offbeat.weights.model_weights import BufferNames, ModelWeights
@@ -26,9 +28,9 @@ class Run:
     def __init__(
         self, ranks: Sequence[int], *, scaling: RateScaling = "auto", kind: str = "SGD"
     ) -> None:
-        self.parts: dict[int, MegaBatchCallback] = {}
+        self.callbacks: dict[int, MegaBatchCallback] = {}
         self.groups: dict[int, AtomicGroup] = {}
-        self.notices: list[str] = []
+        self.notices = Notices(rank=0)
         self._scaling, self._kind = scaling, kind
         self._store = HashStore()
         self._numbers = itertools.count()
@@ -40,7 +42,7 @@ class Run:
         """A generation begins; who is new in it comes in by a merge, for which its peers have made
         `updates`.
         """
-        new = [rank for rank in ranks if self._is_new(rank)] if self.parts else []
+        new = [rank for rank in ranks if self._is_new(rank)] if self.callbacks else []
         generation = Generation(
             number=next(self._numbers),
             members=tuple(Member(rank, 0) for rank in ranks),
@@ -52,19 +54,19 @@ class Run:
             rank = ranks[driver.rank]
             if rank not in self.groups:
                 self.groups[rank] = AtomicGroup(
-                    self._store, count=lambda driver: driver, notify=self.notices.append
+                    self._store, count=lambda driver: driver, notify=self.notices.notify
                 )
             self.groups[rank].begin(generation, driver.rank, driver)
-            if rank not in self.parts:
-                self.parts[rank] = self._part(rank, len(ranks))
-                self.parts[rank].feed(4, dict.fromkeys(ranks))
+            if rank not in self.callbacks:
+                self.callbacks[rank] = self._callback(rank, len(ranks))
+                self.callbacks[rank].feed(4, dict.fromkeys(ranks))
             elif new:
                 self._merge(rank, (updates or {}).get(rank, 0), ends)
 
         results_of(len(ranks), begin)
 
     def _is_new(self, rank: int) -> bool:
-        return rank not in self.parts or self.parts[rank].is_left_out
+        return rank not in self.callbacks or self.callbacks[rank].is_left_out
 
     def merge(self, updates: Mapping[int, int], *, ends: bool = False) -> None:
         """A round is over, and with it the mega-batch if it `ends`."""
@@ -75,18 +77,18 @@ class Run:
         )
 
     def _merge(self, rank: int, updates: int, ends: bool) -> None:
-        part = self.parts[rank]
+        callback = self.callbacks[rank]
         share = MegaBatchShare(
-            rank=rank, claims=(), updates=updates, batch_size=part.batch_size, busy_s=0.0
+            rank=rank, claims=(), updates=updates, batch_size=callback.batch_size, busy_s=0.0
         )
         later = () if ends else (SampleRange(1, 2),)
         claim_round = ClaimRound(
             epoch=0, mega_batch=0, round=0, retry=0, spans=(SampleRange(0, 1),), later=later
         )
-        part.begin_merge(share, claim_round, None)
-        part.end_merge()
+        callback.begin_merge(share, claim_round, None)
+        callback.end_merge()
 
-    def _part(self, rank: int, world_size: int) -> MegaBatchCallback:
+    def _callback(self, rank: int, world_size: int) -> MegaBatchCallback:
         weight = torch.nn.Parameter(torch.ones(2))
         return MegaBatchCallback(
             ModelWeights(parameters={"weight": weight}, buffers=dict, chosen=BufferNames()),
@@ -102,14 +104,13 @@ class Run:
             enter=lambda: None,
             rank=rank,
             world_size=world_size,
-            notify=self.notices.append,
-            warn=self.notices.append,
+            notices=self.notices,
             record_wait=lambda begin_s, end_s: None,
-            mega_batches_merged=lambda count: None,
+            on_merge=(),
         )
 
     def sizes(self) -> list[tuple[int, ...]]:
-        return [part.batch_sizes for _, part in sorted(self.parts.items())]
+        return [callback.batch_sizes for _, callback in sorted(self.callbacks.items())]
 
 
 def everyone(updates: int, ranks: int = 3) -> dict[int, int]:
@@ -149,12 +150,14 @@ def test_a_run_that_was_saved_between_two_rounds_counts_both(lost: Sequence[str]
     """Alone, the second would say nothing. An older checkpoint does not have the first."""
     run = Run([0, 1])
     run.merge({0: 3, 1: 1})
-    states = copy.deepcopy({rank: part.state_dict() for rank, part in run.parts.items()})
+    states = copy.deepcopy(
+        {rank: callback.state_dict() for rank, callback in run.callbacks.items()}
+    )
     resumed = Run([0, 1])
-    for rank, part in resumed.parts.items():
+    for rank, callback in resumed.callbacks.items():
         for name in lost:
             del states[rank]["local"][name]
-        part.load_state_dict(states[rank])
+        callback.load_state_dict(states[rank])
     for each in (run, resumed):
         each.merge({0: 2, 1: 2}, ends=True)
     assert run.sizes() == [(5, 3)] * 2
@@ -174,5 +177,5 @@ def test_why_learning_rates_are_scaled_is_said(
     scaling: RateScaling, kind: str, said: str | None
 ) -> None:
     run = Run([0, 1], scaling=scaling, kind=kind)
-    assert [said in notice for notice in run.notices if said] == [True, True] * bool(said)
-    assert said or not run.notices
+    assert [said in notice for notice in run.notices.kept if said] == [True, True] * bool(said)
+    assert said or not run.notices.kept

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.run.deaths import describe
+from offbeat.run.local_worker import description_of_end
 from offbeat.run.progress import Failure
 
 IN_ANOTHER_PROCESS = """
@@ -38,7 +38,7 @@ def test_it_is_said_where_a_traceback_is(tmp_path: Path) -> None:
     silent = Failure.of(ConfigError("no"), rank=2, has_printed=False)
 
     def said(failure: Failure | None, *, code: int = 1, is_shown: bool = False) -> str:
-        return describe(tmp_path, 2, 77, code, failure, is_shown=is_shown)
+        return description_of_end(tmp_path, 2, 77, code, failure, is_shown=is_shown)
 
     assert said(None, code=4).endswith("with status 4 before its first step")  # it has no log
     log = tmp_path / "logs" / "rank-2.log"
