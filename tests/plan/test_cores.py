@@ -11,7 +11,7 @@ from offbeat.transport.operations import Collective, Sleep
 from offbeat.transport.virtual import VirtualCluster
 from offbeat_lab.cluster import Cluster, RackSpec, from_flags
 from offbeat_lab.plan.cores import SLICE_S, Cores
-from offbeat_lab.plan.methods.gradients import SoloSteps
+from offbeat_lab.plan.methods.averages import SoloSteps
 from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch
 from offbeat_lab.plan.simulation import Run

@@ -1,5 +1,5 @@
-"""Averages that a step waits for: of all models now and then, of neighbours' models in each step,
-and of the gradients of those who have arrived.
+"""Steps that exchange nothing; averages of neighbours' models in each step, and of the gradients of
+those who have arrived.
 """
 
 from __future__ import annotations
@@ -11,66 +11,37 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
-from offbeat.averaging.periodic import GrowingPeriod
-from offbeat.collectives import dense
 from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.transport.operations import Collective, Payload
 from offbeat_lab.plan.ceilings import on_first_call
-from offbeat_lab.plan.methods.stand_ins import MINIATURE, all_reduce
-from offbeat_lab.plan.simulation import Method, Run, Setting, Simulated, StepMethod, until_over
+from offbeat_lab.plan.simulation import (
+    MINIATURE,
+    Method,
+    Run,
+    Setting,
+    Simulated,
+    StepMethod,
+    until_over,
+)
 
 
-class PeriodicMean(StepMethod):
-    """All models are averaged densely after every so many steps: LocalSGD, CROSSBOW.
-
-    Args:
-        schedule: after which steps. `FirstSteps` does those before the first local one.
-        averages_state: whether the optimizer's state is averaged with the models.
-        extra_bytes: as of `Method`.
-    """
-
-    def __init__(
-        self,
-        schedule: GrowingPeriod,
-        *,
-        averages_state: bool = False,
-        extra_bytes: float = 1.0,
-    ) -> None:
-        super().__init__()
-        self.steps_in_a_period = schedule.period
-        self.extra_bytes = extra_bytes
-        self._schedule = schedule
-        self._averages_state = averages_state
-
-    def _averages_after(self, number: int) -> bool:
-        num_steps = number + 1
-        return self.remember((number,), lambda: self._schedule.last(num_steps) == num_steps)
-
-    def _num_bytes(self, setting: Setting) -> int:
-        return setting.profile.averaged_bytes(with_state=self._averages_state)
+class SoloSteps(StepMethod):
+    """Nothing is exchanged: what every other strategy is held against."""
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        setting, profile = run.setting, run.setting.profile
+        profile = run.setting.profile
         yield from run.late(rank, number)
         yield from run.forward(rank, number)
         yield from run.compute(rank, number, profile.batch.backward_s + profile.optimizer_s)
-        if self._averages_after(number):
-            encode_s = self.encode_s(setting) * self.steps_in_a_period
-            yield from run.compute(rank, number, encode_s)
-            yield from all_reduce(run, rank, self._num_bytes(setting))
 
     @override
     def encode_s(self, setting: Setting) -> float:
-        copied_s = setting.profile.copy_s_per_byte * self._num_bytes(setting)
-        return 2 * copied_s / self.steps_in_a_period
+        return 0.0
 
     @override
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        average_s = dense.cost_s(
-            world_size=setting.world_size, num_bytes=self._num_bytes(setting), network=network
-        )
-        return average_s / self.steps_in_a_period
+        return 0.0
 
 
 class Gossip(StepMethod):
@@ -86,7 +57,6 @@ class Gossip(StepMethod):
     extra_bytes = 3.0
 
     def __init__(self, out_degree: int | None = None) -> None:
-        super().__init__()
         self._out_degree = out_degree
 
     @override
@@ -145,7 +115,6 @@ class PartialMean(Method):
     extra_bytes = 4.0
 
     def __init__(self, quorum: Callable[[int], int]) -> None:
-        super().__init__()
         self._quorum = quorum
 
     @override
