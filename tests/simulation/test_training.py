@@ -18,8 +18,10 @@ from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import WireError
 from offbeat.simulation.training import REMEMBERED_STEPS, SimulatedRank, Timeline, carry_out
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.dpsgd import DPSGD
 from offbeat.strategies.ef21 import EF21
 from offbeat.strategies.localsgd import LocalSGD
+from offbeat.strategies.sgp import SGP
 from offbeat.strategies.topk import TopK
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import Collective, Sleep
@@ -54,6 +56,12 @@ class Device:
         yield Sleep(seconds)
 
     def copying_s(self, num_bytes: float) -> float:
+        return num_bytes / 1e9
+
+    def publishing_s(self, num_bytes: float) -> float:
+        return num_bytes / 2e9
+
+    def adding_s(self, num_bytes: float) -> float:
         return num_bytes / 1e9
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
@@ -124,8 +132,8 @@ def test_a_strategy_of_ones_own_gets_the_events_of_training_at_their_times() -> 
     assert own.seen == [
         ("forward", 0.0),
         ("gradient 1", 2.0),
-        ("gradient 0", pytest.approx(3.2)),
-        ("backward is over", pytest.approx(3.2)),
+        ("gradient 0", pytest.approx(3.1)),
+        ("backward is over", pytest.approx(3.1)),
         ("summed", pytest.approx(5.2)),
         ("stepped", pytest.approx(5.45)),
     ]
@@ -155,6 +163,21 @@ def test_entries_travel_as_numbers_and_selecting_takes_its_time(kind: type[TopK 
     # An entry takes a value of 4 bytes and a gap of 1 or 2.
     entries = 0.01 * 2 * NUM_ELEMENTS
     assert 4 * 5 * entries < cluster.bytes_sent[0] < 4 * 6.1 * entries
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_peers"), [(DPSGD(), 2), (SGP(), 1), (SGP(out_degree=2), 2)]
+)
+def test_vectors_are_published_once_and_added_by_each_who_receives_them(
+    strategy: Strategy, num_peers: int
+) -> None:
+    ranks, cluster = trained(strategy, range(2), workers=4)
+    num_bytes = 2 * NUM_ELEMENTS * 4
+    assert ranks[0].encode_s == pytest.approx(2 * (0.5 + num_peers) * num_bytes / 1e9, rel=1e-3)
+    assert cluster.bytes_sent[0] == pytest.approx(2 * num_peers * num_bytes, rel=1e-5)
+    device = ranks[0].machine
+    assert isinstance(device, Device)
+    assert device.ends_s[1] == pytest.approx(2 * 3.25 + ranks[0].encode_s)
 
 
 def test_a_late_step_is_reached_without_all_those_before_it() -> None:

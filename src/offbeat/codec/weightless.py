@@ -42,6 +42,20 @@ class WeightlessMessage:
         return self.num_bytes
 
 
+class WeightlessVector(WeightlessMessage):
+    """Part of a vector of `whole` bytes, behind a head that has content."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, num_bytes: int, content: object, whole: int) -> None:
+        super().__init__(num_bytes, content)
+        self.whole = whole
+
+    def part(self, begin: int, end: int) -> WeightlessVector:
+        """Its bytes from `begin` to `end`."""
+        return WeightlessVector(min(end, self.num_bytes) - begin, self.content, self.whole)
+
+
 def weightless(num_bytes: float, content: object = None) -> Message:
     """A message of `num_bytes`, rounded, for protocols that treat messages as opaque."""
     # Nothing reads its bytes: protocols leave that to the arithmetic they are handed.

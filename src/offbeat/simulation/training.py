@@ -10,7 +10,7 @@ without content, on a virtual cluster.
 
 What callbacks compute takes no time here. What they have computed by the moment at which they send
 something is known by what they send: a dense operation has been copied into a vector, and is copied
-out of it; entries have been selected.
+out of it; entries have been selected; a vector has been published, and is added by its receiver.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, stream_counter
 from offbeat.codec.topk_codec import TopKCodec
-from offbeat.codec.weightless import WeightlessWire
+from offbeat.codec.weightless import WeightlessVector, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError
 from offbeat.simulation.codec import WeightlessCodec
 from offbeat.torch_private import WeightlessReads
-from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective, Operation
+from offbeat.transport.driver import Driver, Pending, Ticket
+from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective, Operation, Send
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.transport.virtual_thread import VirtualThread
 
@@ -72,6 +72,14 @@ class Machine(Protocol):
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         """Seconds to select `k` entries, and to code them."""
+        ...
+
+    def publishing_s(self, num_bytes: float) -> float:
+        """Seconds to bring a vector to where its messages leave from, and a result back."""
+        ...
+
+    def adding_s(self, num_bytes: float) -> float:
+        """Seconds to add what a peer has sent of its vector."""
         ...
 
     def step_ended(self, step: int) -> None:
@@ -141,6 +149,7 @@ class SimulatedRank(VirtualThread):
         self.encode_s = 0.0
         self.machine = machine
         self.step = 0
+        self._published = -1
         self._owed_s = 0.0
 
     def compute(self, seconds: float) -> None:
@@ -154,11 +163,27 @@ class SimulatedRank(VirtualThread):
 
     @override
     def start(self, operation: Operation, channel: int) -> Ticket:
+        machine, copying_s = self.machine, 0.0
         if isinstance(operation, AllReduceTensor | Broadcast):
-            self.encode(2 * self.machine.copying_s(operation.num_bytes))
+            copying_s = machine.copying_s(operation.num_bytes)
+        if isinstance(operation, Send) and isinstance(operation.payload, WeightlessVector):
+            if self._published != channel:  # else it is the same, for another peer
+                self.encode(machine.publishing_s(operation.payload.whole))
+            self._published = channel
+        self.encode(copying_s)
         if self.is_awake:
             self._catch_up()
-        return super().start(operation, channel)
+
+        def used(result: Any) -> None:
+            is_added = isinstance(result, WeightlessVector)
+            self.encode(machine.adding_s(len(result)) if is_added else copying_s)
+
+        return _UsedTicket(super().start(operation, channel), used)
+
+    @override
+    def complete(self, pending: Pending[Any]) -> None:
+        self._catch_up()
+        super().complete(pending)
 
     def _catch_up(self) -> None:
         seconds, self._owed_s = self._owed_s, 0.0
@@ -246,6 +271,19 @@ class SimulatedRank(VirtualThread):
             parameter.grad = None
         self._catch_up()
         self.machine.step_ended(self.step)
+
+
+class _UsedTicket:
+    """A ticket that tells of its result, with which something is computed."""
+
+    def __init__(self, ticket: Ticket, used: Callable[[Any], None]) -> None:
+        self._ticket, self._used = ticket, used
+        self.done = ticket.done
+
+    def wait(self) -> Any:
+        result = self._ticket.wait()
+        self._used(result)
+        return result
 
 
 def carry_out(cluster: VirtualCluster, programs: Sequence[Collective[None]]) -> None:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,8 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
-from offbeat.transport.driver import Pending
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.virtual_driver import SleepUntil
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.cores import (
     DENSE_CPU_S_PER_BYTE,
@@ -296,12 +294,6 @@ class Setting:
         """The mean step of a rank that exchanges nothing."""
         return float(self.durations_s.mean())
 
-    def num_places(self, k: float, num_elements: int) -> float:
-        """Where ranks' largest entries are, of `num_elements`, so that two ranks have the part
-        `shared` of them in common.
-        """
-        return min(num_elements, k / max(self.shared, k / num_elements))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
@@ -336,16 +328,10 @@ class Method(ABC):
 
     steps_in_a_period: int = 1
     extra_bytes: float = 0.0
-    weightless: ClassVar[bool] = True
-    """Whether only the sizes of messages exist."""
 
     @abstractmethod
     def simulate(self, setting: Setting) -> Simulated:
         """A step on `setting`."""
-
-    def num_bytes(self, setting: Setting, payload: Payload) -> float:
-        """What a message weighs."""
-        return len(payload)
 
     def waiting_s(self, setting: Setting, encode_s: float) -> float:
         """How long a step is waited for peers, if messages took no time, where a rank encodes for
@@ -354,47 +340,6 @@ class Method(ABC):
         return max(
             0.0, self.simulate(setting.without_network()).step_s - setting.ideal_s - encode_s
         )
-
-
-class StepMethod(Method):
-    """A strategy whose ranks do in each step what `step` yields."""
-
-    @abstractmethod
-    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        """Step `number` of the run, from 0, at `rank`."""
-
-    @abstractmethod
-    def encode_s(self, setting: Setting) -> float:
-        """What a rank computes in a step because of the exchange, in seconds."""
-
-    @abstractmethod
-    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        """The closed form of a step's exchange."""
-
-    @override
-    def simulate(self, setting: Setting) -> Simulated:
-        run, world_size = Run(setting, self), setting.world_size
-        ends_s = run.cluster.run([self._train(run, rank) for rank in range(world_size)])
-        network = setting.network
-        alone = NetworkCosts(
-            messages=LinkCost(alpha_s=network.messages.alpha_s, beta_s_per_byte=0.0),
-            dense=LinkCost(alpha_s=network.dense.alpha_s, beta_s_per_byte=0.0),
-            select_s_per_element=0.0,
-        )
-        whole_s = self.exchange_cost_s(setting, network)
-        return Simulated(
-            step_s=float(np.mean(ends_s)) / run.num_steps,
-            bytes_per_step=sum(run.cluster.bytes_sent) / world_size / run.num_steps,
-            encode_s=self.encode_s(setting),
-            alpha_share=self.exchange_cost_s(setting, alone) / whole_s if whole_s else 0.0,
-            by_events=not setting.by_closed_forms,
-        )
-
-    def _train(self, run: Run, rank: int) -> Collective[float]:
-        """All steps of `rank`. Returns when they end."""
-        for number in range(run.first, run.first + run.num_steps):
-            yield from self.step(run, rank, number)
-        return run.cluster.now_s
 
 
 class Run:
@@ -415,7 +360,7 @@ class Run:
             seed=setting.cluster.seed,
             link=setting.links[:num_workers],
             racks=setting.cluster.virtual_racks(),
-            weightless=method.weightless,
+            weightless=True,
             num_bytes=self._carry,
             dense_round_s=setting.dense_round_s,
             dense_announced=setting.dense_announced,
@@ -433,7 +378,7 @@ class Run:
 
     def _carry(self, payload: Payload) -> float:
         """What a message weighs. What encrypts and carries it takes cores meanwhile."""
-        num_bytes = self.method.num_bytes(self.setting, payload)
+        num_bytes = len(payload)
         self.cores.begin(0, self.setting.message_work_s(num_bytes))
         return num_bytes
 
@@ -472,19 +417,10 @@ class Run:
         if seconds:
             yield Sleep(seconds)
 
-    def begin(self, rank: int, collective: Collective[Any], channel: int) -> Pending[Any]:
-        """Begin an exchange beside what the rank computes."""
-        return self.cluster.begin(rank, collective, channel=channel + 1)
-
     def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
         """All ranks together, for as long as a closed form says."""
         self.cores.begin(0, self.setting.message_work_s(num_bytes))
         yield ClosedForm(seconds, self.setting)
-
-
-def until_over(*pending: Pending[Any]) -> SleepUntil:
-    """Wait for exchanges that were begun."""
-    return SleepUntil(over=lambda: all(one.over for one in pending))
 
 
 class ClosedForm(DenseOperation):

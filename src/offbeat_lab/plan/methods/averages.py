@@ -1,6 +1,4 @@
-"""Steps that exchange nothing; averages of neighbours' models in each step, and of the gradients of
-those who have arrived.
-"""
+"""Averages of the gradients of those who have arrived: eager SGD."""
 
 from __future__ import annotations
 
@@ -9,99 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from typing_extensions import override
 
-from offbeat.arithmetic.costs import NetworkCosts
-from offbeat.arithmetic.topologies import exponential_peers, ring_weights
-from offbeat.collectives.gossip import neighbour_mean, push_sum
-from offbeat.transport.operations import Collective, Payload
 from offbeat_lab.plan.ceilings import on_first_call
-from offbeat_lab.plan.simulation import (
-    MINIATURE,
-    Method,
-    Run,
-    Setting,
-    Simulated,
-    StepMethod,
-    until_over,
-)
-
-
-class SoloSteps(StepMethod):
-    """Nothing is exchanged: what every other strategy is held against."""
-
-    @override
-    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        profile = run.setting.profile
-        yield from run.late(rank, number)
-        yield from run.forward(rank, number)
-        yield from run.compute(rank, number, profile.batch.backward_s + profile.optimizer_s)
-
-    @override
-    def encode_s(self, setting: Setting) -> float:
-        return 0.0
-
-    @override
-    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        return 0.0
-
-
-class Gossip(StepMethod):
-    """Models are averaged with a few peers in every step, on a model of few elements each of which
-    stands for many.
-
-    Args:
-        out_degree: of push-sum, behind the step (SGP); None: both neighbours on a ring, while
-            gradients are computed (D-PSGD).
-    """
-
-    weightless = False
-    extra_bytes = 3.0
-
-    def __init__(self, out_degree: int | None = None) -> None:
-        self._out_degree = out_degree
-
-    @override
-    def num_bytes(self, setting: Setting, payload: Payload) -> float:
-        return len(payload) * setting.profile.num_elements / MINIATURE
-
-    @override
-    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        setting = run.setting
-        profile, world_size = setting.profile, setting.world_size
-        behind_s = profile.batch.backward_s + profile.optimizer_s
-        mine = [np.zeros(MINIATURE, dtype=np.float32)]
-        copied_s = profile.publish_s / 2
-        yield from run.late(rank, number)
-        yield from run.forward(rank, number)
-        if self._out_degree is None:
-            yield from run.compute(rank, number, copied_s)
-            average = neighbour_mean(rank, mine, ring_weights(rank, world_size))
-            pending = run.begin(rank, average, number)
-            yield from run.compute(rank, number, behind_s)
-        else:
-            yield from run.compute(rank, number, behind_s + copied_s)
-            peers = exponential_peers(
-                rank, world_size, round_number=number, out_degree=self._out_degree
-            )
-            pending = run.begin(rank, push_sum(peers, mine, 1.0), number)
-        yield until_over(pending)
-        yield from run.compute(rank, number, copied_s + self._mean_s(setting))
-
-    def _degree(self, setting: Setting) -> int:
-        """Peers that a rank sends to, and hears from."""
-        return self._out_degree or min(2, setting.world_size - 1)
-
-    def _mean_s(self, setting: Setting) -> float:
-        profile = setting.profile
-        return self._degree(setting) * profile.mean_s_per_byte * profile.num_bytes
-
-    @override
-    def encode_s(self, setting: Setting) -> float:
-        return setting.profile.publish_s + self._mean_s(setting)
-
-    @override
-    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        degree = self._degree(setting)
-        return network.messages.time_s(num_messages=1, num_bytes=degree * setting.profile.num_bytes)
+from offbeat_lab.plan.simulation import Method, Setting, Simulated
 
 
 class PartialMean(Method):

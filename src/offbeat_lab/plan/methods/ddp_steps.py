@@ -1,10 +1,12 @@
-"""Steps of DistributedDataParallel with the compressing hooks that torch ships, as strategies."""
+"""Steps of DistributedDataParallel with the compressing hooks that torch ships, and of workers that
+exchange nothing, as strategies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -16,7 +18,18 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts, Reduction
 from offbeat.gradients.reductions import DenseReduction
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.base import Strategy
 from offbeat.transport.operations import Collective
+
+
+class SoloSteps(Strategy):
+    """Nothing is exchanged: what every other strategy is held against."""
+
+    name: ClassVar[str] = "alone"
+
+    @override
+    def build(self, context: Context) -> list[Callback]:
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,8 @@ class LowRankSteps(AllReduce):
         rank: of the approximation.
         start_step: steps with plain all-reduce before the first approximation.
     """
+
+    name: ClassVar[str] = "ddp-powersgd"
 
     bucket_mib: float = 1 << 20
     first_bucket_mib: float = 1 << 20

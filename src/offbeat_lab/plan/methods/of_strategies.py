@@ -13,9 +13,9 @@ from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat_lab.options import Recipe
-from offbeat_lab.plan.methods.averages import Gossip, PartialMean, SoloSteps
+from offbeat_lab.plan.methods.averages import PartialMean
 from offbeat_lab.plan.methods.background import Background
-from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps
+from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
 from offbeat_lab.plan.methods.mega_batches import MegaBatches
 from offbeat_lab.plan.methods.phases import FirstSteps
 from offbeat_lab.plan.methods.strategy_steps import StrategySteps
@@ -41,7 +41,7 @@ def method_of(name: str, recipe: Recipe) -> Method:
 def _method_of(name: str, recipe: Any) -> Method:
     match name:
         case "alone":
-            method: Method = SoloSteps()
+            method: Method = _by_itself(SoloSteps())
         case "ddp":
             method = _by_itself(AllReduce())
         case "ddp-fp16" | "ddp-bf16":
@@ -54,10 +54,6 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "post-localsgd":
             local = {"start_step": recipe.start_step, "optimizer_state": "local"}
             method = _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
-        case "dpsgd":
-            method = Gossip()
-        case "sgp":
-            method = Gossip(recipe.out_degree)
         case "wagma":
             method = Background(
                 recipe.group_of,
@@ -102,7 +98,11 @@ def _local_sgd(recipe: LocalSGD) -> Method:
     )
 
 
-_EXTRA_BYTES: Final = {"topk": 2.0, "gtopk": 2.0, "ef21": 3.0, "crossbow": 3.0}
+_EXTRA_BYTES: Final = {
+    **dict.fromkeys(("topk", "gtopk", "ddp-powersgd"), 2.0),
+    **dict.fromkeys(("ef21", "crossbow", "dpsgd", "sgp"), 3.0),
+    "alone": 0.0,
+}
 
 
 def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
@@ -114,7 +114,7 @@ def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
     """
     if hasattr(strategy, "replica_check_interval"):
         strategy = replace(strategy, replica_check_interval=0)
-    extra_bytes = 2.0 if by_tensor else _EXTRA_BYTES.get(strategy.name, 1.0)
+    extra_bytes = _EXTRA_BYTES.get(strategy.name, 1.0)
     return StrategySteps(strategy, extra_bytes=extra_bytes, by_tensor=by_tensor)
 
 

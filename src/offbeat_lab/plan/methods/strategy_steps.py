@@ -150,6 +150,12 @@ class _Machine(Driver):
     def copying_s(self, num_bytes: float) -> float:
         return self.profile.bucket_copy_s_per_byte * num_bytes
 
+    def publishing_s(self, num_bytes: float) -> float:
+        return self.profile.publish_s * num_bytes / self.profile.num_bytes
+
+    def adding_s(self, num_bytes: float) -> float:
+        return self.profile.mean_s_per_byte * num_bytes
+
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         profile = self.profile
         names = [_CODEC_NAMES.get(one, "") for one in (codec.values, codec.indices)]
