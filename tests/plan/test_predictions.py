@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
+from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.registry import REGISTRY
 from offbeat_lab.cli.main import app
 from offbeat_lab.cluster import Cluster, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.architectures import factors_of, resnet
 from offbeat_lab.plan.page import render_plan
-from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step
+from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_recipe, predict_step
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import PUBLISHED, named_profile, shipped_profile
 from offbeat_lab.plan.simulation import Setting
@@ -278,6 +279,14 @@ def test_every_strategy_is_predicted(spec: str) -> None:
     assert prediction.step_s >= where.profile.compute_s
     assert prediction.low_s <= prediction.step_s <= prediction.high_s
     assert strategy_type(spec).name == spec
+
+
+def test_a_strategy_of_ones_own_is_predicted() -> None:
+    class Own(AllReduce):
+        name = "own"
+
+    found = predict_recipe("own", "own", Own(bucket_mib=1.0), setting())
+    assert found.step_s == predict_step("allreduce:bucket_mib=1.0", setting()).step_s
 
 
 @pytest.mark.parametrize("collective", ["tree", "reduce_scatter", "all_gather"])
