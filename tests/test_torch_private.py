@@ -19,6 +19,7 @@ from offbeat.torch_private import (
     NO_BACKWARD_PASS,
     REGISTERS_BUILTIN_HOOK,
     TELLS_WHAT_DDP_LOGGED,
+    WeightlessReads,
     active_ddp_module,
     attention_functions,
     call_after_backward_pass,
@@ -275,3 +276,15 @@ def test_a_builtin_hook_is_registered_by_a_method_of_ddp() -> None:
 
 def test_ddps_logger_tells_what_it_logged() -> None:
     assert callable(getattr(torch.distributed.Logger, TELLS_WHAT_DDP_LOGGED))
+
+
+def test_a_tensor_without_content_can_be_read() -> None:
+    size = torch.empty(3, device="meta")
+    with WeightlessReads():
+        assert bool(torch.isfinite(size.sum(dtype=torch.float32)))
+        assert float(torch.nn.utils.get_total_norm([size, size])) == 1.0
+        assert size.to("cpu", torch.float64).tolist() == size.tolist() == [0.0] * 3
+        assert torch.ones(3).copy_(size).tolist() == [0.0] * 3
+        assert size.mul_(2).add_(1) is size
+    with pytest.raises(RuntimeError, match="meta"):
+        size.sum().item()

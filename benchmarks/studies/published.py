@@ -30,12 +30,10 @@ from offbeat.arithmetic.costs import MESSAGE_S
 from offbeat.kfac.placement import place_by_rule
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.plan.kfac_iteration import IterationCosts, dkfac, fuse_by_rule, mpdkfac, spdkfac
-from offbeat_lab.plan.methods.gradients import DenseGradients
-from offbeat_lab.plan.methods.sparse_gradients import SparseGradients
 from offbeat_lab.plan.predictions import predict_step
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import PUBLISHED, shipped_profile
-from offbeat_lab.plan.simulation import Setting, StepMethod
+from offbeat_lab.plan.simulation import Setting
 
 NODES: Final = (4, 8, 16, 32)
 ETHERNET: Final = LinkSpec(rate_bit_per_s=8 / 9e-9, latency_s=0.436e-3 - MESSAGE_S)
@@ -136,17 +134,14 @@ def throughputs() -> Iterator[Row]:
     explained: list[float] = []
     for network, one in GTOPK.items():
         profile = profile_of(one)
-        methods: dict[str, tuple[StepMethod, tuple[float, ...]]] = {
-            "dense": (DenseGradients(None, None), one.dense),
-            "top-k": (
-                SparseGradients(density=one.density, collective="all_gather"),
-                one.topk,
-            ),
-            "gTop-k": (SparseGradients(density=one.density, collective="tree"), one.gtopk),
+        methods = {
+            "dense": ("allreduce:bucket_mib=1e6:first_bucket_mib=1e6", one.dense),
+            "top-k": (f"topk:density={one.density}", one.topk),
+            "gTop-k": (f"gtopk:density={one.density}:collective=tree", one.gtopk),
         }
-        for method, (model, published) in methods.items():
+        for method, (spec, published) in methods.items():
             for nodes, measured in zip(NODES, published, strict=True):
-                predicted_s = model.simulate(ethernet(nodes, profile)).step_s
+                predicted_s = predict_step(spec, ethernet(nodes, profile)).step_s
                 predicted = one.batch_size / predicted_s
                 case = f"{network}, {method}, {nodes} nodes"
                 yield _figure(case, "throughputs", "published", measured, "samples/s")

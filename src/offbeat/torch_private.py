@@ -7,8 +7,9 @@ function has a test of its own, which fails when a new version of PyTorch change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from types import FunctionType
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 NO_BACKWARD_PASS: Final = -1
@@ -253,3 +255,51 @@ TELLS_WHAT_DDP_LOGGED: Final = "_get_ddp_logging_data"
 """The method of DDP's logger that Lightning asks for at the end of a training. It has no public
 name.
 """
+
+
+class WeightlessReads(TorchDispatchMode):
+    """A context in which tensors on the device "meta", which have sizes and no content, may be
+    read: a number of one is 1, and a copy of one on another device holds zeros. What would change
+    content, or sum it up, is passed over, because PyTorch takes a millisecond to find the sizes.
+
+    PyTorch raises where content is asked for, and has no public name for what decides that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options, first = kwargs or {}, args[0] if args else None
+        if not isinstance(first, torch.Tensor):
+            return func(*args, **options)
+        name, is_inplace = _name_of(func)
+        if first.is_meta:
+            if is_inplace:
+                return first
+            if name == "_local_scalar_dense":
+                return torch.ones((), dtype=first.dtype).item()
+            if name in _SUMS_UP and len(args) < _SUMS_UP[name]:
+                return torch.empty((), dtype=options.get("dtype") or first.dtype, device="meta")
+            if name == "_to_copy" and (options.get("device") or first.device).type != "meta":
+                return torch.zeros(first.shape, dtype=options.get("dtype") or first.dtype)
+        elif name == "copy_" and args[1].is_meta:
+            return first.zero_()
+        return func(*args, **options)
+
+
+_SUMS_UP: Final = {"sum": 2, "any": 2, "all": 2, "linalg_vector_norm": 3}
+"""Operations that make one number of a tensor if they have fewer arguments."""
+
+
+@cache
+def _name_of(func: Any) -> tuple[str, bool]:
+    """Of an operation, and whether it writes content alone into its first argument."""
+    first = func._schema.arguments[0].alias_info
+    writes = first is not None and first.is_write and torch.Tag.inplace_view not in func.tags
+    return str(func.__name__).partition(".")[0], writes

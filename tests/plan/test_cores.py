@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from typing_extensions import override
 
+from offbeat.strategies.allreduce import AllReduce
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.transport.virtual import VirtualCluster
 from offbeat_lab.cluster import Cluster, RackSpec, from_flags
 from offbeat_lab.plan.cores import SLICE_S, Cores
-from offbeat_lab.plan.methods.gradients import SoloSteps
+from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch
 from offbeat_lab.plan.simulation import Run
@@ -127,14 +127,6 @@ def test_messages_that_take_no_time_take_no_cores_either(strategy: str) -> None:
     assert predict_step(strategy, setting).step_s == pytest.approx(0.3, abs=1e-3)
 
 
-class Exchanged(SoloSteps):
-    """Half a second of an exchange in each step."""
-
-    @override
-    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        yield from run.closed_form(0.5, 0.0)
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -146,8 +138,9 @@ class Exchanged(SoloSteps):
 )
 def test_a_closed_form_takes_as_long_as_it_says(more: dict[str, object]) -> None:
     cluster = Cluster(**{**from_flags(workers=4, link="1gbit/1ms").fields(), **more})
-    step_s = Exchanged().simulate(setting_of(MODEL, cluster)).step_s
-    assert step_s == pytest.approx(0.5, abs=1e-4)
+    run = Run(setting_of(MODEL, cluster), method_of("alone", AllReduce()))
+    run.cluster.run([run.closed_form(0.5, 0.0) for _ in range(4)])
+    assert run.cluster.now_s == pytest.approx(0.5, abs=1e-4)
 
 
 @pytest.mark.parametrize(

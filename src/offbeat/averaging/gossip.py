@@ -128,10 +128,8 @@ class PushSum(WeightExchange):
         blocks, self.weight = self._pending.wait()
         begin_s = time.perf_counter()
         tensors = self._weights.tensors()
-        x = [
-            _like(block, piece.device)
-            for block, piece in zip(blocks, self._pack.pieces, strict=True)
-        ]
+        devices = [piece.device for piece in self._pack.pieces]
+        x = [_like(block, device) for block, device in zip(blocks, devices, strict=True)]
         self._pack.write_(x if self.weight == 1 else [each / self.weight for each in x], tensors)
         self._beyond = None
         if self.weight != 1 or not self._pack.exact:
@@ -180,8 +178,11 @@ class PushSum(WeightExchange):
 def _blocks(vectors: list[torch.Tensor], rank: int) -> list[Block]:
     """`vectors` as they travel. Raises `NonFiniteError`."""
     require_finite(vectors, rank=rank)
-    return [vector.cpu().numpy() for vector in vectors]
+    # Of a simulation's tensors, which have no content, there is nothing to bring to the host.
+    return [vector if vector.is_meta else vector.cpu().numpy() for vector in vectors]  # type: ignore[misc]  # as arithmetic they are alike
 
 
 def _like(block: Block, device: torch.device) -> torch.Tensor:
+    if isinstance(block, torch.Tensor):
+        return block
     return torch.from_numpy(block).to(device)

@@ -13,7 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.blocks import LENGTH_BYTES
@@ -39,6 +42,20 @@ class WeightlessMessage:
         return self.num_bytes
 
 
+class WeightlessVector(WeightlessMessage):
+    """Part of a vector of `whole` bytes, behind a head that has content."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, num_bytes: int, content: object, whole: int) -> None:
+        super().__init__(num_bytes, content)
+        self.whole = whole
+
+    def part(self, begin: int, end: int) -> WeightlessVector:
+        """Its bytes from `begin` to `end`."""
+        return WeightlessVector(min(end, self.num_bytes) - begin, self.content, self.whole)
+
+
 def weightless(num_bytes: float, content: object = None) -> Message:
     """A message of `num_bytes`, rounded, for protocols that treat messages as opaque."""
     # Nothing reads its bytes: protocols leave that to the arithmetic they are handed.
@@ -57,6 +74,19 @@ class WeightlessSparse:
     num_pairs: float
     num_places: float
 
+    # Whoever writes entries into a vector finds none.
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        return np.empty(0, dtype=np.int64)
+
+    @property
+    def values(self) -> NDArray[np.float32]:
+        return np.empty(0, dtype=np.float32)
+
+    def scaled(self, factor: float) -> WeightlessSparse:
+        return self
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightlessWire:
@@ -73,6 +103,17 @@ class WeightlessWire:
     def picked(self, k: float) -> WeightlessSparse:
         """What a rank contributes that selects `k` entries."""
         return WeightlessSparse(k, self.num_places)
+
+    def carry(
+        self,
+        collective: Callable[..., Any],
+        rank: int,
+        world_size: int,
+        mine: WeightlessSparse,
+        tally: Tally,
+        k: int,
+    ) -> Any:
+        return collective(rank, world_size, mine, tally, k, self)
 
     def empty(self) -> WeightlessSparse:
         return WeightlessSparse(0.0, self.num_places)

@@ -12,7 +12,9 @@ float8.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,8 @@ from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.errors import WireError
+
+T = TypeVar("T")
 
 MAGIC = b"OFBS"
 VERSION = 1
@@ -54,6 +58,20 @@ class Wire:
     def pair_bytes(self, k: int) -> float:
         """Bytes of an entry in a usual message of `k` entries, for estimates of cost."""
         return pair_bytes(self.values, self.indices, k=k, num_elements=self.num_elements)
+
+    def carry(
+        self,
+        collective: Callable[..., T],
+        rank: int,
+        world_size: int,
+        mine: Sparse,
+        tally: Tally,
+        k: int,
+    ) -> T:
+        """`collective` with this layout: a `collectives.base.SparseCollective`, whose arguments
+        these are.
+        """
+        return collective(rank, world_size, mine, tally, k, self)
 
     def empty(self) -> Sparse:
         """A vector without entries."""

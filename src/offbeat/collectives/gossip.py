@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from offbeat.arithmetic.topologies import GossipPeers
+from offbeat.codec.weightless import WeightlessVector
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Recv, Send
 
 MESSAGE_BYTES = 8 << 20
 
 Block: TypeAlias = NDArray[np.floating]
-"""Part of a vector, of one type, shape (n,)."""
+"""Part of a vector, of one type, shape (n,). In a simulation a tensor without content."""
 
 _WEIGHT = struct.Struct("<d")
 
@@ -75,10 +77,9 @@ def push_sum(
         yield from _send(peer, message)
     for peer in peers.sources:
         theirs = yield from _receive(peer, len(message))
-        weight += _WEIGHT.unpack_from(theirs)[0]
-        for block, other in zip(
-            total, _blocks_of(memoryview(theirs)[_WEIGHT.size :], mine), strict=True
-        ):
+        head, values = _part(theirs, 0, _WEIGHT.size), _part(theirs, _WEIGHT.size, len(theirs))
+        weight += _WEIGHT.unpack_from(getattr(head, "content", head))[0]
+        for block, other in zip(total, _blocks_of(values, mine), strict=True):
             block += other
     return total, weight
 
@@ -98,12 +99,21 @@ def _part_with_shares(
 
 
 def _join(head: bytes, blocks: Sequence[Block]) -> bytes:
+    if any(isinstance(block, torch.Tensor) for block in blocks):
+        num_bytes = len(head) + sum(block.nbytes for block in blocks)
+        return cast(bytes, WeightlessVector(num_bytes, head, num_bytes))
     return b"".join([head, *(block.data.cast("B") for block in blocks if block.size)])
 
 
 def _send(peer: int, message: bytes) -> Collective[None]:
     for begin in range(0, len(message), MESSAGE_BYTES):
-        yield Send(peer, memoryview(message)[begin : begin + MESSAGE_BYTES])
+        yield Send(peer, _part(message, begin, begin + MESSAGE_BYTES))
+
+
+def _part(message: bytes | memoryview, begin: int, end: int) -> memoryview:
+    if isinstance(message, WeightlessVector):
+        return cast(memoryview, message.part(begin, end))
+    return memoryview(message)[begin:end]
 
 
 def _receive(peer: int, num_bytes: int) -> Collective[bytes]:
@@ -116,11 +126,15 @@ def _receive(peer: int, num_bytes: int) -> Collective[bytes]:
                 " all ranks train the same model?"
             )
         pieces.append(piece)
+    if isinstance(pieces[0], WeightlessVector):
+        return cast(bytes, WeightlessVector(num_bytes, pieces[0].content, num_bytes))
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _blocks_of(message: bytes | memoryview, like: Sequence[Block]) -> list[Block]:
     """The blocks in `message`, of the types and lengths of `like`."""
+    if isinstance(message, WeightlessVector):
+        return list(like)
     blocks, begin = [], 0
     for block in like:
         blocks.append(np.frombuffer(message, dtype=block.dtype, count=block.size, offset=begin))

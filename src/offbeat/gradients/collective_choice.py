@@ -4,9 +4,9 @@ across a resume.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.callbacks.callback import Callback
 from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.selectors import Exact
+from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
@@ -106,6 +106,7 @@ class CheapestCollective(Callback):
         stream: Stream,
         *,
         sample: torch.Tensor,
+        selector: Selector = Exact(),  # which never changes
         among: Collection[str] = BY_ITSELF,
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
@@ -116,12 +117,15 @@ class CheapestCollective(Callback):
             driver: carries the probe out.
             stream: channels for it.
             sample: any tensor of the gradients' dtype and device.
+            selector: picks entries.
             among, notify, inform: as of the class.
         """
         work = probe(
             driver.rank,
             driver.world_size,
-            select_s_per_element=_select_s_per_element(sample),
+            select_s_per_element=_select_s_per_element(
+                sample, selector, partial(driver.now_s, stream.next())
+            ),
             device=sample.device,
         )
         return cls(
@@ -197,23 +201,23 @@ class CheapestCollective(Callback):
             )
 
 
-def _select_s_per_element(sample: torch.Tensor) -> float:
+def _select_s_per_element(
+    sample: torch.Tensor, selector: Selector, now_s: Callable[[], float]
+) -> float:
     """Local cost of residual and selection at density 0.001, measured on noise."""
     feedback = ErrorFeedback(
-        SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selector=Exact()
+        SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selector=selector
     )
-    generator = torch.Generator(device=sample.device).manual_seed(0)
+    device = sample.device if sample.is_cuda else "cpu"
+    generator = torch.Generator(device=device).manual_seed(0)
     durations_s = []
     for _ in range(3):
-        gradient = torch.randn(
-            SAMPLE_ELEMENTS, generator=generator, dtype=sample.dtype, device=sample.device
-        )
+        gradient = sample.new_empty(SAMPLE_ELEMENTS).normal_(generator=generator)
         if sample.is_cuda:
             torch.cuda.synchronize(sample.device)
-        begin_s = time.perf_counter()
-        feedback.stage(
-            gradient, SAMPLE_ELEMENTS // 1000
-        )  # ends on the host, so what it took on a GPU is over too
-        durations_s.append(time.perf_counter() - begin_s)
+        begin_s = now_s()
+        # This ends on the host, so what it took on a GPU is over too.
+        feedback.stage(gradient, SAMPLE_ELEMENTS // 1000)
+        durations_s.append(now_s() - begin_s)
         feedback.discard()
     return min(durations_s) / SAMPLE_ELEMENTS

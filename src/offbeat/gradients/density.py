@@ -37,7 +37,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -398,7 +397,7 @@ class MeasuredDensity(DensitySchedule):
         optimizer: torch.optim.Optimizer | None,
         counts: ExchangeCounts,
         inform: Callable[[str], None],
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float],
     ) -> None:
         super().__init__(FIRST, warmup=warmup, optimizer=optimizer, counts=counts, inform=inform)
         self._cheapest = cheapest

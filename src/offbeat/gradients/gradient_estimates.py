@@ -106,8 +106,8 @@ class EstimateReduction:
             )
             self._sent, self._new_selector_state = selection.sparse, selection.state
             tally = replace(tally, num_nonfinite=int(not selection.finite))
-        work = topk_sum(
-            self._driver.rank, self._driver.world_size, self._sent, tally, self._k, self._wire
+        work = self._wire.carry(
+            topk_sum, self._driver.rank, self._driver.world_size, self._sent, tally, self._k
         )
         self._pending = self._driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s

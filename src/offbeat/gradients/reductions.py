@@ -194,7 +194,7 @@ class SparseReduction:
         self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
         self._sums: list[Pending[torch.Tensor]] = []
         self._joined: torch.Tensor | None = None
-        self._tail = torch.empty(NUM_COUNTERS + wire.num_parameters, dtype=torch.float64)
+        self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
         self._picked: NDArray[np.int64] | None = None
         self._staged = False
@@ -214,8 +214,8 @@ class SparseReduction:
             self._launch_everything(gradient, tally, weight)
         else:
             mine, tally = self._pick(gradient, tally, weight, plan.k)
-            work = plan.collective(
-                self._driver.rank, self._driver.world_size, mine, tally, plan.k, self._wire
+            work = self._wire.carry(
+                plan.collective, self._driver.rank, self._driver.world_size, mine, tally, plan.k
             )
             self._pending = self._driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s

@@ -86,7 +86,7 @@ class EF21(GradientStrategy):
         require_density("density", self.density)
         if self.momentum_correction is not None:
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
-        TopKCodec.of(self.codec)
+        self.entries()
         if self.bucket_mib is not None:
             require_positive("bucket_mib", self.bucket_mib)
         if self.clip_norm is not None:
@@ -95,6 +95,10 @@ class EF21(GradientStrategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
         require_real(model)
+
+    def entries(self) -> TopKCodec:
+        """How entries travel. Raises `ConfigError` for a codec that is none."""
+        return TopKCodec.of(self.codec)
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """What clips the mean leaves no more than the step it clips."""
@@ -134,7 +138,7 @@ class EF21(GradientStrategy):
     ) -> Reduction:
         if taken is not None:
             taken.init(bucket, None)
-        codec = TopKCodec.of(self.codec)
+        codec = self.entries()
         wire = wire_of(bucket, codec)
         driver, stream = context.driver, context.new_stream()
         k = max(1, round(self.density * bucket.num_elements))

@@ -135,6 +135,7 @@ class GTopK(SparseGradientStrategy):
             context.driver,
             context.new_stream(),
             sample=next(iter(context.parameters.values())),
+            selector=self.entries().selector,
             among=BY_ITSELF if is_open else {self.collective, "dense"},
             notify=context.notices.notify,
             inform=context.notices.inform,
@@ -164,4 +165,5 @@ class GTopK(SparseGradientStrategy):
             optimizer=context.optimizer,
             counts=counts,
             inform=context.notices.inform,
+            now_s=partial(context.driver.now_s, context.new_stream().next()),
         )

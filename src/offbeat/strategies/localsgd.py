@@ -236,6 +236,11 @@ class LocalSGD(AveragingStrategy):
         assert first is not None, "__post_init__ has refused it"
         return first
 
+    @property
+    def weight_codec(self) -> WeightCodec | None:
+        """How changes of weights travel; None: weights travel whole."""
+        return WEIGHT_CODECS[self.codec] if isinstance(self.codec, str) else self.codec
+
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
             self.first_steps.check(model, optimizer)
@@ -251,7 +256,7 @@ class LocalSGD(AveragingStrategy):
                 f" {self.start_step + period * self.steps_of_growth:,} on after every"
                 f" {period}; warmup=0 begins with that"
             )
-        codec = WEIGHT_CODECS[self.codec] if isinstance(self.codec, str) else self.codec
+        codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         if outer is None and codec is not None:
             outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is

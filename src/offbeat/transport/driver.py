@@ -128,6 +128,11 @@ class Driver(ABC):
         """Carry `collective` out and return its result."""
         return Pending(self, collective, channel).wait()
 
+    def complete(self, pending: Pending[Any]) -> None:
+        """Go on with `pending`, which is of this driver, until it is over."""
+        while not pending.over:
+            pending.advance()
+
 
 class Pending(Generic[T]):
     """A collective under way on one rank."""
@@ -162,8 +167,7 @@ class Pending(Generic[T]):
         """Go on until the collective is over; returns its result or raises its error. May be called
         again.
         """
-        while not self._over:
-            self.advance()
+        self._driver.complete(self)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set whenever the generator returned

@@ -60,6 +60,7 @@ class VirtualCluster:
         num_bytes: what a message weighs; default: its length.
         dense_round_s: what a round of a dense operation takes besides latency and bytes.
         dense_announced: whether receivers of dense operations say that they are ready.
+        dense_ranks: as of `VirtualNetwork`.
 
     Attributes:
         bytes_sent: by each rank, in messages.
@@ -79,6 +80,7 @@ class VirtualCluster:
         num_bytes: Callable[[Payload], float] = len,
         dense_round_s: float = 0.0,
         dense_announced: bool = False,
+        dense_ranks: int | None = None,
     ) -> None:
         self.world_size = world_size
         self.now_s = 0.0
@@ -90,6 +92,7 @@ class VirtualCluster:
             racks,
             dense_round_s=dense_round_s,
             announced=dense_announced,
+            dense_ranks=dense_ranks,
         )
         self._weightless = weightless
         self._num_bytes = num_bytes

@@ -76,6 +76,8 @@ class VirtualNetwork:
         announced: whether a message of a dense operation leaves only when its receiver has said
             that it is ready, which it does when its message before the last one has come. gloo's
             do.
+        dense_ranks: how many ranks take part in dense operations, where those that have no links
+            here are like those that have; None: there are no others.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class VirtualNetwork:
         *,
         dense_round_s: float = 0.0,
         announced: bool = False,
+        dense_ranks: int | None = None,
     ) -> None:
         if racks is not None and len(racks.rack_of) != len(links):
             raise ConfigError(f"{len(racks.rack_of)} ranks have a rack, and {len(links)} a link")
@@ -92,6 +95,7 @@ class VirtualNetwork:
         self._racks = racks
         self._round_s = dense_round_s
         self._announced = announced
+        self._dense_ranks = dense_ranks or len(links)
         num_racks = 0 if racks is None else max(racks.rack_of) + 1
         self.free_s = [0.0] * (2 * len(links) + 2 * num_racks)
         self._first_up = 2 * len(links)
@@ -137,11 +141,11 @@ class VirtualNetwork:
             num_bytes: the most that any rank brings.
             from_s: when the last rank has begun it.
         """
-        if len(self.links) == 1:
+        world_size = self._dense_ranks
+        if world_size == 1:
             return from_s
         if operation.root_rank is not None:
             return self._tree_end_s(operation.root_rank, num_bytes, from_s)
-        world_size = len(self.links)
         num_rounds = operation.num_hops(world_size)
         return self._ring_end_s(num_rounds, operation.hop_bytes(num_bytes, world_size), from_s)
 
@@ -155,7 +159,7 @@ class VirtualNetwork:
         has the one before the last: at the same moment as its sender, so the announcement is on its
         way meanwhile. And gloo ends a reduce-scatter before it begins the all-gather behind it.
         """
-        world_size = len(self.links)
+        world_size, num_links = self._dense_ranks, len(self.links)
         num_phases, num_pairs = 1, 1.0
         # What has fewer hops than a ring takes a given time.
         announced = self._announced and num_rounds >= world_size - 1
@@ -163,13 +167,13 @@ class VirtualNetwork:
             num_phases = num_rounds // (world_size - 1)
             num_pairs = max(2, math.ceil(hop_bytes / _MOST_GLOO_BYTES)) / 2
         pair_bytes = hop_bytes / num_pairs
-        paths = [(rank, *self.path(rank, (rank + 1) % world_size)) for rank in range(world_size)]
+        paths = [(rank, *self.path(rank, (rank + 1) % num_links)) for rank in range(num_links)]
         begin_s = max(from_s, *(self.free_s[port] for path in paths for port in path))
         slowest_s = longest_s = sum_s = 0.0
         for rank, path in enumerate(paths):
             times_s = [self.occupied_s(port, pair_bytes) for port in path]
             halves_s = [self.occupied_s(port, pair_bytes / 2) for port in path]
-            behind = (rank + 1) % world_size
+            behind = (rank + 1) % num_links
             latency_s = self.latency_s(rank, behind) + self._round_s
             latency_s += self._announcement_s(behind, rank) if announced else 0.0
             slowest_s = max(slowest_s, *times_s)
@@ -177,18 +181,18 @@ class VirtualNetwork:
             sum_s += latency_s + max(halves_s)
             for port, port_s in zip(path, times_s, strict=True):
                 self.free_s[port] = begin_s + num_rounds * num_pairs * port_s
-        pair_s = max(slowest_s, sum_s / world_size)
+        pair_s = max(slowest_s, sum_s / num_links)
         return begin_s + num_phases * longest_s + (num_rounds * num_pairs - num_phases) * pair_s
 
     def _tree_end_s(self, root: int, num_bytes: float, from_s: float) -> float:
         """A binomial tree: in each round every rank that has everything sends it to another one."""
-        world_size = len(self.links)
+        world_size, num_links = self._dense_ranks, len(self.links)
         here_s = {0: from_s}
         distance = 1 << (world_size - 1).bit_length()
         while distance > 1:
             distance //= 2
             for place in range(0, world_size - distance, 2 * distance):
-                source, target = ((root + at) % world_size for at in (place, place + distance))
+                source, target = ((root + at) % num_links for at in (place, place + distance))
                 # All ranks but the root are ready from the beginning on.
                 ready_s = max(here_s[place], from_s + self._announcement_s(target, source))
                 head_s, tail_s = self.occupy(source, ready_s, num_bytes)

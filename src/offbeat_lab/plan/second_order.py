@@ -21,7 +21,7 @@ from offbeat_lab.plan.kfac_iteration import (
     spdkfac,
 )
 from offbeat_lab.plan.profile import ModelProfile
-from offbeat_lab.plan.simulation import Method, Setting, Simulated, StepMethod
+from offbeat_lab.plan.simulation import Method, Setting, Simulated
 
 
 def iteration_costs(setting: Setting, *, gradients_s: float) -> IterationCosts:
@@ -96,8 +96,7 @@ class KroneckerFactors(Method):
         gradients: how these are exchanged.
     """
 
-    def __init__(self, settings: KFACSettings, gradients: StepMethod) -> None:
-        super().__init__()
+    def __init__(self, settings: KFACSettings, gradients: Method) -> None:
         self._settings = settings
         self._gradients = gradients
         self.extra_bytes = gradients.extra_bytes
@@ -120,7 +119,7 @@ class SecondOrder(KroneckerFactors):
     """
 
     def __init__(
-        self, plan: Callable[..., Iteration], settings: KFACSettings, gradients: StepMethod
+        self, plan: Callable[..., Iteration], settings: KFACSettings, gradients: Method
     ) -> None:
         super().__init__(settings, gradients)
         self._plan = plan

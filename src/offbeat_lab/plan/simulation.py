@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,8 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
-from offbeat.transport.driver import Pending
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.virtual_driver import SleepUntil
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.cores import (
     DENSE_CPU_S_PER_BYTE,
@@ -34,21 +32,21 @@ from offbeat_lab.plan.cores import (
     MESSAGE_CPU_S_PER_BYTE,
     MESSAGE_WAKE_S,
     Cores,
-    until_done,
 )
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.recorded_times import recorded_times
 
-T = TypeVar("T")
-
 EVENTS_UP_TO: Final = 64
-"""Workers up to which every message of every collective is simulated. Beyond that a symmetric
-collective takes its closed form, times what its messages took at so many workers over its closed
-form there. So it does with fewer workers, but more than `FEW_WORKERS`, where links are equal and
-many steps are needed.
+"""Workers up to which every message of every exchange of entries is simulated. Beyond that all
+such exchanges of a kind take as long as one where all workers begin at once, whose messages are
+simulated of one worker. So they do with fewer workers, but more than `FEW_WORKERS`, where links are
+equal and many steps are needed.
 """
 
 FEW_WORKERS: Final = 16
+
+MINIATURE: Final = 1024
+"""Elements of a model that stands for the real one where protocols compute with their messages."""
 
 PAYLOAD_SHARE: Final = 0.95
 """What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
@@ -174,8 +172,17 @@ class Setting:
         """Whether symmetric collectives take their closed forms."""
         if self.world_size > EVENTS_UP_TO:
             return True
-        equal = len(set(self.links)) == 1 and self.cluster.racks is None
-        return equal and not self.is_steady and self.world_size > FEW_WORKERS
+        return self._is_even and not self.is_steady and self.world_size > FEW_WORKERS
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether all workers' links are alike."""
+        return len(set(self.links)) == 1 and self.cluster.racks is None
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether what one worker does is what all of them do at the same time."""
+        return self._is_even and self.is_steady and self.cluster.cores is None
 
     @cached_property
     def num_steps(self) -> int:
@@ -271,9 +278,9 @@ class Setting:
         return self.late_s + self.profile.compute_s * drawn * self.slowdowns
 
     @cached_property
-    def simulated(self) -> list[tuple[StepMethod, Simulated]]:
+    def simulated(self) -> dict[Any, Simulated]:
         """What was simulated here so far."""
-        return []
+        return {}
 
     def without_network(self) -> Setting:
         """The same, but messages take no time."""
@@ -286,12 +293,6 @@ class Setting:
     def ideal_s(self) -> float:
         """The mean step of a rank that exchanges nothing."""
         return float(self.durations_s.mean())
-
-    def num_places(self, k: float, num_elements: int) -> float:
-        """Where ranks' largest entries are, of `num_elements`, so that two ranks have the part
-        `shared` of them in common.
-        """
-        return min(num_elements, k / max(self.shared, k / num_elements))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,16 +329,6 @@ class Method(ABC):
     steps_in_a_period: int = 1
     extra_bytes: float = 0.0
 
-    def __init__(self) -> None:
-        self._remembered: dict[tuple[object, ...], Any] = {}
-
-    def remember(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """What `make` has made for `key`."""
-        if key not in self._remembered:
-            self._remembered[key] = make()
-        made: T = self._remembered[key]
-        return made
-
     @abstractmethod
     def simulate(self, setting: Setting) -> Simulated:
         """A step on `setting`."""
@@ -351,105 +342,43 @@ class Method(ABC):
         )
 
 
-class StepMethod(Method):
-    """A strategy whose ranks do in each step what `step` yields."""
-
-    weightless = True
-
-    def is_like(self, other: StepMethod) -> bool:
-        """Whether both do the same in each step, as far as that is known."""
-        return self is other
-
-    def num_bytes(self, setting: Setting, payload: Payload) -> float:
-        """What a message weighs."""
-        return len(payload)
-
-    @abstractmethod
-    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        """Step `number` of the run, from 0, at `rank`."""
-
-    @abstractmethod
-    def encode_s(self, setting: Setting) -> float:
-        """What a rank computes in a step because of the exchange, in seconds."""
-
-    @abstractmethod
-    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        """The closed form of a step's exchange."""
-
-    @override
-    def simulate(self, setting: Setting) -> Simulated:
-        for method, known in setting.simulated:
-            if self.is_like(method):
-                return known
-        found = self._simulate(setting)
-        setting.simulated.append((self, found))
-        return found
-
-    def _simulate(self, setting: Setting) -> Simulated:
-        run = Run(setting, self)
-        run.cluster.run([run.train(rank) for rank in range(setting.world_size)])
-        network = setting.network
-        alone = NetworkCosts(
-            messages=LinkCost(alpha_s=network.messages.alpha_s, beta_s_per_byte=0.0),
-            dense=LinkCost(alpha_s=network.dense.alpha_s, beta_s_per_byte=0.0),
-            select_s_per_element=0.0,
-        )
-        whole_s = self.exchange_cost_s(setting, network)
-        return Simulated(
-            step_s=run.step_s,
-            bytes_per_step=run.bytes_per_step,
-            encode_s=self.encode_s(setting),
-            alpha_share=self.exchange_cost_s(setting, alone) / whole_s if whole_s else 0.0,
-            by_events=not setting.by_closed_forms,
-        )
-
-
 class Run:
-    """One simulation of a `StepMethod`."""
+    """One simulation of a method.
 
-    def __init__(self, setting: Setting, method: StepMethod) -> None:
+    Args:
+        setting: where.
+        method: what all workers do.
+        num_workers: how many are simulated, where the others are like them; None: all.
+    """
+
+    def __init__(self, setting: Setting, method: Method, num_workers: int | None = None) -> None:
         self.setting = setting
         self.method = method
+        num_workers = num_workers or setting.world_size
         self.cluster = VirtualCluster(
-            setting.world_size,
+            num_workers,
             seed=setting.cluster.seed,
-            link=setting.links,
+            link=setting.links[:num_workers],
             racks=setting.cluster.virtual_racks(),
-            weightless=method.weightless,
+            weightless=True,
             num_bytes=self._carry,
             dense_round_s=setting.dense_round_s,
             dense_announced=setting.dense_announced,
+            dense_ranks=setting.world_size,
         )
         self.cores = Cores(self.cluster, setting.cluster.cores)
         period = method.steps_in_a_period
         if setting.steps is None:
             self.num_steps = max(1, -(-setting.num_steps // period)) * period
-            self._first = -(-LATER // period) * period
+            self.first = -(-LATER // period) * period
         else:
             self.num_steps = setting.num_steps
-            self._first = setting.steps[-self.num_steps]
-        self._dense_bytes = 0.0
-        self._ends_s = np.zeros(setting.world_size)
-
-    @property
-    def step_s(self) -> float:
-        return float(self._ends_s.mean()) / self.num_steps
-
-    @property
-    def bytes_per_step(self) -> float:
-        world_size = self.setting.world_size
-        sent = (sum(self.cluster.bytes_sent) + self._dense_bytes) / world_size
-        return sent / self.num_steps
-
-    def train(self, rank: int) -> Collective[None]:
-        """All steps of `rank`."""
-        for number in range(self._first, self._first + self.num_steps):
-            yield from self.method.step(self, rank, number)
-        self._ends_s[rank] = self.cluster.now_s
+            self.first = setting.steps[-self.num_steps]
+        self.remembered: dict[object, tuple[float, float, float]] = {}
 
     def _carry(self, payload: Payload) -> float:
         """What a message weighs. What encrypts and carries it takes cores meanwhile."""
-        num_bytes = self.method.num_bytes(self.setting, payload)
+        num_bytes = len(payload)
         self.cores.begin(0, self.setting.message_work_s(num_bytes))
         return num_bytes
 
@@ -479,38 +408,19 @@ class Run:
     def factor(self, rank: int, number: int) -> float:
         """By what step `number` of `rank` computes longer than the profile says."""
         factors = self.setting.factors
-        return float(factors[(number - self._first) % len(factors), rank])
+        return float(factors[(number - self.first) % len(factors), rank])
 
     def late(self, rank: int, number: int) -> Collective[None]:
         """Sleep for as long as `rank` is late."""
         late_s = self.setting.late_s
-        seconds = float(late_s[(number - self._first) % len(late_s), rank])
+        seconds = float(late_s[(number - self.first) % len(late_s), rank])
         if seconds:
             yield Sleep(seconds)
 
-    def begin(self, rank: int, collective: Collective[Any], channel: int) -> Pending[Any]:
-        """Begin an exchange beside what the rank computes."""
-        return self.cluster.begin(rank, collective, channel=channel + 1)
-
-    def dense(self, rank: int, operation: DenseOperation) -> Collective[None]:
-        """A dense operation, counted."""
-        traffic = operation.traffic(None, rank=rank, world_size=self.setting.world_size)
-        self._dense_bytes += traffic.bytes_sent
-        copying = self.cores.begin(rank, self.setting.dense_work_s(traffic.bytes_sent))
-        yield operation
-        if not copying.over:
-            yield until_done(copying)
-
     def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
         """All ranks together, for as long as a closed form says."""
-        self._dense_bytes += num_bytes
         self.cores.begin(0, self.setting.message_work_s(num_bytes))
         yield ClosedForm(seconds, self.setting)
-
-
-def until_over(*pending: Pending[Any]) -> SleepUntil:
-    """Wait for exchanges that were begun."""
-    return SleepUntil(over=lambda: all(one.over for one in pending))
 
 
 class ClosedForm(DenseOperation):
@@ -552,19 +462,3 @@ class ClosedForm(DenseOperation):
     @override
     def finish(self, backends: Any) -> Any:
         raise NotImplementedError("a closed form is simulated only")
-
-
-def confirmed_s(
-    setting: Setting, closed_s: Callable[[int], float], events_s: Callable[[int], float]
-) -> float:
-    """A closed form, times what an event run of at most `EVENTS_UP_TO` workers took over it.
-
-    Args:
-        setting: where.
-        closed_s: the closed form, of a number of workers.
-        events_s: an event run, likewise.
-    """
-    num_few = min(setting.world_size, EVENTS_UP_TO)
-    closed = closed_s(num_few)
-    ratio = events_s(num_few) / closed if closed else 1.0
-    return ratio * closed_s(setting.world_size)

@@ -1,3 +1,3 @@
-"""What each strategy does in a step, and what it costs: generators of training where there are
-messages, closed forms of the same collectives (`cost_s`) beyond `simulation.EVENTS_UP_TO` workers.
+"""What each strategy does in a step, and what it costs: by its own callbacks (`strategy_steps`),
+or by the generators of training where a method is described here.
 """

@@ -1,150 +1,14 @@
-"""Averages that a step waits for: of all models now and then, of neighbours' models in each step,
-and of the gradients of those who have arrived.
-"""
+"""Averages of the gradients of those who have arrived: eager SGD."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 from typing_extensions import override
 
-from offbeat.arithmetic.costs import NetworkCosts
-from offbeat.arithmetic.topologies import exponential_peers, ring_weights
-from offbeat.averaging.periodic import AveragingSchedule
-from offbeat.collectives import dense
-from offbeat.collectives.gossip import neighbour_mean, push_sum
-from offbeat.transport.operations import Collective, Payload
 from offbeat_lab.plan.ceilings import on_first_call
-from offbeat_lab.plan.methods.stand_ins import MINIATURE, all_reduce
-from offbeat_lab.plan.simulation import Method, Run, Setting, Simulated, StepMethod, until_over
-
-LATE: Final = 1 << 40
-"""A number of steps after which no period grows any more."""
-
-
-class PeriodicMean(StepMethod):
-    """All models are averaged densely after every so many steps: LocalSGD, CROSSBOW.
-
-    Args:
-        schedule: after how many local steps.
-        start_step: steps before the first local one, which `FirstSteps` does.
-        averages_state: whether the optimizer's state is averaged with the models.
-        extra_bytes: as of `Method`.
-    """
-
-    def __init__(
-        self,
-        schedule: AveragingSchedule,
-        *,
-        start_step: int = 0,
-        averages_state: bool = False,
-        extra_bytes: float = 1.0,
-    ) -> None:
-        super().__init__()
-        self.steps_in_a_period = schedule.period(LATE, schedule.initial_state())
-        self.extra_bytes = extra_bytes
-        self._schedule, self._start_step = schedule, start_step
-        self._averages_state = averages_state
-
-    def _averages_after(self, number: int) -> bool:
-        return self.remember((number,), lambda: self._last(number + 1) == number + 1)
-
-    def _last(self, num_steps: int) -> int:
-        """After how many of so many steps the last average was."""
-        last, state = self._start_step, self._schedule.initial_state()
-        for step in range(self._start_step + 1, num_steps + 1):
-            if step - last >= self._schedule.period(step - self._start_step, state):
-                last = step
-        return last
-
-    def _num_bytes(self, setting: Setting) -> int:
-        return setting.profile.averaged_bytes(with_state=self._averages_state)
-
-    @override
-    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        setting, profile = run.setting, run.setting.profile
-        yield from run.late(rank, number)
-        yield from run.forward(rank, number)
-        yield from run.compute(rank, number, profile.batch.backward_s + profile.optimizer_s)
-        if self._averages_after(number):
-            encode_s = self.encode_s(setting) * self.steps_in_a_period
-            yield from run.compute(rank, number, encode_s)
-            yield from all_reduce(run, rank, self._num_bytes(setting))
-
-    @override
-    def encode_s(self, setting: Setting) -> float:
-        copied_s = setting.profile.copy_s_per_byte * self._num_bytes(setting)
-        return 2 * copied_s / self.steps_in_a_period
-
-    @override
-    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        average_s = dense.cost_s(
-            world_size=setting.world_size, num_bytes=self._num_bytes(setting), network=network
-        )
-        return average_s / self.steps_in_a_period
-
-
-class Gossip(StepMethod):
-    """Models are averaged with a few peers in every step, on a model of few elements each of which
-    stands for many.
-
-    Args:
-        out_degree: of push-sum, behind the step (SGP); None: both neighbours on a ring, while
-            gradients are computed (D-PSGD).
-    """
-
-    weightless = False
-    extra_bytes = 3.0
-
-    def __init__(self, out_degree: int | None = None) -> None:
-        super().__init__()
-        self._out_degree = out_degree
-
-    @override
-    def num_bytes(self, setting: Setting, payload: Payload) -> float:
-        return len(payload) * setting.profile.num_elements / MINIATURE
-
-    @override
-    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        setting = run.setting
-        profile, world_size = setting.profile, setting.world_size
-        behind_s = profile.batch.backward_s + profile.optimizer_s
-        mine = [np.zeros(MINIATURE, dtype=np.float32)]
-        copied_s = profile.publish_s / 2
-        yield from run.late(rank, number)
-        yield from run.forward(rank, number)
-        if self._out_degree is None:
-            yield from run.compute(rank, number, copied_s)
-            average = neighbour_mean(rank, mine, ring_weights(rank, world_size))
-            pending = run.begin(rank, average, number)
-            yield from run.compute(rank, number, behind_s)
-        else:
-            yield from run.compute(rank, number, behind_s + copied_s)
-            peers = exponential_peers(
-                rank, world_size, round_number=number, out_degree=self._out_degree
-            )
-            pending = run.begin(rank, push_sum(peers, mine, 1.0), number)
-        yield until_over(pending)
-        yield from run.compute(rank, number, copied_s + self._mean_s(setting))
-
-    def _degree(self, setting: Setting) -> int:
-        """Peers that a rank sends to, and hears from."""
-        return self._out_degree or min(2, setting.world_size - 1)
-
-    def _mean_s(self, setting: Setting) -> float:
-        profile = setting.profile
-        return self._degree(setting) * profile.mean_s_per_byte * profile.num_bytes
-
-    @override
-    def encode_s(self, setting: Setting) -> float:
-        return setting.profile.publish_s + self._mean_s(setting)
-
-    @override
-    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        degree = self._degree(setting)
-        return network.messages.time_s(num_messages=1, num_bytes=degree * setting.profile.num_bytes)
+from offbeat_lab.plan.simulation import Method, Setting, Simulated
 
 
 class PartialMean(Method):
@@ -158,7 +22,6 @@ class PartialMean(Method):
     extra_bytes = 4.0
 
     def __init__(self, quorum: Callable[[int], int]) -> None:
-        super().__init__()
         self._quorum = quorum
 
     @override

@@ -26,9 +26,15 @@ from offbeat.transport.operations import Collective, Payload, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.transport.virtual_driver import SleepUntil
 from offbeat_lab.plan.cores import Cores
-from offbeat_lab.plan.methods.stand_ins import MINIATURE
 from offbeat_lab.plan.profile import FLOAT_BYTES
-from offbeat_lab.plan.simulation import EVENTS_UP_TO, FEW_WORKERS, Method, Setting, Simulated
+from offbeat_lab.plan.simulation import (
+    EVENTS_UP_TO,
+    FEW_WORKERS,
+    MINIATURE,
+    Method,
+    Setting,
+    Simulated,
+)
 
 _SERVE, _TRAIN = 1 << 32, 2 << 32
 _LOOK_S: Final = 1e-3
@@ -60,7 +66,6 @@ class Background(Method):
         rounds: Callable[[int], bool] = lambda num_elements: False,
         overlaps: bool = True,
     ) -> None:
-        super().__init__()
         self._overlaps = overlaps
         self.extra_bytes = 4.0
         self.steps_in_a_period = period

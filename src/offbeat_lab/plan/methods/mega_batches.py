@@ -12,9 +12,8 @@ from offbeat.megabatch.batch_sizes import Proportional
 from offbeat.megabatch.callback import MegaBatchPlan
 from offbeat.transport.virtual import VirtualCluster
 from offbeat_lab.plan.dispatch import dispatch
-from offbeat_lab.plan.methods.stand_ins import MINIATURE
 from offbeat_lab.plan.profile import FLOAT_BYTES
-from offbeat_lab.plan.simulation import EVENTS_UP_TO, Method, Setting, Simulated
+from offbeat_lab.plan.simulation import EVENTS_UP_TO, MINIATURE, Method, Setting, Simulated
 
 
 class MegaBatches(Method):
@@ -28,7 +27,6 @@ class MegaBatches(Method):
     extra_bytes = 3.0
 
     def __init__(self, plan: MegaBatchPlan) -> None:
-        super().__init__()
         self._plan = plan
 
     @override

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from offbeat.averaging.periodic import GrowingPeriod
-from offbeat.codec.topk_codec import TopKCodec
 from offbeat.errors import ConfigError
+from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.localsgd import LocalSGD
 from offbeat_lab.options import Recipe
-from offbeat_lab.plan.methods.averages import Gossip, PartialMean, PeriodicMean
+from offbeat_lab.plan.methods.averages import PartialMean
 from offbeat_lab.plan.methods.background import Background
-from offbeat_lab.plan.methods.gradients import DenseGradients, LowRankGradients, SoloSteps
+from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
 from offbeat_lab.plan.methods.mega_batches import MegaBatches
 from offbeat_lab.plan.methods.phases import FirstSteps
-from offbeat_lab.plan.methods.sparse_gradients import SparseGradients
+from offbeat_lab.plan.methods.strategy_steps import StrategySteps
 from offbeat_lab.plan.second_order import PLANS, OwnerFactors, SecondOrder
-from offbeat_lab.plan.simulation import Method, StepMethod
+from offbeat_lab.plan.simulation import Method
+
+KFAC: Final = frozenset({*PLANS, "dpkfac"})
 
 
 def method_of(name: str, recipe: Recipe) -> Method:
@@ -37,40 +41,19 @@ def method_of(name: str, recipe: Recipe) -> Method:
 def _method_of(name: str, recipe: Any) -> Method:
     match name:
         case "alone":
-            method: Method = SoloSteps()
-        case "allreduce":
-            method = DenseGradients(recipe.bucket_mib, recipe.first_bucket_mib)
+            method: Method = _by_itself(SoloSteps())
         case "ddp":
-            method = DenseGradients()
+            method = _by_itself(AllReduce())
         case "ddp-fp16" | "ddp-bf16":
-            method = DenseGradients(element_bytes=2)
+            method = _by_itself(HalfPrecisionSteps())
         case "ddp-powersgd":
-            method = LowRankGradients(recipe.rank, recipe.start_step)
-        case "topk" | "gtopk" | "ef21":
-            method = _sparse(name, recipe)
-        case "localsgd" if recipe.codec is None:
-            first = recipe.first_steps
-            method = FirstSteps(
-                recipe.start_step,
-                first=method_of(first.name, first),
-                then=PeriodicMean(
-                    recipe.schedule,
-                    start_step=recipe.start_step,
-                    averages_state=recipe.averages_state,
-                ),
-            )
+            steps = LowRankSteps(rank=recipe.rank, start_step=recipe.start_step)
+            method = _by_itself(steps, by_tensor=True)
+        case "localsgd":
+            method = _local_sgd(recipe)
         case "post-localsgd":
-            method = FirstSteps(
-                recipe.start_step,
-                first=DenseGradients(),
-                then=PeriodicMean(GrowingPeriod(recipe.period), start_step=recipe.start_step),
-            )
-        case "crossbow":
-            method = PeriodicMean(GrowingPeriod(recipe.period), extra_bytes=3.0)
-        case "dpsgd":
-            method = Gossip()
-        case "sgp":
-            method = Gossip(recipe.out_degree)
+            local = {"start_step": recipe.start_step, "optimizer_state": "local"}
+            method = _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
         case "wagma":
             method = Background(
                 recipe.group_of,
@@ -91,26 +74,50 @@ def _method_of(name: str, recipe: Any) -> Method:
             method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
         case _ if name in PLANS:
             method = SecondOrder(PLANS[name], recipe.settings(), _exchange_of(recipe))
+        case _ if isinstance(recipe, Strategy):
+            method = _by_itself(recipe)
         case _:
             raise ConfigError(f"{name} cannot be predicted; leave it out")
     return method
 
 
-def _sparse(name: str, recipe: Any) -> SparseGradients:
-    sparse = partial(SparseGradients, density=recipe.density, bucket_mib=recipe.bucket_mib)
-    if name == "ef21":
-        method = sparse(collective="all_gather", codec=TopKCodec.of(recipe.codec))
-        method.extra_bytes = 3.0
-        return method
-    return sparse(
-        collective=recipe.collective if name == "gtopk" else "all_gather",
-        codec=recipe.entries(),
-        warmup=recipe.stages(),
+def _local_sgd(recipe: LocalSGD) -> Method:
+    if not recipe.start_step or recipe.first_steps.name not in KFAC:
+        return _by_itself(recipe)
+    then = replace(
+        recipe,
+        start="allreduce",
+        start_step=0,
+        warmup=recipe.steps_of_growth,
+        optimizer_state="averaged" if recipe.averages_state else "local",
+    )
+    return FirstSteps(
+        recipe.start_step,
+        first=method_of(recipe.first_steps.name, recipe.first_steps),
+        then=_by_itself(then),
     )
 
 
-def _exchange_of(recipe: Any) -> StepMethod:
+_EXTRA_BYTES: Final = {
+    **dict.fromkeys(("topk", "gtopk", "ddp-powersgd"), 2.0),
+    **dict.fromkeys(("ef21", "crossbow", "dpsgd", "sgp"), 3.0),
+    "alone": 0.0,
+}
+
+
+def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
+    """Of a strategy that takes its steps itself. Its comparisons of replicas are too rare to count.
+
+    Args:
+        strategy: the strategy.
+        by_tensor: as of `StrategySteps`.
+    """
+    if hasattr(strategy, "replica_check_interval"):
+        strategy = replace(strategy, replica_check_interval=0)
+    extra_bytes = _EXTRA_BYTES.get(strategy.name, 1.0)
+    return StrategySteps(strategy, extra_bytes=extra_bytes, by_tensor=by_tensor)
+
+
+def _exchange_of(recipe: Any) -> Method:
     """The exchange of gradients of a K-FAC strategy."""
-    method = method_of(recipe.gradients.name, recipe.gradients)
-    assert isinstance(method, StepMethod)
-    return method
+    return method_of(recipe.gradients.name, recipe.gradients)

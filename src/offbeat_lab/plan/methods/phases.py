@@ -21,7 +21,6 @@ class FirstSteps(Method):
     """
 
     def __init__(self, num_steps: int, *, first: Method, then: Method) -> None:
-        super().__init__()
         self.steps_in_a_period = then.steps_in_a_period
         self.extra_bytes = max(then.extra_bytes, first.extra_bytes if num_steps else 0.0)
         self._num_steps = num_steps

@@ -1,0 +1,1 @@
+"""Strategies as they train, with weightless tensors under a virtual clock."""

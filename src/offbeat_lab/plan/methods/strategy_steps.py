@@ -1,0 +1,297 @@
+"""Steps of a strategy by its own callbacks, which know of no simulation (`offbeat.simulation`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from typing_extensions import override
+
+from offbeat.arithmetic.costs import LinkCost
+from offbeat.arithmetic.trees import num_rounds
+from offbeat.codec.index_codecs import INDEX_CODECS
+from offbeat.codec.tally import Tally
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.value_codecs import VALUE_CODECS
+from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import Exchanged
+from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import Collective, DenseOperation, Operation, Recv, Send
+from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
+from offbeat_lab.plan.profile import FLOAT_BYTES, TensorProfile
+from offbeat_lab.plan.simulation import (
+    ClosedForm,
+    Method,
+    Run,
+    Setting,
+    Simulated,
+)
+
+_CODEC_NAMES: Final = {codec: name for name, codec in {**VALUE_CODECS, **INDEX_CODECS}.items()}
+
+_LEAST_TENSORS, _MOST_TENSORS = 16, 1024
+
+
+class StrategySteps(Method):
+    """What the callbacks of `strategy` do.
+
+    Args:
+        strategy: that all ranks train with.
+        extra_bytes: as of `Method`.
+        by_tensor: whether tensors must not be fused, because their shapes count.
+    """
+
+    weightless = True
+
+    def __init__(self, strategy: Any, *, extra_bytes: float, by_tensor: bool = False) -> None:
+        self._strategy = strategy
+        self._by_tensor = by_tensor
+        self.steps_in_a_period = getattr(strategy, "period", 1)
+        self.extra_bytes = extra_bytes
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        if self._strategy not in setting.simulated:
+            setting.simulated[self._strategy] = self._simulate(setting)
+        return setting.simulated[self._strategy]
+
+    def _simulate(self, setting: Setting) -> Simulated:
+        if not setting.is_symmetric:
+            return self._simulate_workers(setting, setting.world_size)
+        try:
+            return self._simulate_workers(setting, 1)
+        except DeadlockError:  # since its peers do not do as it does
+            return self._simulate_workers(setting, setting.world_size)
+
+    def _simulate_workers(self, setting: Setting, num_workers: int) -> Simulated:
+        profile = setting.profile
+        run = Run(setting, self, num_workers)
+        most = max(_LEAST_TENSORS, _MOST_TENSORS // num_workers)
+        steps = range(run.first, run.first + run.num_steps)
+        timeline = Timeline(
+            tensors=profile.tensors if self._by_tensor else fused(profile.tensors, most),
+            backward_s=profile.batch.backward_s,
+            optimizer_s=profile.optimizer_s,
+            moments=round(profile.moments),
+        )
+        machines = [_Machine(run, rank, steps) for rank in range(num_workers)]
+        carry_out(
+            run.cluster,
+            [one.simulated.train(self._strategy, timeline, steps) for one in machines],
+        )
+        exchange_s = sum(one.alpha_s + one.beta_s for one in machines)
+
+        def mean(values: list[float]) -> float:
+            return float(np.mean(values)) / run.num_steps
+
+        return Simulated(
+            step_s=mean([one.ended_s - one.begun_s for one in machines]),
+            bytes_per_step=mean([one.bytes_sent for one in machines]),
+            encode_s=mean([one.encode_s for one in machines]),
+            alpha_share=sum(one.alpha_s for one in machines) / exchange_s if exchange_s else 0.0,
+            by_events=not setting.by_closed_forms,
+        )
+
+
+def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile]:
+    """At most about `most` tensors in the place of `tensors`, each of some that follow each
+    other: what is simulated of many ranks takes as long as there are tensors.
+    """
+    if len(tensors) <= most:
+        return tensors
+    size = sum(tensor.num_elements for tensor in tensors) / most
+    groups: list[list[TensorProfile]] = [[]]
+    for tensor in tensors:
+        groups[-1].append(tensor)
+        if sum(each.num_elements for each in groups[-1]) >= size:
+            groups.append([])
+    return [
+        TensorProfile(
+            num_elements=sum(each.num_elements for each in group),
+            ready=max(each.ready for each in group),
+        )
+        for group in groups
+        if group
+    ]
+
+
+class _Machine(Driver):
+    """One rank's device and its links, as a profile and a cluster describe them. What counts is
+    counted in `steps` alone.
+    """
+
+    def __init__(self, run: Run, rank: int, steps: range) -> None:
+        self.rank, self.world_size = rank, run.setting.world_size
+        self.shared, self.profile = run.setting.shared, run.setting.profile
+        self.simulated = SimulatedRank(self, self)
+        self.begun_s = self.ended_s = 0.0
+        self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
+        self._run, self._steps, self._counts = run, steps, False
+        self._inner = run.cluster.drivers[rank]
+        self._stands_for_all = run.cluster.world_size < self.world_size
+
+    # What computes
+
+    def forward(self, step: int) -> Collective[None]:
+        if step == self._steps.start:
+            self._counts, self.begun_s = True, self._run.cluster.now_s
+            self.encode_s = -self.simulated.encode_s
+        yield from self._run.late(self.rank, step)
+        yield from self._run.forward(self.rank, step)
+
+    def computing(self, step: int, seconds: float) -> Collective[None]:
+        return self._run.compute(self.rank, step, seconds)
+
+    def copying_s(self, num_bytes: float) -> float:
+        return self.profile.bucket_copy_s_per_byte * num_bytes
+
+    def publishing_s(self, num_bytes: float) -> float:
+        return self.profile.publish_s * num_bytes / self.profile.num_bytes
+
+    def adding_s(self, num_bytes: float) -> float:
+        return self.profile.mean_s_per_byte * num_bytes
+
+    def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
+        profile = self.profile
+        names = [_CODEC_NAMES.get(one, "") for one in (codec.values, codec.indices)]
+        return (
+            2 * self.copying_s(FLOAT_BYTES * num_elements)
+            + profile.select_s_per_element * num_elements
+            + profile.coding_s(num_elements, k, names)
+        )
+
+    def step_ended(self, step: int) -> None:
+        if step == self._steps[-1]:
+            self.ended_s = self._run.cluster.now_s
+            self.encode_s += self.simulated.encode_s
+
+    def lay_out(self, wire: Wire) -> WeightlessWire:
+        if self._run.setting.by_closed_forms:
+            return _ClosedWire(wire=wire, num_places=wire.num_elements, machine=self)
+        return WeightlessWire(wire=wire, num_places=wire.num_elements)
+
+    # What sends
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        setting, network = self._run.setting, self._run.setting.network
+        if isinstance(operation, Send):
+            num_bytes = len(operation.payload)
+            self._count(num_bytes, network.messages, num_messages=1, on_path=num_bytes)
+        if isinstance(operation, Send | Recv) and self._stands_for_all:
+            operation = replace(operation, peer=self.rank)  # which does as its peers do
+        if not isinstance(operation, DenseOperation) or isinstance(operation, ClosedForm):
+            return self._inner.start(operation, channel)
+        world_size = self.world_size
+        traffic = operation.traffic(None, rank=self.rank, world_size=world_size)
+        hops, hop_bytes = operation.num_hops(world_size), float(operation.num_bytes)
+        if operation.root_rank is None:
+            hop_bytes = operation.hop_bytes(hop_bytes, world_size)
+        else:
+            hops = num_rounds(world_size)
+        self._count(traffic.bytes_sent, network.dense, num_messages=hops, on_path=hops * hop_bytes)
+        copying = self._run.cores.begin(self.rank, setting.dense_work_s(traffic.bytes_sent))
+        return _Both(self._inner.start(operation, channel), lambda: copying.over)
+
+    def _count(
+        self, num_bytes: float, cost: LinkCost, *, num_messages: float, on_path: float
+    ) -> None:
+        """Bytes that this rank sends; messages and bytes that follow each other."""
+        if self._counts and self.world_size > 1:
+            self.bytes_sent += num_bytes
+            self.alpha_s += num_messages * cost.alpha_s
+            self.beta_s += on_path * cost.beta_s_per_byte
+
+    def exchange(self, make: Callable[[int], Collective[object]], key: object) -> Collective[None]:
+        """What `make` gives each rank, as long as it takes where all of them begin it at once."""
+        run, network = self._run, self._run.setting.network
+        if key not in run.remembered:
+            run.remembered[key] = _alone(run.setting, make)
+        seconds, num_bytes, num_messages = run.remembered[key]
+        self._count(num_bytes, network.messages, num_messages=num_messages, on_path=num_bytes)
+        yield from run.closed_form(seconds, num_bytes)
+
+    @override
+    def now_s(self, channel: int) -> float:
+        return self._inner.now_s(channel)
+
+    @override
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _alone(
+    setting: Setting, make: Callable[[int], Collective[object]]
+) -> tuple[float, float, float]:
+    """Seconds of an exchange on the slowest link, bytes and messages of a rank: of one whose peers
+    do as it does, or of all ranks where such a one would wait for ever.
+    """
+    link = VirtualLink(
+        latency_s=setting.latency_s,
+        bytes_per_s=1 / setting.network.messages.beta_s_per_byte,
+        message_s=setting.message_s,
+    )
+    try:
+        cluster = VirtualCluster(1, link=link, weightless=True)
+        cluster.run([_with_itself(make(0))])
+    except DeadlockError:
+        cluster = VirtualCluster(setting.world_size, link=link, weightless=True)
+        cluster.run([make(rank) for rank in range(setting.world_size)])
+    return (
+        cluster.now_s,
+        sum(cluster.bytes_sent) / cluster.world_size,
+        sum(cluster.messages_sent) / cluster.world_size,
+    )
+
+
+def _with_itself(work: Collective[object]) -> Collective[None]:
+    outcome: object = None
+    with suppress(StopIteration):
+        while True:
+            operation = work.send(outcome)
+            if isinstance(operation, Send | Recv):
+                operation = replace(operation, peer=0)
+            outcome = yield operation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ClosedWire(WeightlessWire):
+    """Exchanges as a closed form says, whatever the collective."""
+
+    machine: _Machine
+
+    @override
+    def carry(
+        self,
+        collective: Callable[..., Any],
+        rank: int,
+        world_size: int,
+        mine: WeightlessSparse,
+        tally: Tally,
+        k: int,
+    ) -> Collective[Exchanged[WeightlessSparse]]:
+        plain = WeightlessWire(wire=self.wire, num_places=self.num_places)
+        yield from self.machine.exchange(
+            lambda each: collective(each, world_size, mine, tally, k, plain),
+            (collective, self.wire.num_elements, k),
+        )
+        return Exchanged(kept=mine, owed=self.empty(), tally=replace(tally, weight=world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """A ticket, once something else is over too."""
+
+    ticket: Ticket
+    is_over: Callable[[], bool]
+
+    def done(self) -> bool:
+        return self.is_over() and self.ticket.done()
+
+    def wait(self) -> Any:
+        return self.ticket.wait()

@@ -1,0 +1,212 @@
+"""A strategy's own callbacks, with tensors without content under a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import override
+
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.weightless import WeightlessWire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.dense import dense_all_reduce
+from offbeat.errors import WireError
+from offbeat.simulation.training import REMEMBERED_STEPS, SimulatedRank, Timeline, carry_out
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.dpsgd import DPSGD
+from offbeat.strategies.ef21 import EF21
+from offbeat.strategies.localsgd import LocalSGD
+from offbeat.strategies.sgp import SGP
+from offbeat.strategies.topk import TopK
+from offbeat.transport.driver import Driver
+from offbeat.transport.operations import Collective, Sleep
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+
+NUM_ELEMENTS, MIB = 1 << 20, 1 << 20
+
+
+@dataclass(frozen=True)
+class Tensor:
+    ready: float
+    num_elements: int = NUM_ELEMENTS
+    rows: int = 1
+
+
+TIMELINE = Timeline(tensors=[Tensor(1.0), Tensor(0.5)], backward_s=2.0, optimizer_s=0.25, moments=1)
+
+
+class Device:
+    """Computes as long as it is told to, and copies a gigabyte a second."""
+
+    shared = 0.0
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        self.cluster = cluster
+        self.ends_s: dict[int, float] = {}
+
+    def forward(self, step: int) -> Collective[None]:
+        yield Sleep(1.0)
+
+    def computing(self, step: int, seconds: float) -> Collective[None]:
+        yield Sleep(seconds)
+
+    def copying_s(self, num_bytes: float) -> float:
+        return num_bytes / 1e9
+
+    def publishing_s(self, num_bytes: float) -> float:
+        return num_bytes / 2e9
+
+    def adding_s(self, num_bytes: float) -> float:
+        return num_bytes / 1e9
+
+    def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
+        return 0.125
+
+    def step_ended(self, step: int) -> None:
+        self.ends_s[step] = self.cluster.now_s
+
+    def lay_out(self, wire: Wire) -> WeightlessWire:
+        return WeightlessWire(wire=wire, num_places=wire.num_elements)
+
+
+def trained(
+    strategy: Strategy, steps: range, *, workers: int = 2, link: VirtualLink | None = None
+) -> tuple[list[SimulatedRank], VirtualCluster]:
+    cluster = VirtualCluster(workers, link=link, weightless=True)
+    ranks = [SimulatedRank(driver, Device(cluster)) for driver in cluster.drivers]
+    carry_out(cluster, [rank.train(strategy, TIMELINE, steps) for rank in ranks])
+    return ranks, cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Strategy):
+    """A strategy that nobody knows but this test: it sums a tensor when half of the backward pass
+    is over, and waits for the sum before the step.
+    """
+
+    name = "own"
+    seen: list[tuple[str, float]] = field(default_factory=list)
+
+    def build(self, context: Context) -> Sequence[Callback]:
+        return [_Summing(context.driver, self.seen)]
+
+
+class _Summing(Callback):
+    def __init__(self, driver: Driver, seen: list[tuple[str, float]]) -> None:
+        self.driver, self.seen = driver, seen
+
+    def note(self, what: str) -> None:
+        if self.driver.rank == 0:
+            self.seen.append((what, self.driver.now_s(1)))
+
+    @override
+    def on_forward_begins(self, *, trains: bool) -> None:
+        self.note("forward")
+
+    @override
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        self.note(f"gradient {index}")
+        if index == 1:
+            vector = torch.empty(25_000_000, device="meta")  # 0.1 s there and 0.1 s back
+            self.pending = self.driver.launch(dense_all_reduce(vector), 2)
+
+    @override
+    def on_before_step(self) -> None:
+        self.note("backward is over")
+        self.pending.wait()
+        self.note("summed")
+
+    @override
+    def on_after_step(self) -> None:
+        self.note("stepped")
+
+
+def test_a_strategy_of_ones_own_gets_the_events_of_training_at_their_times() -> None:
+    own = Own()
+    trained(own, range(1), link=VirtualLink(bytes_per_s=1e8 / 3))  # 3 s for the sum
+    assert own.seen == [
+        ("forward", 0.0),
+        ("gradient 1", 2.0),
+        ("gradient 0", pytest.approx(3.1)),
+        ("backward is over", pytest.approx(3.1)),
+        ("summed", pytest.approx(5.2)),
+        ("stepped", pytest.approx(5.45)),
+    ]
+
+
+def test_what_a_callback_raises_ends_the_simulation() -> None:
+    class Failing(Callback):
+        @override
+        def on_after_step(self) -> None:
+            raise WireError("as a damaged message does")
+
+    class Strange(Own):
+        def build(self, context: Context) -> Sequence[Callback]:
+            return [Failing()]
+
+    with pytest.raises(WireError, match="damaged"):
+        trained(Strange(), range(1))
+
+
+@pytest.mark.parametrize("kind", [TopK, EF21])
+def test_entries_travel_as_numbers_and_selecting_takes_its_time(kind: type[TopK | EF21]) -> None:
+    strategy = kind(density=0.01, replica_check_interval=0)
+    ranks, cluster = trained(strategy, range(4))
+    expected = ranks[0].machine
+    assert isinstance(expected, Device)
+    assert expected.ends_s[3] == pytest.approx(4 * (1.0 + 2.0 + 0.25 + 0.125))
+    # An entry takes a value of 4 bytes and a gap of 1 or 2.
+    entries = 0.01 * 2 * NUM_ELEMENTS
+    assert 4 * 5 * entries < cluster.bytes_sent[0] < 4 * 6.1 * entries
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_peers"), [(DPSGD(), 2), (SGP(), 1), (SGP(out_degree=2), 2)]
+)
+def test_vectors_are_published_once_and_added_by_each_who_receives_them(
+    strategy: Strategy, num_peers: int
+) -> None:
+    ranks, cluster = trained(strategy, range(2), workers=4)
+    num_bytes = 2 * NUM_ELEMENTS * 4
+    assert ranks[0].encode_s == pytest.approx(2 * (0.5 + num_peers) * num_bytes / 1e9, rel=1e-3)
+    assert cluster.bytes_sent[0] == pytest.approx(2 * num_peers * num_bytes, rel=1e-5)
+    device = ranks[0].machine
+    assert isinstance(device, Device)
+    assert device.ends_s[1] == pytest.approx(2 * 3.25 + ranks[0].encode_s)
+
+
+def test_a_late_step_is_reached_without_all_those_before_it() -> None:
+    """Averages come after steps 10,000, 10,010 and so on, counted from 1."""
+    late = range(10_000, 10_010)
+    assert late.start > REMEMBERED_STEPS
+    local = LocalSGD(period=10, warmup=0, optimizer_state="local")
+    ranks, _ = trained(local, late)
+    device = ranks[0].machine
+    assert isinstance(device, Device)
+    assert sorted(device.ends_s) == list(range(9_997, 10_010))
+    durations_s = [device.ends_s[n] - device.ends_s[n - 1] for n in late]
+    copied_s = 2 * (2 * NUM_ELEMENTS * 4) / 1e9
+    assert durations_s[-1] == pytest.approx(3.25 + copied_s, rel=1e-3)
+    assert durations_s[:-1] == pytest.approx([3.25] * 9)
+
+
+def test_changes_of_weights_travel_as_the_codec_writes_them() -> None:
+    strategy = LocalSGD(period=1, warmup=0, optimizer_state="local", codec="sparseloco")
+    _, cluster = trained(strategy, range(2))
+    # One in 64 travels: 12 bits for the place and 2 for the value.
+    assert cluster.bytes_sent[0] / 2 == pytest.approx(2 * NUM_ELEMENTS / 64 * 14 / 8, rel=0.1)
+
+
+def test_a_schedule_that_follows_drift_is_simulated() -> None:
+    """It begins with averages after every fourth step."""
+    ranks, _ = trained(LocalSGD(period="adaptive", optimizer_state="local"), range(8))
+    device = ranks[0].machine
+    assert isinstance(device, Device)
+    durations_s = np.diff([0.0, *device.ends_s.values()])
+    assert np.flatnonzero(durations_s > 3.26).tolist() == [3, 7]
