@@ -47,7 +47,7 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
 
     def sparse(collective: str):  # type: ignore[no-untyped-def]
         strategy = offbeat.GTopK(density=0.001, collective=collective)
-        ((bucket, reduction),), _ = strategy.parts(context, ExchangeCounts())
+        ((bucket, reduction),), _ = strategy.reductions(context, ExchangeCounts())
         tally = Tally(
             weight=1.0, num_nonfinite=0, num_failed=0, used=torch.ones(1, dtype=torch.bool).numpy()
         )

@@ -87,7 +87,7 @@ class Composed(AveragingStrategy):
     keeps_anchor: bool = True
 
     @override
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         plain = partial(torch.optim.SGD, lr=1.0)
         mean = MeanOfAll(
             weights,

@@ -30,7 +30,8 @@ pass over the gradient after the exchange, and another one before the step.
 
 
 class ChangedGradients(Callback):
-    """Remembers what the exchange has left in the buckets. Stands behind it in the order of parts.
+    """Remembers what the exchange has left in the buckets. It stands behind it in the order of
+    callbacks.
 
     Args:
         buckets: of the exchange.

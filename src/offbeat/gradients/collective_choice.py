@@ -68,7 +68,7 @@ def _ignore(remark: str) -> None:
 
 
 class CheapestCollective(Callback):
-    """The part behind `collective="auto"`.
+    """The callback behind `collective="auto"`.
 
     The choice steers the numbers that training sees, so it is state: a resumed run uses the
     measurements of the first one.

@@ -274,7 +274,7 @@ class ExchangeCounts:
 
 
 class GradientExchange(Callback):
-    """The part that exchanges gradients.
+    """The callback that exchanges gradients.
 
     Args:
         pairs: each bucket with its reduction, in the order in which they are launched.

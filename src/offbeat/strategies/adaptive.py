@@ -85,10 +85,10 @@ class MegaBatchStrategy(AveragingStrategy):
     def plan(self) -> MegaBatchPlan:
         """How mega-batches are shared out and merged."""
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         assert context.optimizer is not None
         group = AtomicGroup(context.own_store(), count=context.count, notify=context.notices.notify)
-        part = MegaBatchCallback(
+        callback = MegaBatchCallback(
             weights,
             plan=self.plan(),
             optimizer=context.optimizer,
@@ -100,7 +100,7 @@ class MegaBatchStrategy(AveragingStrategy):
             record_wait=context.record_wait,
             on_merge=context.on_merge,
         )
-        return [part]
+        return [callback]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ class ADPSGD(AveragingStrategy):
         super().__post_init__()
         require_at_least("seed", self.seed, 0)
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors())
         averager = start_background_averager(
             context,

@@ -50,7 +50,7 @@ class AllReduce(GradientStrategy):
     def as_first_steps(self) -> Self:
         return replace(self, replica_check_interval=0)
 
-    def parts(
+    def reductions(
         self, context: Context, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
         cap_bytes, first_cap_bytes = int(self.bucket_mib * MIB), int(self.first_bucket_mib * MIB)

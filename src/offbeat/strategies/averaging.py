@@ -40,7 +40,7 @@ class AveragingStrategy(Strategy):
         require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
 
     @abstractmethod
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         """What exchanges `weights`."""
 
     def build(self, context: Context) -> Sequence[Callback]:
@@ -63,4 +63,4 @@ class AveragingStrategy(Strategy):
             notify=context.notices.notify,
             rank=context.driver.rank,
         )
-        return [*self.parts(context, weights), guard]
+        return [*self.callbacks(context, weights), guard]

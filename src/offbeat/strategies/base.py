@@ -1,4 +1,4 @@
-"""What a strategy is: a frozen description of four choices, which builds parts.
+"""What a strategy is: a frozen description of four choices, which builds callbacks.
 
 Every system of the package answers four questions, and nothing else distinguishes it:
 
@@ -7,8 +7,8 @@ Every system of the package answers four questions, and nothing else distinguish
 - with whom, and when: all ranks in each step, a group of them, or whoever is there;
 - how work is divided: equal batches, batches by speed, or layers to owners.
 
-`build` turns the answers into parts, which act on the events of training. The bases below answer
-the first question for the strategies that stand on them:
+`build` turns the answers into callbacks, which act on the events of training. The bases below
+answer the first question for the strategies that stand on them:
 
 - `GradientStrategy` (gradient.py): gradients, before each step; `SparseGradientStrategy`
   (sparse_gradient.py): their largest entries, with error feedback;
@@ -98,6 +98,6 @@ class Strategy(ABC):
 
     @abstractmethod
     def build(self, context: Context) -> Sequence[Callback]:
-        """The parts, in the order in which they get events. Collective: all ranks build
+        """The callbacks, in the order in which they get events. Collective: all ranks build
         together.
         """

@@ -53,7 +53,7 @@ class Crossbow(AveragingStrategy):
                 f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
             )
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
         peers = Everyone(driver, context.new_stream())

@@ -39,7 +39,7 @@ class DPSGD(AveragingStrategy):
 
     name: ClassVar[str] = "dpsgd"
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         row = ring_weights(driver.rank, driver.world_size)
         peers = Everyone(driver, context.new_stream())

@@ -78,7 +78,7 @@ class EagerSGD(AveragingStrategy):
         # The guard first: a gradient that is not finite must be removed before it is contributed.
         return [guard, *exchanges]
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors())
         num_parameters = len(context.parameters)
         ledger = GradientLedger(

@@ -120,7 +120,7 @@ class EF21(GradientStrategy):
             taken.take()  # last, when nothing can fail any more
         return [exchange, *others]
 
-    def parts(
+    def reductions(
         self, context: Context, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
         """Where gradients are changed further before the step, momentum stays in the optimizer."""

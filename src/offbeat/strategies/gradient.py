@@ -54,10 +54,10 @@ class GradientStrategy(Strategy):
         require_dense_optimizer(optimizer)
 
     @abstractmethod
-    def parts(
+    def reductions(
         self, context: Context, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        """Each bucket with its reduction, and whatever other parts the strategy needs."""
+        """Each bucket with its reduction, and whatever other callbacks the strategy needs."""
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """How gradients are clipped before they are sent; None where the user may clip the mean."""
@@ -70,13 +70,13 @@ class GradientStrategy(Strategy):
     def build_exchange(
         self, context: Context, *, launch_order: LaunchOrder | None = None
     ) -> tuple[GradientExchange, list[Callback]]:
-        """The exchange of gradients, and the other parts.
+        """The exchange of gradients, and the other callbacks.
 
         Strategies that send more than gradients share `launch_order` with the exchange, and listen
         to it (`GradientExchange.add_listener`).
         """
         counts = ExchangeCounts()
-        pairs, others = self.parts(context, counts)
+        pairs, others = self.reductions(context, counts)
         return self.exchange_of(pairs, others, context, counts, launch_order=launch_order)
 
     def exchange_of(
@@ -89,11 +89,11 @@ class GradientStrategy(Strategy):
         launch_order: LaunchOrder | None = None,
         transform: GradientTransform | None = None,
     ) -> tuple[GradientExchange, list[Callback]]:
-        """The exchange of what `parts` returns.
+        """The exchange of what `reductions` returns.
 
         Args:
             pairs: each bucket with its reduction.
-            others: the other parts, to which those that go with every exchange are added.
+            others: the other callbacks, to which those that go with every exchange are added.
             context: lent by the session.
             counts: where what happens is counted.
             launch_order: shared with other systems; None: there are none.

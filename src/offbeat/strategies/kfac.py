@@ -233,7 +233,7 @@ class KFACStrategy(Strategy):
         # K-FAC hears from the exchange of gradients whether a step is good.
         launch_order = LaunchOrder()
         exchange, others = self.gradients.build_exchange(context, launch_order=launch_order)
-        part = KFACCallback(
+        kfac = KFACCallback(
             context,
             found.blocks,
             settings=self.settings(),
@@ -242,13 +242,13 @@ class KFACStrategy(Strategy):
             buckets=exchange.buckets,
             launch_order=launch_order,
         )
-        is_rounded = "; inverses are in bfloat16" if part.form == "bfloat16" else ""
+        is_rounded = "; inverses are in bfloat16" if kfac.form == "bfloat16" else ""
         context.notices.inform(
-            f"K-FAC's factors take {part.num_bytes / 1e6:,.0f} MB of memory on this rank: averages,"
+            f"K-FAC's factors take {kfac.num_bytes / 1e6:,.0f} MB of memory on this rank: averages,"
             f" inverses and messages{is_rounded}"
         )
-        exchange.add_listener(part.scheduler)
-        return [exchange, *others, part]
+        exchange.add_listener(kfac.scheduler)
+        return [exchange, *others, kfac]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,7 +247,7 @@ class LocalSGD(AveragingStrategy):
         if self.codec is not None:
             require_real(model)
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         period, is_alone = self.period, context.driver.world_size == 1
         if isinstance(period, int) and period > 1 and self.steps_of_growth and not is_alone:
             # A short run, such as one that times steps, never comes to the period it asked for.
@@ -275,5 +275,5 @@ class LocalSGD(AveragingStrategy):
     def _gradient_phase(self, context: Context) -> list[Callback]:
         if not self.start_step:
             return []
-        parts = self.first_steps.build(context)
-        return [StartPhase(part, num_steps=self.start_step) for part in parts]
+        callbacks = self.first_steps.build(context)
+        return [StartPhase(each, num_steps=self.start_step) for each in callbacks]

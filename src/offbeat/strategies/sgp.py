@@ -59,7 +59,7 @@ class SGP(AveragingStrategy):
                 f" {world_size} ranks; each rank can send to {world_size - 1} others"
             )
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
 
         def in_round(round_number: int) -> GossipPeers:

@@ -157,7 +157,7 @@ class SparseGradientStrategy(GradientStrategy):
     def build(self, context: Context) -> Sequence[Callback]:
         counts = ExchangeCounts()
         transform = self._transform(context, counts)
-        pairs, others, density = self._parts(context, counts, transform)
+        pairs, others, density = self._reductions(context, counts, transform)
         exchange, others = self.exchange_of(pairs, others, context, counts, transform=transform)
         exchange.add_listener(density.listener)
         if transform.minds_changes:
@@ -209,19 +209,19 @@ class SparseGradientStrategy(GradientStrategy):
         """
         counts = ExchangeCounts()
         transform = GradientTransform(context.optimizer, is_followed=True)
-        pairs, others, density = self._parts(context, counts, transform)
+        pairs, others, density = self._reductions(context, counts, transform)
         exchange, others = self.exchange_of(
             pairs, others, context, counts, launch_order=launch_order
         )
         exchange.add_listener(density.listener)
         return exchange, others
 
-    def parts(
+    def reductions(
         self, context: Context, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
         raise NotImplementedError  # `build_exchange` needs more
 
-    def _parts(
+    def _reductions(
         self, context: Context, counts: ExchangeCounts, transform: GradientTransform
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback], DensitySchedule]:
         choose, density, others = self.chooser(context, counts)

@@ -155,7 +155,7 @@ class WAGMA(AveragingStrategy):
                 " of workers; leave it out for about the square root of that"
             )
 
-    def parts(self, context: Context, weights: ModelWeights) -> list[Callback]:
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors())
         rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
         is_rounded = self.rounds(staging.num_elements, staging.dtype)

@@ -37,10 +37,10 @@ class SoloSteps(Strategy):
 class HalfPrecisionSteps(AllReduce):
     """Buckets are summed in half precision."""
 
-    def parts(
+    def reductions(
         self, context: Context, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        pairs, others = super().parts(context, counts)
+        pairs, others = super().reductions(context, counts)
         return [(bucket, _HalfReduction(bucket, context)) for bucket, _ in pairs], others
 
 
@@ -69,10 +69,10 @@ class LowRankSteps(AllReduce):
     rank: int = 1
     start_step: int = 0
 
-    def parts(
+    def reductions(
         self, context: Context, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        pairs, others = super().parts(context, counts)
+        pairs, others = super().reductions(context, counts)
         return [(bucket, _LowRankReduction(bucket, context, self)) for bucket, _ in pairs], others
 
 
