@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.strategies.allreduce import AllReduce
-from offbeat.strategies.registry import REGISTRY
+from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
 from offbeat_lab.cluster import Cluster, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
@@ -70,6 +70,21 @@ def test_local_steps_divide_the_exchange_by_their_period() -> None:
     assert predict_step(f"{LOCAL}:period=5", setting()).step_s == pytest.approx(
         0.3 + 6.0 / 5, rel=WITH_TALLIES
     )
+
+
+@pytest.mark.parametrize("period", SCHEDULES)
+def test_every_named_schedule_is_predicted(period: str) -> None:
+    step_s = predict_step(f"localsgd:optimizer_state=local:period={period}", setting()).step_s
+    assert 0.3 < step_s < 0.3 + 6.0
+
+
+@pytest.mark.parametrize("codec", WEIGHT_CODECS)
+def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str) -> None:
+    whole, coded = (
+        predict_step(f"{LOCAL}:period=5{option}", setting()).bytes_per_step
+        for option in ("", f":codec={codec}")
+    )
+    assert 0 < coded < whole / 2
 
 
 def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:

@@ -34,6 +34,9 @@ from offbeat_lab.plan.simulation import (
 
 _CODEC_NAMES: Final = {codec: name for name, codec in {**VALUE_CODECS, **INDEX_CODECS}.items()}
 
+_LATE: Final = 1 << 40
+"""A number of steps after which no period grows any more."""
+
 _LEAST_TENSORS, _MOST_TENSORS = 16, 1024
 
 
@@ -51,7 +54,10 @@ class StrategySteps(Method):
     def __init__(self, strategy: Any, *, extra_bytes: float, by_tensor: bool = False) -> None:
         self._strategy = strategy
         self._by_tensor = by_tensor
-        self.steps_in_a_period = getattr(strategy, "period", 1)
+        period = getattr(strategy, "period", 1)
+        if not isinstance(period, int):  # a schedule, of which drift is not simulated
+            period = strategy.schedule.period(_LATE, strategy.schedule.initial_state())
+        self.steps_in_a_period = period
         self.extra_bytes = extra_bytes
 
     @override
