@@ -22,6 +22,7 @@ from offbeat.errors import OffbeatError, PeerError
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
 from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.torch_private import call_first_after_steps
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import PeerLimits
 from rank_jobs.averaging import make_net, sgd, train
@@ -236,12 +237,11 @@ def returns(rank: int, world_size: int, *, wanted: str, until: str) -> dict[str,
     net = make_net()
     optimizer = sgd(net)
     prints = []
-    optimizer.register_step_post_hook(
-        lambda *_: prints.append(fingerprint(net))
-    )  # who waits for the others shows this
     with offbeat.attach(
         net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)
     ) as session:
+        # Who waits for the others shows what it has before the average.
+        call_first_after_steps(optimizer, lambda *_: prints.append(fingerprint(net)))
         for step in range(2000):
             if rank == world_size - 1 and step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
