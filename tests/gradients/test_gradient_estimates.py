@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 import offbeat
+from offbeat.errors import CheckpointError
 from thread_support.world import ThreadDriver, results_of, session_on
 
 Vector = NDArray[np.float64]
@@ -188,6 +189,13 @@ def test_with_another_number_of_ranks_all_begin_at_the_mean(num_ranks: int) -> N
         assert torch.equal(local_of(state, "sum"), mean)
         torch.testing.assert_close(local_of(state, "own"), mean / num_ranks)
     torch.testing.assert_close(mean_velocity(after), mean_velocity(states))
+
+
+def test_momentum_that_nothing_would_apply_is_refused() -> None:
+    states = [state for state, _ in results_of(1, trained(range(2), ROUGH))]
+    without = replace(ROUGH, momentum_correction=None)
+    with pytest.raises(CheckpointError, match="taken over momentum"):
+        results_of(1, trained(range(1), without, states))
 
 
 def test_where_all_of_the_gradient_travels_it_is_sent_as_it_is() -> None:

@@ -117,7 +117,7 @@ class ChunkIndices(IndexCodec):
     these need.
 
     Args:
-        size: of a chunk, in elements, 2 to 65,536.
+        size: of a chunk, in elements, 2 to 65,535, so that the number of its entries takes 2 bytes.
     """
 
     usual_bytes = 1.5

@@ -44,9 +44,9 @@ from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, Reduction
 from offbeat.gradients.gradient_estimates import EstimateReduction
-from offbeat.gradients.optimizer_momentum import OptimizerMomentum, momentum_to_take
+from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import require_density, require_one_of, require_positive
@@ -108,36 +108,33 @@ class EF21(GradientStrategy):
 
     def build(self, context: Context) -> Sequence[Callback]:
         counts, optimizer = ExchangeCounts(), context.optimizer
-        taken = None
+        transform = GradientTransform(optimizer)
         if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
-            taken = momentum_to_take(
-                optimizer, world_size=context.driver.world_size, inform=context.notices.inform
-            )
-        pairs = self._pairs(context, taken)
-        exchange, others = self.exchange_of(pairs, [], context, counts, transform=taken)
-        if taken is not None:
-            others.append(taken)
-            taken.take()  # last, when nothing can fail any more
-        return [exchange, *others]
+            world_size, inform = context.driver.world_size, context.notices.inform
+            taken = momentum_to_take(optimizer, world_size=world_size, inform=inform)
+            transform = taken or transform
+        pairs = self._pairs(context, transform)
+        exchange, others = self.exchange_of(pairs, [], context, counts, transform=transform)
+        transform.take()  # last, when nothing can fail any more
+        return [exchange, *others, transform]
 
     def reductions(
         self, context: Context, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
         """Where gradients are changed further before the step, momentum stays in the optimizer."""
-        return self._pairs(context, None), []
+        return self._pairs(context, GradientTransform(context.optimizer)), []
 
     def _pairs(
-        self, context: Context, taken: OptimizerMomentum | None
+        self, context: Context, transform: GradientTransform
     ) -> list[tuple[Bucket, Reduction]]:
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         buckets = make_buckets(context.parameters, cap_bytes=cap_bytes)
-        return [(bucket, self._reduction(bucket, context, taken)) for bucket in buckets]
+        return [(bucket, self._reduction(bucket, context, transform)) for bucket in buckets]
 
     def _reduction(
-        self, bucket: Bucket, context: Context, taken: OptimizerMomentum | None
+        self, bucket: Bucket, context: Context, transform: GradientTransform
     ) -> Reduction:
-        if taken is not None:
-            taken.init(bucket, None)
+        transform.init(bucket, None)
         codec = self.entries()
         wire = wire_of(bucket, codec)
         driver, stream = context.driver, context.new_stream()
