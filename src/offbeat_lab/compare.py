@@ -25,6 +25,7 @@ from offbeat_lab.comparison import Comparison, write_comparison
 from offbeat_lab.config import task_of
 from offbeat_lab.emulation import Emulation, emulate
 from offbeat_lab.interleaving import ComparisonListener, InterleavedRuns
+from offbeat_lab.records import Record
 
 __all__ = [
     "ComparePlan",
@@ -97,7 +98,7 @@ def run_comparison(
 def _with_metric_of_runs(directory: Path, comparison: Comparison) -> Comparison:
     """`comparison` with what only the runs of a script tell: its metric and its model's size."""
     summaries = (
-        records.Record(directory / run).summary()
+        Record(directory / run).summary()
         for contestant in comparison.contestants
         if contestant.failure is None
         for run in contestant.runs

@@ -20,7 +20,7 @@ from offbeat.run.config import RunConfig
 from offbeat.run.progress import Reporter
 from offbeat.run.recipes import ALONE, NoExchange, ScriptRecipe, StrategyRecipe
 from offbeat.run.recording import OpenRecord, ScriptRecorder
-from offbeat.run.records import Record
+from offbeat.run.records import RunDirectory
 from offbeat.run.step_recorder import RankRun, StepRecorder, StepTime
 from offbeat.run.worker import run_supervised
 from offbeat.session.session import Adopted
@@ -110,7 +110,7 @@ class ComparedScript(ScriptRecorder):
         self._pause: EvaluationPause | None = None
 
     @override
-    def _step_time(self, record: Record, rank: int) -> StepTime:
+    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
         emulation = record.emulation
         by_sleeping = emulation is not None and emulation.speeds == "sleeping"
         return StepTimeEmulator(cluster_of(record.config), rank, by_sleeping=by_sleeping)

@@ -15,6 +15,7 @@ from offbeat.run.records import Evaluation, MegaBatch, Share, StepEvent
 from offbeat.run.step_recorder import RankRun, StepRecorder
 from offbeat_lab.attaching import TaskModel
 from offbeat_lab.breakdown import combine_events
+from offbeat_lab.records import Record
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule
 from offbeat_lab.tasks import Task
 
@@ -31,6 +32,7 @@ class TaskRun(RankRun):
             metric.
     """
 
+    record: Record
     attached: TaskModel
     task: Task
     schedule: BatchSchedule | ClaimedSchedule
@@ -53,7 +55,20 @@ class TaskRecorder(StepRecorder):
         self._unmerged: list[StepEvent] = []
         self._merged_s = 0.0
         self._in_merge: MegaBatch | None = None
+        self._earlier_totals: tuple[float, int] | None = None
         super().__init__(run, *options, **named)
+
+    @override
+    def _earlier(self) -> tuple[float, int]:
+        if self._earlier_totals is None:
+            record, start_step = self._run.record, self._run.record.attempts[-1].start_step
+            rank = self._run.coordinator.rank
+            events = [e for e in record.events(rank) if e.step <= start_step] if start_step else []
+            self._earlier_totals = (
+                sum(e.duration_s for e in events),
+                sum(e.bytes_sent for e in events),
+            )
+        return self._earlier_totals
 
     @override
     def _add(self, event: StepEvent) -> None:

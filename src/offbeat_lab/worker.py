@@ -36,8 +36,7 @@ from offbeat.run.progress import (
     Reporter,
     pipe_reporter,
 )
-from offbeat.run.records import Record, Summary
-from offbeat.run.rendezvous import join, leave
+from offbeat.run.records import Summary
 from offbeat.run.run_summary import HANGS_S
 from offbeat.run.step_recorder import Position
 from offbeat.session.session import Session
@@ -45,10 +44,12 @@ from offbeat_lab.attaching import TaskModel, attach_recipe
 from offbeat_lab.compare_plan import ALONE
 from offbeat_lab.config import cluster_of, recipe_of, task_of
 from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.joining import join, leave
 from offbeat_lab.loop import train, train_on_claims
 from offbeat_lab.measuring import keeps_models
 from offbeat_lab.native import NativeSession
 from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.records import Record
 from offbeat_lab.saving import restore, save
 from offbeat_lab.schedule import (
     BatchSchedule,

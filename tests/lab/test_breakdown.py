@@ -18,16 +18,9 @@ from numpy.typing import ArrayLike
 
 from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig
-from offbeat.run.records import (
-    EventWriter,
-    MegaBatch,
-    Record,
-    Share,
-    StepEvent,
-    begin_attempt,
-    create,
-)
+from offbeat.run.records import EventWriter, MegaBatch, Share, StepEvent, begin_attempt, create
 from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.records import Record
 
 EVENT = StepEvent(
     step=1,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.run.records import Record
+from offbeat_lab.records import Record
 from offbeat_lab.report.charts_factors import KINDS, MAX_SPANS, factor_timelines
 from offbeat_lab.report.data import PageContent
 from offbeat_lab.report.data_records import read_run

@@ -19,6 +19,7 @@ from offbeat.run.records import (
     EventWriter,
     LinkCheck,
     MegaBatch,
+    ProfileWriter,
     Share,
     StepEvent,
     Summary,
@@ -26,7 +27,6 @@ from offbeat.run.records import (
     create,
     write_summary,
 )
-from offbeat.run.records.profiles import ProfileWriter
 from offbeat_lab.analysis import analyse
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison

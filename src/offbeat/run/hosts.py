@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offbeat.errors import ConfigError
-from offbeat.run.rendezvous import RunStore, StoreClient, StoreServer
+from offbeat.run.coordination import RunStore, serve_store, store_client
 from offbeat.run.supervisor import HostShare
 from offbeat.transport.connect import SECRET_VARIABLE
 from offbeat.transport.interface import interface_of, listen_address
@@ -38,21 +37,6 @@ class Meeting:
     port: int
     num_nodes: int
     node_rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnHost:
-    """What this host does in the run.
-
-    Attributes:
-        share: its workers.
-        num_workers: of all hosts.
-        environment: variables of its workers.
-    """
-
-    share: HostShare
-    num_workers: int
-    environment: Mapping[str, str]
 
 
 def meeting(rendezvous: str | None, nodes: int | None, node_rank: int | None) -> Meeting | None:
@@ -77,7 +61,7 @@ def meeting(rendezvous: str | None, nodes: int | None, node_rank: int | None) ->
     return Meeting(host=host.strip("[]"), port=int(port), num_nodes=nodes, node_rank=node_rank)
 
 
-def meet(where: Meeting, workers: int) -> OwnHost:
+def meet(where: Meeting, workers: int) -> HostShare:
     """Wait for the other hosts, and divide ranks among all. Collective over hosts.
 
     Args:
@@ -90,11 +74,17 @@ def meet(where: Meeting, workers: int) -> OwnHost:
     """
     os.environ["MASTER_ADDR"] = where.host
     address = listen_address()
-    store: RunStore = (
-        StoreServer(address, where.port)
-        if where.node_rank == 0
-        else StoreClient(where.host, where.port)
-    )
+    if where.node_rank == 0:
+        store = serve_store(address, where.port)
+    else:
+        try:
+            found = store_client(where.host, where.port)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no supervisor serves a store at {where.host} port {where.port} ({error}); start"
+                " offbeat run --node-rank 0 there"
+            ) from None
+        store = RunStore(store=found, address=where.host, port=where.port)
     raw = store.store
     secret = os.environ.get(SECRET_VARIABLE, "")
     if where.node_rank == 0:
@@ -110,14 +100,12 @@ def meet(where: Meeting, workers: int) -> OwnHost:
             f"{SECRET_VARIABLE} is set on the first host, and not on this one; set the same on all"
         )
     interface = interface_of(address)
-    return OwnHost(
-        share=HostShare(
-            first_rank=sum(counts[: where.node_rank]),
-            num_workers=workers,
-            store=store,
-            secret=secret,
-        ),
-        num_workers=sum(counts),
+    return HostShare(
+        first_rank=sum(counts[: where.node_rank]),
+        num_workers=workers,
+        num_of_all_hosts=sum(counts),
+        store=store,
+        secret=secret,
         environment={
             "OFFBEAT_INTERFACE": address,
             "GROUP_RANK": str(where.node_rank),

@@ -24,12 +24,11 @@ from typing_extensions import override
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.config import RunConfig
-from offbeat.run.coordination import Coordinator
+from offbeat.run.coordination import Coordinator, group_coordinator
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.recipes import ScriptSession
-from offbeat.run.records import Evaluation, Record, begin_attempt, create
-from offbeat.run.rendezvous import group_coordinator
+from offbeat.run.records import Evaluation, RunDirectory, begin_attempt, create
 from offbeat.run.run_summary import Measured, gather_ends, write_end
 from offbeat.run.step_recorder import AttachedModel, Position, RankRun, StepRecorder, StepTime
 from offbeat.session.metrics import SessionObserver
@@ -88,7 +87,7 @@ class ScriptLength:
 class OpenRecord:
     """A record that is written, and the ranks that write it."""
 
-    record: Record
+    record: RunDirectory
     coordinator: Coordinator
 
 
@@ -304,7 +303,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     # What a run that shares its machine with others does besides
 
-    def _step_time(self, record: Record, rank: int) -> StepTime:
+    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
         """What makes the steps of `rank` longer."""
         return StepTime()
 
@@ -392,4 +391,4 @@ def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
             directory,
         )
         return None
-    return OpenRecord(record=Record(directory), coordinator=coordinator)
+    return OpenRecord(record=RunDirectory(directory), coordinator=coordinator)

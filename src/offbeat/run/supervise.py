@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.run.config import RunConfig
-from offbeat.run.hosts import OwnHost
 from offbeat.run.interrupts import Interrupts, interrupts
 from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
 from offbeat.run.progress import Listener, NoticeListener, ignore_notice
 from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
-from offbeat.run.supervisor import POLL_S, WorkerGroup
+from offbeat.run.supervisor import POLL_S, HostShare, WorkerGroup
 
 SCRIPT_WORKER = "offbeat.run.worker"
 
@@ -47,7 +46,7 @@ def run_script(
     out: Path | None,
     restarts: int = 0,
     start: Callable[[WorkerStart], WorkerProcess] = start_process,
-    host: OwnHost | None = None,
+    host: HostShare | None = None,
     on_progress: Listener,
     on_notice: NoticeListener = ignore_notice,
     say: Callable[[str], None],
@@ -68,7 +67,7 @@ def run_script(
         RecordError: `out` is in use.
     """
     directory = create(out, config)
-    num_here = config.workers if host is None else host.share.num_workers
+    num_here = config.workers if host is None else host.num_workers
     survives_death = SCRIPT_STRATEGIES[config.strategy].survives_death
     with lock(directory):
         attempt = 0
@@ -86,7 +85,7 @@ def run_script(
                     environment={} if host is None else host.environment,
                 ),
                 restarts=restarts,
-                share=None if host is None else host.share,
+                share=host,
                 on_progress=on_progress,
                 on_notice=on_notice,
             )

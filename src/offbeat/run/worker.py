@@ -25,16 +25,16 @@ from offbeat.errors import OffbeatError
 from offbeat.run import patches
 from offbeat.run.children import CHILD_VARIABLE
 from offbeat.run.config import RunConfig, ScriptCommand
+from offbeat.run.coordination import supervised_coordinator
 from offbeat.run.coupling import ScriptSessions, is_good_end
 from offbeat.run.interrupts import exit_at_stop_signals
 from offbeat.run.progress import Failure, Remark, Report, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe, recipe_for
 from offbeat.run.recording import OpenRecord, ScriptRecorder, shared_record
-from offbeat.run.records import Record
-from offbeat.run.rendezvous import launched, supervised_coordinator
+from offbeat.run.records import RunDirectory
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
-from offbeat.transport.connect import is_returning
+from offbeat.transport.connect import is_returning, launched
 
 LOGGER = logging.getLogger("offbeat")
 
@@ -210,12 +210,11 @@ def run_supervised(
         obey: is called with each line that the supervisor writes.
     """
     (config_path,) = sys.argv[1:]
-    record = Record(Path(config_path).resolve().parent)
+    record = RunDirectory(Path(config_path).resolve().parent)
     _listen_to_supervisor(obey)
     report = pipe_reporter()
     exit_at_stop_signals()
     coordinator = supervised_coordinator()
-    assert coordinator is not None
     config = record.config
     os.environ[CHILD_VARIABLE] = config.to_json()
     opened = OpenRecord(record=record, coordinator=coordinator)

@@ -83,30 +83,43 @@ def join_process_group() -> bool:
     """
     if dist.is_initialized():
         return True
-    environment = _launch_environment()
-    if environment is None:
+    launch = launched()
+    if launch is None:
         return False
-    rank, world_size = environment
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"this is rank {rank} of {world_size}, but {' and '.join(missing)} must be set too; "
-            "start with torchrun, or export the address and a free port of rank 0's host"
-        )
+    require_address(launch)
     backend = (
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     )
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
     return True
 
 
-def _launch_environment() -> tuple[int, int] | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """This process's place among those that torchrun or srun started."""
+
+    rank: int
+    world_size: int
+
+
+def launched() -> Launch | None:
+    """This process's place, when torchrun or srun started it; None when it was started alone."""
     for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank_name in os.environ and size_name in os.environ:
-            rank, world_size = int(os.environ[rank_name]), int(os.environ[size_name])
-            if world_size > 1 or rank_name == "RANK":
-                return rank, world_size
+        rank, size = os.environ.get(rank_name, ""), os.environ.get(size_name, "")
+        if rank.isdigit() and size.isdigit() and (rank_name == "RANK" or int(size) > 1):
+            return Launch(rank=int(rank), world_size=int(size))
     return None
+
+
+def require_address(launch: Launch) -> None:
+    """Raise `ConfigError` where nothing says at which address the ranks meet."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this is rank {launch.rank} of {launch.world_size}, but {' and '.join(missing)} must"
+            " be set too; start with torchrun, or export the address and a free port of rank 0's"
+            " host"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -255,8 +268,8 @@ def reconnect() -> Connection:
         ConfigError: a variable is missing, no store answers, no run was begun there, it has ended,
             or has another secret.
     """
-    environment = _launch_environment()
-    if environment is None:
+    launch = launched()
+    if launch is None:
         raise ConfigError(
             f"{RETURN_VARIABLE} is set, but not RANK and WORLD_SIZE; set them as for the worker"
             " that it replaces"
@@ -270,7 +283,6 @@ def reconnect() -> Connection:
             f" run that was started with {SECRET_VARIABLE} on every rank, by the same address and"
             " port"
         )
-    rank, _ = environment
     port = os.environ["MASTER_PORT"]
     if not port.isdigit():
         raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
@@ -279,13 +291,13 @@ def reconnect() -> Connection:
     store = store_client(os.environ["MASTER_ADDR"], int(port))
     network = find_network(
         store,
-        rank=rank,
+        rank=launch.rank,
         address=address,
         secret=os.environ[SECRET_VARIABLE].encode(),
         cipher=cipher,
     )
     driver = RejoinedDriver(
-        rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
+        launch.rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
     )
     return Connection(driver=driver, network=network)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.errors import ConfigError
-from offbeat.run.rendezvous import launched
+from offbeat.transport.connect import launched
 from offbeat_lab.doctor.advice import (
     QUESTION,
     USUAL_DENSITY,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from offbeat.errors import RecordError
-from offbeat.run.records import Record
 from offbeat_lab.comparison import ComparedStrategy, read_comparison
 from offbeat_lab.findings import winner
+from offbeat_lab.records import Record
 from offbeat_lab.report.data import Better, PageContent, StrategyResults
 from offbeat_lab.report.data_records import (
     count_workers,

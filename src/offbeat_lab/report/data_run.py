@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.run.config import RunConfig, ScriptCommand
-from offbeat.run.records import Record, Summary
+from offbeat.run.records import Summary
 from offbeat_lab.breakdown import Steps
 from offbeat_lab.config import cluster_of
+from offbeat_lab.records import Record
 from offbeat_lab.report.data import Better, PageContent, StrategyResults
 from offbeat_lab.report.data_records import (
     count_workers,

@@ -1,8 +1,10 @@
-"""Run records: what a run leaves behind, and the only thing that reports and comparisons read.
+"""Run records: what a run leaves behind. `offbeat_lab.records` reads them for reports, comparisons
+and predictions, which read nothing else.
 
     RUN/config.json            what was asked for, resolved; where and with what it ran; one entry
                                for each attempt
     RUN/events-rank-N.jsonl    one line for each step of rank N
+    RUN/profile-rank-N.jsonl   few steps of rank N, looked at closely: what was done within them
     RUN/evaluations.jsonl      the metric as it was measured on the way
     RUN/mega-batches.jsonl     who did how much between merges, where samples are claimed
     RUN/summary.json           how it ended
@@ -26,9 +28,10 @@ from offbeat.run.records.layout import (
     Summary,
     WorkerLoss,
 )
-from offbeat.run.records.reading import Record, complete_lines, last_step, read_versioned
+from offbeat.run.records.reading import RunDirectory, last_step, read_versioned
 from offbeat.run.records.writing import (
     EventWriter,
+    ProfileWriter,
     add_to_summary,
     begin_attempt,
     create,
@@ -46,14 +49,14 @@ __all__ = [
     "Head",
     "LinkCheck",
     "MegaBatch",
-    "Record",
+    "ProfileWriter",
+    "RunDirectory",
     "Share",
     "StepEvent",
     "Summary",
     "WorkerLoss",
     "add_to_summary",
     "begin_attempt",
-    "complete_lines",
     "create",
     "environment",
     "last_step",

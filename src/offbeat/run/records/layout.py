@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from offbeat.codec.json_objects import Count
@@ -19,6 +20,18 @@ CONFIG: Final = "config.json"
 SUMMARY: Final = "summary.json"
 EVALUATIONS: Final = "evaluations.jsonl"
 MEGA_BATCHES: Final = "mega-batches.jsonl"
+
+
+def events_path(run: Path, rank: int) -> Path:
+    """The file with the steps of `rank`."""
+    return run / f"events-rank-{rank}.jsonl"
+
+
+def profile_path(run: Path, rank: int) -> Path:
+    """The file with the few steps of `rank` that were looked at closely, of second-order
+    strategies.
+    """
+    return run / f"profile-rank-{rank}.jsonl"
 
 
 Speeds: TypeAlias = Literal["equal", "quotas", "padded", "sleeping", "ignored"]
@@ -167,7 +180,7 @@ class WorkerLoss:
 
     Attributes:
         rank: which one.
-        step: the last step that it has recorded.
+        step: the last step that it has recorded; it may have done another one or two.
         seconds: training time when it was missed.
         cause: how it ended.
         num_left, num_workers: how many went on, of how many.
@@ -187,8 +200,8 @@ class WorkerLoss:
     def sentence(self) -> str:
         """For people."""
         what = (
-            f"worker {self.rank} died after step {self.step} ({self.cause}); {self.num_left} of"
-            f" {self.num_workers} went on"
+            f"worker {self.rank} died after step {self.step} was recorded ({self.cause});"
+            f" {self.num_left} of {self.num_workers} went on"
         )
         return (
             what
@@ -254,11 +267,6 @@ class LinkCheck:
     share: float | None
     round_trip_s: float
     together: bool = True
-
-    @property
-    def measured_bit_per_s(self) -> float:
-        """The worse of the two directions."""
-        return min(self.sent_bit_per_s, self.received_bit_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -16,25 +16,17 @@ from offbeat.errors import MALFORMED, RecordError
 from offbeat.run.config import RunConfig
 from offbeat.run.records.layout import (
     CONFIG,
-    EVALUATIONS,
-    EVENTS_KIND,
-    HEAD_FIELDS,
-    MEGA_BATCHES,
     RUN_KIND,
     SCHEMA,
     SUMMARY,
     Attempt,
     EmulationReport,
-    Evaluation,
-    Head,
-    MegaBatch,
     RunHead,
-    StepEvent,
     Summary,
+    events_path,
 )
 
 M = TypeVar("M")
-L = TypeVar("L", Evaluation, MegaBatch)
 
 _MOST: Final = 1 << 53
 """No number is larger but for metrics, losses and channels: arrays hold whole numbers exactly up to
@@ -54,11 +46,10 @@ _MEASURED: Final = frozenset(
 )
 _ARRIVALS: Final = "arrivals"
 _TAIL_BYTES: Final = 100_000
-_MAX_LINE: Final = 1 << 26
 
 
-class Record:
-    """A run's directory, open for reading."""
+class RunDirectory:
+    """A run's directory: what the run is, and how it ended. Its steps are read by `offbeat_lab`."""
 
     def __init__(self, path: Path) -> None:
         """Open the record at `path`. Raises `RecordError` when there is none, or one of a newer
@@ -84,10 +75,6 @@ class Record:
         """What was emulated in the latest attempt, and how; None where nothing was asked for."""
         return self.attempts[-1].emulation if self.attempts else None
 
-    @property
-    def checkpoint_root(self) -> Path:
-        return self.path / "checkpoint"
-
     def summary(self) -> Summary | None:
         """How the run ended; None while it runs, or when it was killed."""
         if not (self.path / SUMMARY).exists():
@@ -104,96 +91,12 @@ class Record:
         except MALFORMED as error:
             raise RecordError(f"{self.path / SUMMARY} is damaged at {error}") from None
 
-    def events(self, rank: int) -> Iterator[StepEvent]:
-        """Rank `rank`'s steps in order, without those that a resume took back.
-
-        Nor those of a worker that died, past the step at which it came back: it has done them
-        again.
-
-        Raises:
-            RecordError: a line that is not one of an event file.
-        """
-        path = self._events_path(rank)
-        limits = self._limits(rank)
-        for place, values in _lines(path):
-            try:
-                event = build(StepEvent, values)
-            except MALFORMED as error:
-                raise RecordError(f"{path} holds a line that is no event at {error}") from None
-            if event.step <= limits[place]:
-                yield event
-
-    def _limits(self, rank: int) -> list[float]:
-        """For each process that had the rank, the last of its steps that counts: those after it
-        were done again later.
-        """
-        heads = self.heads(rank)
-        return [
-            min(
-                (
-                    start
-                    for start in (
-                        *(later.start_step for later in self.attempts[head.attempt + 1 :]),
-                        *(
-                            later.start_step
-                            for later in heads[place + 1 :]
-                            if later.attempt == head.attempt
-                        ),
-                    )
-                    if start is not None
-                ),
-                default=math.inf,
-            )
-            for place, head in enumerate(heads)
-        ]
-
-    def heads(self, rank: int) -> list[Head]:
-        """Where rank `rank` ran, for each attempt it took part in and each time it came back."""
-        path = self._events_path(rank)
-        lines = (line for _, line in complete_lines(path, having=EVENTS_KIND) if _is_head(line))
-        try:
-            return [
-                build(Head, {name: line[name] for name in HEAD_FIELDS if name in line})
-                for line in lines
-            ]
-        except MALFORMED as error:
-            raise RecordError(
-                f"{path} has a first line of an attempt that is none: {error}"
-            ) from None
-
-    def evaluations(self) -> list[Evaluation]:
-        """The metric on the way, in order of steps, without what a resume took back.
-
-        Raises:
-            RecordError: a line that is no evaluation.
-        """
-        return _by_steps(self.path / EVALUATIONS, Evaluation, "evaluation")
-
-    def mega_batches(self) -> list[MegaBatch]:
-        """In order, without what a resume took back; empty where ranks have batches of their own.
-
-        Raises:
-            RecordError: a line that is no mega-batch.
-        """
-        path = self.path / MEGA_BATCHES
-        found = _by_steps(path, MegaBatch, "mega-batch")
-        # A run that was resumed with fewer workers had ranks that `config` does not know.
-        for rank in {share.rank for mega_batch in found for share in mega_batch.by_rank}:
-            if not self._events_path(rank).exists():
-                raise RecordError(
-                    f"{path} is damaged at by_rank: it names rank {rank}, which has no events"
-                )
-        return found
-
-    def _events_path(self, rank: int) -> Path:
-        return self.path / f"events-rank-{rank}.jsonl"
-
 
 def last_step(path: Path, rank: int) -> int:
     """The last step that rank `rank` is known to have finished; 0 when there is none. Cheap: reads
     the end of its events.
     """
-    events = path / f"events-rank-{rank}.jsonl"
+    events = events_path(path, rank)
     steps = (
         re.findall(rb'^{"step": (\d{1,18}),', tail(events, _TAIL_BYTES), re.MULTILINE)
         if events.exists()
@@ -296,66 +199,3 @@ def _fits(of: str, value: float) -> bool:
     if of in _MEASURED:
         return not math.isfinite(value) or abs(value) <= _MOST_MEASURED
     return abs(value) <= _MOST
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(how many heads come before its own, values) of every event line. A torn line can only be the
-    last before a head.
-    """
-    place, last = -1, 0
-    for number, values in complete_lines(path):
-        if _is_head(values):
-            place += 1
-        elif place < 0 or number != last + 1:
-            raise RecordError(f"{path} is damaged near line {number}")
-        else:
-            yield place, values
-        last = number
-
-
-def _by_steps(path: Path, kind: type[L], name: str) -> list[L]:
-    """The lines of `path`, which is there or not; a line takes back those of its step and of later
-    ones.
-    """
-    found: list[L] = []
-    for number, values in complete_lines(path) if path.exists() else ():
-        try:
-            line = build(kind, values)
-        except MALFORMED as error:
-            raise RecordError(f"{path}, line {number}, is no {name} at {error}") from None
-        found = [earlier for earlier in found if earlier.step < line.step] + [line]
-    return found
-
-
-def _is_head(values: Mapping[str, object]) -> bool:
-    return values.get("kind") == EVENTS_KIND
-
-
-def complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[str, object]]]:
-    """(number, values) of every line of JSON that has `having` in it, one at a time; torn ones are
-    passed over.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), ""), start=1):
-                if len(line) == _MAX_LINE:
-                    raise RecordError(
-                        f"{path}, line {number}, has {_MAX_LINE} characters or more; was it written"
-                        " by offbeat?"
-                    )
-                values = _parsed(line) if having in line else None
-                if isinstance(values, dict):
-                    check_numbers(values, f"{path}, line {number},")
-                    yield number, values
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{path} is no text in UTF-8 ({error.reason}); it is damaged") from None
-
-
-def _parsed(line: str) -> object:
-    """What stands in a line; None where it is torn."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None

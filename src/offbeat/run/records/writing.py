@@ -19,6 +19,7 @@ from typing import IO, Any, Final
 import numpy as np
 import torch
 
+from offbeat.callbacks.profile import StepProfile
 from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig
 from offbeat.run.records.layout import (
@@ -38,8 +39,10 @@ from offbeat.run.records.layout import (
     StepEvent,
     Summary,
     WorkerLoss,
+    events_path,
+    profile_path,
 )
-from offbeat.run.records.reading import Record, read_head, tail
+from offbeat.run.records.reading import RunDirectory, read_head, tail
 
 _WRITE_EVERY_S: Final = 0.1
 
@@ -67,7 +70,7 @@ class EventWriter:
         amendable: bool = False,
     ) -> None:
         self._num_kept = int(amendable)
-        path = run_directory / f"events-rank-{rank}.jsonl"
+        path = events_path(run_directory, rank)
         torn = _is_torn(path)
         self._run_directory = run_directory
         self._path = path
@@ -137,6 +140,32 @@ class EventWriter:
         with naming_failed_file(self._path):
             self._file.write("".join(lines))
             self._file.flush()
+
+
+class ProfileWriter:
+    """Appends one rank's profiles. The file is made with the first one."""
+
+    def __init__(self, run_directory: Path, *, rank: int, attempt: int) -> None:
+        self._path = profile_path(run_directory, rank)
+        self._attempt = attempt
+        self._before = (
+            "\n" if self._path.exists() else ""
+        )  # the last line of a killed process has no end
+
+    def add(self, step: int, profile: StepProfile) -> None:
+        spans = [
+            [kind, what, round(began_s, 7), round(ended_s, 7)]
+            for kind, what, began_s, ended_s in profile.spans
+        ]
+        line = {
+            "attempt": self._attempt,
+            "step": step,
+            "spans": spans,
+            "duties": [asdict(duty) for duty in profile.assignments],
+        }
+        with naming_failed_file(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(self._before + json.dumps(line) + "\n")
+        self._before = ""
 
 
 def create(path: Path | None, config: RunConfig) -> Path:
@@ -216,7 +245,7 @@ def add_to_summary(
     """Complete the summary of the run in `path` with what its supervisor saw, and return it; None
     where there is none.
     """
-    summary = Record(path).summary()
+    summary = RunDirectory(path).summary()
     if summary is not None and (remarks or losses):
         notices = [*(loss.sentence() for loss in losses), *summary.notices, *remarks]
         summary = replace(summary, notices=notices, losses=list(losses))

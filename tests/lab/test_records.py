@@ -16,7 +16,6 @@ from offbeat.run.config import RunConfig
 from offbeat.run.records import (
     EventWriter,
     MegaBatch,
-    Record,
     Share,
     StepEvent,
     Summary,
@@ -26,6 +25,7 @@ from offbeat.run.records import (
     write_summary,
 )
 from offbeat_lab.config import Request, resolve
+from offbeat_lab.records import Record
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 
