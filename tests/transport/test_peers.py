@@ -313,9 +313,3 @@ def test_a_peer_that_never_answers_is_given_up(secret: bytes) -> None:
         take(peers, 1)
     assert caught.value.rank == 1
     peers.close()
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_limits_must_be_finite_and_positive(value: float) -> None:
-    with pytest.raises(ConfigError, match="grace_s is"):
-        PeerLimits(grace_s=value)

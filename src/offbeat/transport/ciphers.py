@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import secrets
 import struct
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -45,18 +44,12 @@ _PARTIES = struct.Struct("<III")
 
 
 def cipher_from_environment() -> Cipher:
-    """What `OFFBEAT_CIPHER` says; "curve" where it is not set. Raises `ConfigError` as
-    `checked_cipher`.
-    """
-    return checked_cipher(os.environ.get(CIPHER_VARIABLE) or "curve")
-
-
-def checked_cipher(name: str) -> Cipher:
-    """`name`, if it is a cipher that this machine has.
+    """What `OFFBEAT_CIPHER` says; "curve" where it is not set.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is no cipher that this machine has.
     """
+    name = os.environ.get(CIPHER_VARIABLE) or "curve"
     known: dict[str, Cipher] = {cipher: cipher for cipher in get_args(Cipher)}
     if name not in known:
         raise ConfigError(f"{CIPHER_VARIABLE} is {name!r}, allowed are {', '.join(known)}")
@@ -66,10 +59,6 @@ def checked_cipher(name: str) -> Cipher:
             " 'offbeat[aes]', or use curve"
         )
     return known[name]
-
-
-def drawn_salt() -> bytes:
-    return secrets.token_bytes(SALT_BYTES)
 
 
 def connection_key(
@@ -176,7 +165,17 @@ class Opener:
         sender_salt, tag = bytes(seal[:SALT_BYTES]), bytes(seal[SALT_BYTES:])
         if self._sender_salt and sender_salt != self._sender_salt:
             raise self._refused("it is of another connection")
-        aead = self._aead if self._sender_salt else _aes_gcm(self._key(sender_salt))
+        aead = self._aead
+        if not self._sender_salt:
+            key = connection_key(
+                self._secret,
+                receiver_salt=self._salt,
+                sender_salt=sender_salt,
+                generation=self._generation,
+                sender=self._sender,
+                receiver=self._receiver,
+            )
+            aead = _aes_gcm(key)
         payload = np.empty(sum(sizes), np.uint8)
         try:
             aead.decrypt(_NONCE.pack(sequence, 0), tag, bytes(header) + sender_salt)
@@ -189,16 +188,6 @@ class Opener:
         except InvalidTag as error:
             raise self._refused("its seal is broken") from error
         return payload.data
-
-    def _key(self, sender_salt: bytes) -> bytes:
-        return connection_key(
-            self._secret,
-            receiver_salt=self._salt,
-            sender_salt=sender_salt,
-            generation=self._generation,
-            sender=self._sender,
-            receiver=self._receiver,
-        )
 
     def _refused(self, why: str) -> WireError:
         return WireError(

@@ -36,7 +36,7 @@ from offbeat.transport.backends import (
 from offbeat.transport.ciphers import CIPHER_VARIABLE, cipher_from_environment
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import check_listening, listen_address
-from offbeat.transport.link import SILENCE_VARIABLE, silence_s
+from offbeat.transport.link import SILENCE_VARIABLE, PeerLimits, silence_s
 from offbeat.transport.network import (
     Network,
     answering_within,
@@ -48,8 +48,8 @@ from offbeat.transport.network import (
     store_sockets,
 )
 from offbeat.transport.operations import AllGather, Operation
-from offbeat.transport.peers import PeerLimits, Peers
-from offbeat.transport.protection import key_pair
+from offbeat.transport.peers import Peers
+from offbeat.transport.protection import check_secret
 from offbeat.transport.rendezvous import Presence, Rendezvous, lost_ranks, unreadable
 from offbeat.transport.routed import C10d, Routed, Watch
 from offbeat.transport.single_rank import SingleRank
@@ -197,8 +197,8 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         )
         entries = [_Entry.read(at, entry) for at, entry in enumerate(said)]
         token = entries[0].token
-        _compare_silence(entries)
-        _compare_ciphers(entries)
+        _require_same(SILENCE_VARIABLE, [f"{entry.silence_s:g}" for entry in entries])
+        _require_same(CIPHER_VARIABLE, [entry.cipher for entry in entries])
         proof = proof_of(given, token).decode() if given else ""
         _compare_secrets(given, rendezvous.exchange("secret", proof, limit_s=limit_s))
         try:
@@ -356,23 +356,15 @@ class _Entry:
             raise unreadable(f"what rank {rank} says of itself", said) from error
 
 
-def _compare_silence(entries: Sequence[_Entry]) -> None:
-    """Raises `MismatchError`, on every rank alike, if not all tolerate the same silence."""
-    for rank, entry in enumerate(entries):
-        if entry.silence_s != entries[0].silence_s:
+def _require_same(variable: str, values: Sequence[str]) -> None:
+    """Raises `MismatchError`, on every rank alike, if not all ranks have the same value of an
+    environment variable; `values` by rank.
+    """
+    for rank, value in enumerate(values):
+        if value != values[0]:
             raise MismatchError(
-                f"{SILENCE_VARIABLE} is {entry.silence_s:g} on rank {rank} and"
-                f" {entries[0].silence_s:g} on rank 0; set the same on every rank"
-            )
-
-
-def _compare_ciphers(entries: Sequence[_Entry]) -> None:
-    """Raises `MismatchError`, on every rank alike, if not all have the same cipher."""
-    for rank, entry in enumerate(entries):
-        if entry.cipher != entries[0].cipher:
-            raise MismatchError(
-                f"{CIPHER_VARIABLE} is {entry.cipher} on rank {rank} and {entries[0].cipher} on"
-                " rank 0; set the same on every rank"
+                f"{variable} is {value} on rank {rank} and {values[0]} on rank 0; set the same on"
+                " every rank"
             )
 
 
@@ -397,7 +389,7 @@ def _compare_secrets(given: bytes, proofs: Sequence[str]) -> None:
             f"{SECRET_VARIABLE} of rank{'s' * (len(others) > 1)} {', '.join(others)} is not that of"
             " rank 0; set the same on every rank"
         )
-    key_pair(given, generation=0, rank=0)  # refuses one that is too short
+    check_secret(given)
 
 
 def _connected_gloo(

@@ -26,7 +26,7 @@ from offbeat.transport.ciphers import Cipher
 from offbeat.transport.envelope import Envelope, EnvelopeKind, verify
 from offbeat.transport.link import Link, Listener, PeerLimits
 from offbeat.transport.operations import Payload
-from offbeat.transport.protection import protection_of
+from offbeat.transport.protection import PROTECTIONS
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children, parsed_address
 from offbeat.transport.threads import new_context
 
@@ -186,8 +186,8 @@ class Mesh:
         self.failures: dict[int, str] = {}
         self._generation = generation
         self._limits = limits
-        self._protection = protection_of(
-            cipher, secret, generation=generation, world_size=world_size, rank=rank
+        self._protection = PROTECTIONS[cipher](
+            run_secret=secret, generation=generation, world_size=world_size, rank=rank
         )
         self.listener = Listener(
             address, generation=generation, protection=self._protection, limits=limits

@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -57,9 +57,8 @@ def mesh_limits() -> PeerLimits:
     generation, not the run. Raises `ConfigError` as `silence_s`.
     """
     tolerated_s = silence_s()
-    return PeerLimits(
-        heartbeat_interval_s=min(1.0, tolerated_s / 10),
-        heartbeat_timeout_s=tolerated_s,
+    return replace(
+        PeerLimits.tolerating(tolerated_s),
         grace_s=min(1.0, tolerated_s / 4),
         connect_timeout_s=min(15.0, tolerated_s),
         linger_s=1.0,

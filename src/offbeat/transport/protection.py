@@ -16,12 +16,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import secrets
 import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import zmq
@@ -36,9 +37,7 @@ from offbeat.transport.ciphers import (
     Cipher,
     Opener,
     Sealer,
-    checked_cipher,
     connection_key,
-    drawn_salt,
 )
 
 MIN_SECRET_BYTES = 16
@@ -89,20 +88,7 @@ def key_pair(run_secret: bytes, *, generation: int, rank: int) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-class Roster:
-    """The key pairs of all ranks of one generation, and which rank a public key belongs to."""
-
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int) -> None:
-        self.pairs = [
-            key_pair(run_secret, generation=generation, rank=rank) for rank in range(world_size)
-        ]
-        self._rank_of = {pair.public: rank for rank, pair in enumerate(self.pairs)}
-
-    def rank_of(self, public: bytes) -> int | None:
-        """The rank whose public key this is; None for a stranger."""
-        return self._rank_of.get(public)
-
-
+@dataclass(kw_only=True, repr=False, eq=False)
 class Protection(ABC):
     """What belongs to `rank` in one generation.
 
@@ -115,7 +101,6 @@ class Protection(ABC):
     Attributes:
         with_checksum: whether a message needs one, since it has no seal.
         seal_bytes: what follows a header.
-        frame_seal_bytes: what is added to a frame.
         endpoint_suffix: what peers need to know beside the address.
 
     Raises:
@@ -124,13 +109,14 @@ class Protection(ABC):
 
     with_checksum: ClassVar[bool] = False
     seal_bytes: ClassVar[int] = 0
-    frame_seal_bytes: ClassVar[int] = 0
-    endpoint_suffix: str = ""
+    endpoint_suffix: str = field(default="", init=False)
+    run_secret: bytes
+    generation: int
+    world_size: int
+    rank: int
 
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int, rank: int) -> None:
-        check_secret(run_secret)
-        self.world_size = world_size
-        self._secret, self._generation, self._rank = run_secret, generation, rank
+    def __post_init__(self) -> None:
+        check_secret(self.run_secret)
 
     @abstractmethod
     def guard_listener(self, listening: zmq.Socket[bytes]) -> None:
@@ -158,7 +144,7 @@ class Protection(ABC):
         """
         if endpoint_suffix:
             raise ConfigError(
-                f"rank {peer} listens with another cipher than rank {self._rank}; set"
+                f"rank {peer} listens with another cipher than rank {self.rank}; set"
                 " OFFBEAT_CIPHER alike on all ranks"
             )
         return None
@@ -171,30 +157,35 @@ class Protection(ABC):
 class CurveProtection(Protection):
     """Connections are encrypted and authenticated by ZeroMQ."""
 
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int, rank: int) -> None:
-        super().__init__(run_secret, generation=generation, world_size=world_size, rank=rank)
-        self._roster = Roster(run_secret, generation=generation, world_size=world_size)
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pairs = [
+            key_pair(self.run_secret, generation=self.generation, rank=rank)
+            for rank in range(self.world_size)
+        ]
+        self._rank_of = {pair.public: rank for rank, pair in enumerate(self._pairs)}
 
     @override
     def guard_listener(self, listening: zmq.Socket[bytes]) -> None:
         listening.curve_server = True
-        listening.curve_secretkey = self._roster.pairs[self._rank].secret
+        listening.curve_secretkey = self._pairs[self.rank].secret
         listening.zap_domain = ZAP_DOMAIN.encode()
 
     @override
     def guard_link(self, sending: zmq.Socket[bytes], peer: int) -> None:
-        sending.curve_publickey = self._roster.pairs[self._rank].public
-        sending.curve_secretkey = self._roster.pairs[self._rank].secret
-        sending.curve_serverkey = self._roster.pairs[peer].public
+        sending.curve_publickey = self._pairs[self.rank].public
+        sending.curve_secretkey = self._pairs[self.rank].secret
+        sending.curve_serverkey = self._pairs[peer].public
 
     @override
     def user_id(self, mechanism: bytes, credentials: Sequence[bytes]) -> bytes:
         key = z85.encode(credentials[0]) if mechanism == b"CURVE" else b""
-        return key if self._roster.rank_of(key) is not None else b""
+        return key if key in self._rank_of else b""
 
     @override
     def rank_of(self, user_id: bytes) -> int | None:
-        return self._roster.rank_of(user_id)
+        return self._rank_of.get(user_id)
 
 
 class TokenProtection(Protection):
@@ -211,19 +202,18 @@ class TokenProtection(Protection):
 
     @override
     def guard_link(self, sending: zmq.Socket[bytes], peer: int) -> None:
-        sending.plain_username = str(self._rank).encode()
-        sending.plain_password = self._token(self._rank, peer)
+        sending.plain_username = str(self.rank).encode()
+        sending.plain_password = self._token(self.rank, peer)
 
     @override
     def user_id(self, mechanism: bytes, credentials: Sequence[bytes]) -> bytes:
         if mechanism != b"PLAIN" or len(credentials) != 2:
             return b""
         sender = self.rank_of(credentials[0])
-        if sender is None or not hmac.compare_digest(
-            credentials[1], self._token(sender, self._rank)
-        ):
-            return b""
-        return bytes(credentials[0])
+        is_known = sender is not None and hmac.compare_digest(
+            credentials[1], self._token(sender, self.rank)
+        )
+        return bytes(credentials[0]) if is_known else b""
 
     @override
     def rank_of(self, user_id: bytes) -> int | None:
@@ -231,8 +221,8 @@ class TokenProtection(Protection):
         return next(ranks, None)
 
     def _token(self, sender: int, receiver: int) -> bytes:
-        parties = _PARTIES.pack(self._generation, sender, receiver)
-        return hmac.digest(self._secret, _TOKEN_LABEL + parties, hashlib.sha256).hex().encode()
+        parties = _PARTIES.pack(self.generation, sender, receiver)
+        return hmac.digest(self.run_secret, _TOKEN_LABEL + parties, hashlib.sha256).hex().encode()
 
 
 class SealProtection(TokenProtection):
@@ -240,11 +230,11 @@ class SealProtection(TokenProtection):
 
     with_checksum = False
     seal_bytes = SALT_BYTES + SEAL_BYTES
-    frame_seal_bytes = SEAL_BYTES
 
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int, rank: int) -> None:
-        super().__init__(run_secret, generation=generation, world_size=world_size, rank=rank)
-        self._salt = drawn_salt()
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._salt = secrets.token_bytes(SALT_BYTES)
         self.endpoint_suffix = f"#{self._salt.hex()}"
 
     @override
@@ -256,11 +246,11 @@ class SealProtection(TokenProtection):
         if len(receiver_salt) != SALT_BYTES:
             super().sealer(peer, "another one")
         key = connection_key(
-            self._secret,
+            self.run_secret,
             receiver_salt=receiver_salt,
             sender_salt=self._salt,
-            generation=self._generation,
-            sender=self._rank,
+            generation=self.generation,
+            sender=self.rank,
             receiver=peer,
         )
         return Sealer(key, salt=self._salt)
@@ -268,32 +258,20 @@ class SealProtection(TokenProtection):
     @override
     def opener(self, peer: int) -> Opener | None:
         return Opener(
-            self._secret,
+            self.run_secret,
             salt=self._salt,
-            generation=self._generation,
+            generation=self.generation,
             sender=peer,
-            receiver=self._rank,
+            receiver=self.rank,
         )
 
 
-_BY_CIPHER: dict[Cipher, type[Protection]] = {
+PROTECTIONS: Final[Mapping[Cipher, type[Protection]]] = {
     "curve": CurveProtection,
     "aes-gcm": SealProtection,
     "none": TokenProtection,
 }
-
-
-def protection_of(
-    cipher: Cipher, run_secret: bytes, *, generation: int, world_size: int, rank: int
-) -> Protection:
-    """That of `cipher`. Raises `ConfigError` for one that this machine lacks, and as `Protection`.
-
-    Args:
-        cipher: the same on all ranks.
-        run_secret, generation, world_size, rank: the arguments of `Protection`.
-    """
-    kind = _BY_CIPHER[checked_cipher(cipher)]
-    return kind(run_secret, generation=generation, world_size=world_size, rank=rank)
+"""By cipher, which is the same on all ranks."""
 
 
 class Admission:
