@@ -23,7 +23,7 @@ from offbeat.megabatch.loader import (
     num_mega_batches,
     order_of,
 )
-from offbeat.session.lockstep_loader import LockstepLoader, num_steps, spans_of
+from offbeat.session.loaders import LockstepLoader, num_steps, spans_of
 from offbeat.session.session import Session
 
 Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]

@@ -16,8 +16,8 @@ import torch
 import offbeat
 from offbeat.errors import ConfigError
 from offbeat.session import loggers as loggers_module
-from offbeat.session.live_metrics import LiveMetrics
 from offbeat.session.loggers import (
+    LiveMetrics,
     MLflowLogger,
     TensorBoardLogger,
     WandbLogger,

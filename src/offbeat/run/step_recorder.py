@@ -18,8 +18,7 @@ from offbeat.callbacks.profile import StepProfile
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
 from offbeat.run.records import Evaluation, EventWriter, ProfileWriter, RunDirectory, StepEvent
-from offbeat.session.live_metrics import LiveMetrics
-from offbeat.session.loggers import named_loggers
+from offbeat.session.loggers import LiveMetrics, named_loggers
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session, Stats
 from offbeat.transport.driver import Arrival

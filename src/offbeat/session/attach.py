@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
-from offbeat.session.live_metrics import LiveMetrics
-from offbeat.session.loggers import MetricsLogger
+from offbeat.session.loggers import LiveMetrics, MetricsLogger
 from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_one_of

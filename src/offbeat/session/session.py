@@ -36,13 +36,11 @@ from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import GenerationHost, Generations
-from offbeat.session import at_exit
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
-from offbeat.session.loaders import LoaderFactory
-from offbeat.session.lockstep_loader import LockstepLoader
-from offbeat.session.metrics import SessionObserver, as_numbers
+from offbeat.session.loaders import LoaderFactory, LockstepLoader
+from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
 from offbeat.session.state import (
     digest_of_frozen,
     load_state_of,
@@ -212,7 +210,7 @@ class Session:
                 " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
         ATTACHED_MODELS.add(model)
-        at_exit.remember(self)
+        session_opened(self)
 
     # The user's side
 
@@ -723,7 +721,7 @@ class Session:
 
     def _close(self, error: BaseException | None = None) -> None:
         self._closed = True
-        at_exit.forget(self)
+        session_closed(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
         with ExitStack() as stack:
