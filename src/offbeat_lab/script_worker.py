@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from offbeat.run.progress import Reporter
 from offbeat.run.recipes import ALONE, NoExchange, ScriptRecipe, StrategyRecipe
 from offbeat.run.recording import OpenRecord, ScriptRecorder
 from offbeat.run.records import RunDirectory
-from offbeat.run.step_recorder import RankRun, StepRecorder, StepTime
+from offbeat.run.step_recorder import StepRecorder, StepTime
 from offbeat.run.worker import run_supervised
 from offbeat.session.session import Adopted
 from offbeat.strategies.base import Strategy
@@ -116,7 +117,8 @@ class ComparedScript(ScriptRecorder):
         return StepTimeEmulator(cluster_of(record.config), rank, by_sleeping=by_sleeping)
 
     @override
-    def _training_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+    def _training_begins(self, recorder: StepRecorder) -> None:
+        run = recorder.run
         alone = run.attached.session.averages_alone
         # Where ranks average alone they would wait for the leader's evaluation too.
         meets = run.record.config.strategy != ALONE and not alone
@@ -126,11 +128,11 @@ class ComparedScript(ScriptRecorder):
         self._pauses.wait_for_turn(run.schedule.position.step)
 
     @override
-    def _step_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+    def _step_begins(self, recorder: StepRecorder) -> None:
         if self._pause is not None:
             began_s = time.monotonic()
-            with run.attached.session.resting():
-                self._pause.wait(run.schedule.position.step)
+            with recorder.run.attached.session.resting():
+                self._pause.wait(recorder.run.schedule.position.step)
             recorder.leave_out(time.monotonic() - began_s)
 
     @override
@@ -148,11 +150,11 @@ class ComparedScript(ScriptRecorder):
             self._pauses.wait_for_turn(step)
 
     @override
-    def _evaluation_begins(self, run: RankRun, recorder: StepRecorder) -> float:
+    def _evaluation_begins(self, recorder: StepRecorder) -> float:
         if self._pause is None or self._pause.is_evaluating:
             return self._evaluated_s
-        with run.attached.session.resting():
-            return self._pause.begin(run.schedule.position.step, recorder.elapsed_s)
+        with recorder.run.attached.session.resting():
+            return self._pause.begin(recorder.run.schedule.position.step, recorder.elapsed_s)
 
     @override
     def _evaluation_ends(self) -> None:
@@ -165,13 +167,6 @@ def main() -> int:
     """Entry point; returns the exit status."""
     turns = StepLimit(0)
 
-    def recorder(
-        opened: OpenRecord, report: Reporter, stop_after: int | None, patience_s: float | None
-    ) -> ScriptRecorder:
-        return ComparedScript(
-            lambda: opened, report, turns=turns, stop_after=stop_after, patience_s=patience_s
-        )
-
     def recipe(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
         emulation, cluster = opened.record.emulation, cluster_of(config)
         in_user_space = emulation is not None and emulation.kind == "delaying"
@@ -182,7 +177,9 @@ def main() -> int:
         )
         return recipe_for(recipe_of(config), delay)
 
-    return run_supervised(recorder, recipe, lambda line: turns.raise_to(int(line)))
+    return run_supervised(
+        partial(ComparedScript, turns=turns), recipe, lambda line: turns.raise_to(int(line))
+    )
 
 
 def main_and_exit() -> NoReturn:

@@ -49,7 +49,7 @@ class TaskRecorder(StepRecorder):
         options: of `StepRecorder`.
     """
 
-    _run: TaskRun
+    run: TaskRun
 
     def __init__(self, run: TaskRun, *options: Any, **named: Any) -> None:
         self._unmerged: list[StepEvent] = []
@@ -61,8 +61,8 @@ class TaskRecorder(StepRecorder):
     @override
     def _earlier(self) -> tuple[float, int]:
         if self._earlier_totals is None:
-            record, start_step = self._run.record, self._run.record.attempts[-1].start_step
-            rank = self._run.coordinator.rank
+            record, start_step = self.run.record, self.run.record.attempts[-1].start_step
+            rank = self.run.coordinator.rank
             events = [e for e in record.events(rank) if e.step <= start_step] if start_step else []
             self._earlier_totals = (
                 sum(e.duration_s for e in events),
@@ -72,7 +72,7 @@ class TaskRecorder(StepRecorder):
 
     @override
     def _add(self, event: StepEvent) -> None:
-        if isinstance(self._run.schedule, ClaimedSchedule):
+        if isinstance(self.run.schedule, ClaimedSchedule):
             self._unmerged.append(event)
         else:
             super()._add(event)
@@ -80,7 +80,7 @@ class TaskRecorder(StepRecorder):
     @property
     @override
     def _steps_done(self) -> int:
-        step, schedule = super()._steps_done, self._run.schedule
+        step, schedule = super()._steps_done, self.run.schedule
         if isinstance(schedule, ClaimedSchedule) and self._unmerged:
             # The last step is done when it is merged.
             return max(step, min(step + len(self._unmerged), schedule.step_of_next_merge - 1))
@@ -102,18 +102,18 @@ class TaskRecorder(StepRecorder):
             *self._unmerged[:-1],
             *(combine_events(batch, merge) for batch in self._unmerged[-1:]),
         ] or [merge]
-        num_steps = self._run.schedule.position.step - first_step + 1
+        num_steps = self.run.schedule.position.step - first_step + 1
         for place, event in enumerate(events, start=1):
             self._events.add(
                 replace(event, step=first_step - 1 + -(-place * num_steps // len(events)))
             )
-        if self._run.coordinator.leader == self._run.coordinator.rank:
+        if self.leads:
             # What the trainer does for a merge beside training, it does between its steps.
             beside_s = sum(event.encode_s for event in self._unmerged) if works is None else 0.0
             mega_batch = MegaBatch(
                 number=number,
                 epoch=epoch,
-                step=self._run.schedule.position.step,
+                step=self.run.schedule.position.step,
                 seconds=self._earlier()[0] + self.elapsed_s,
                 at_s=self._since_s,
                 duration_s=self.seconds - self._merged_s,
@@ -162,7 +162,7 @@ class TaskRecorder(StepRecorder):
             for work in works
         ]
         own_idle_s = next(
-            (share.idle_s for share in shares if share.rank == self._run.coordinator.rank), 0.0
+            (share.idle_s for share in shares if share.rank == self.run.coordinator.rank), 0.0
         )
         self._events.add_mega_batch(
             replace(mega_batch, merge_s=max(0.0, mega_batch.merge_s - own_idle_s), by_rank=shares)

@@ -27,7 +27,7 @@ def summarize_run(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - recorder.first_step)
     notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
-    ends = gather_ends(run, recorder, notices, patience_s=HANGS_S if apart else None)
+    ends = gather_ends(recorder, notices, patience_s=HANGS_S if apart else None)
     if ends is None:
         return None
     measure_rest(run, recorder)
@@ -50,7 +50,7 @@ def summarize_run(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
         higher_is_better=task.higher_is_better,
         others=others,
     )
-    return write_end(run, recorder, ends, measured, final, finished=not stopped)
+    return write_end(recorder, ends, measured, final, finished=not stopped)
 
 
 def _length_notices(run: TaskRun) -> list[str]:

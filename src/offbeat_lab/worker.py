@@ -101,7 +101,7 @@ def train_rank(
         cluster=cluster_of(config) if in_user_space else None,
     )
     stop_requested = threading.Event()
-    with attached.session as session, stop_requests(stop_requested.set):
+    with attached.session as session, stop_requests(lambda number: stop_requested.set()):
         loader = _loader(config, session, task)  # before what is saved of it is restored
         position = _position(record, coordinator, attached, task, loader)
         run = TaskRun(

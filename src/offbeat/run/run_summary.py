@@ -40,7 +40,6 @@ class Measured:
 
 
 def gather_ends(
-    run: RankRun,
     recorder: StepRecorder,
     notices: Sequence[str],
     *,
@@ -50,11 +49,12 @@ def gather_ends(
     """What each living rank has to say at its end; None on ranks that do not lead.
 
     Args:
-        run, recorder: of this rank, which has done its last step.
+        recorder: of this rank, which has done its last step.
         notices: of this rank, besides those of its session.
         patience_s: how long to wait for late ranks; None: for ever.
         step: a rank that came back is waited for if it took part in this step; None: in any case.
     """
+    run = recorder.run
     last, session = run.attached.session.stats, run.attached.session
     num_steps = max(1, run.schedule.position.step - recorder.first_step)
     mine = {
@@ -74,7 +74,6 @@ def gather_ends(
 
 
 def write_end(
-    run: RankRun,
     recorder: StepRecorder,
     ends: Sequence[Mapping[str, Any]],
     measured: Measured,
@@ -85,12 +84,13 @@ def write_end(
     """Write the summary, as the rank that leads.
 
     Args:
-        run, recorder: of this rank.
+        recorder: of this rank.
         ends: from `gather_ends`.
         measured: of the final model.
         final: that model.
         finished: False where the run was stopped before its end.
     """
+    run = recorder.run
     config, step, last = run.record.config, run.schedule.position.step, run.attached.session.stats
     entry_ages = [end["mean_entry_age"] for end in ends if end["mean_entry_age"] is not None]
     identical = len({end["digest"] for end in ends}) == 1
