@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 from offbeat.codec.json_objects import Between, Count, build
-from offbeat.errors import ConfigError
-from offbeat.session.loggers import named_loggers
-from offbeat.strategies.base import Strategy
 
 EmulationMode: TypeAlias = Literal["auto", "namespaces", "delaying", "none"]
 """How a cluster is imitated."""
@@ -91,35 +88,6 @@ class RunConfig:
         return build(cls, json.loads(text))
 
 
-def resolve_script(
-    script: ScriptCommand,
-    strategy: Strategy,
-    options: Mapping[str, object],
-    *,
-    workers: int,
-    steps: int | None = None,
-    log_to: Sequence[str] = (),
-) -> RunConfig:
-    """The run of a user's script.
-
-    Args:
-        script: what runs.
-        strategy, options: how workers exchange.
-        workers: number of ranks, >= 1.
-        steps: after which the script is stopped; None: it stops by itself.
-        log_to: as in `RunConfig`.
-
-    Raises:
-        ConfigError: a number that cannot be, or no such logger.
-    """
-    for name, value in (("workers", workers), ("steps", steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}; allowed is 1 or more")
-    strategy.check_world(workers)
-    named_loggers(log_to, Path())
-    return script_run(script, strategy.name, options, workers=workers, steps=steps, log_to=log_to)
-
-
 def script_run(
     script: ScriptCommand,
     strategy: str,
@@ -129,7 +97,15 @@ def script_run(
     steps: int | None = None,
     log_to: Sequence[str] = (),
 ) -> RunConfig:
-    """`resolve_script` of what was checked before."""
+    """The run of a user's script, of options that were checked before.
+
+    Args:
+        script: what runs.
+        strategy, options: how workers exchange.
+        workers: number of ranks, >= 1.
+        steps: after which the script is stopped; None: it stops by itself.
+        log_to: as in `RunConfig`.
+    """
     return RunConfig(
         task=script.name,
         task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},
