@@ -55,7 +55,6 @@ from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
 from links import Quiet
 from offbeat.megabatch.batch_sizes import spread
-from offbeat.run.records import MegaBatch
 from offbeat.strategies.adaptive import AdaptiveSGD
 from offbeat_lab.analysis import analyse as analyse_records
 from offbeat_lab.breakdown import read_steps
@@ -63,7 +62,7 @@ from offbeat_lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison
 from offbeat_lab.plan.dispatch import dispatch
-from offbeat_lab.records import Record
+from offbeat_lab.records import MegaBatch, Record
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.tasks import build_task
 

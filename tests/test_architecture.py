@@ -56,7 +56,7 @@ MAY_BLOCK = {
         "torch.distributed"
     },  # serves the store, as torchrun does for a user's workers
     "offbeat_lab/joining.py": {"torch.distributed"},  # makes the group of the lab's workers
-    "offbeat/run/records/writing.py": {"socket"},  # the host's name
+    "offbeat/run/records.py": {"socket"},  # the host's name
     "offbeat_lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
     "offbeat_lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
     "offbeat_lab/doctor/local.py": {"subprocess"},  # starts workers to measure between

@@ -33,6 +33,7 @@ from offbeat_lab.evaluation_pause import EvaluationPause
 from offbeat_lab.native import CommunicationMeter, Native, NativeSession
 from offbeat_lab.options import Recipe
 from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.records import emulation_of
 
 
 class NativeRecipe(ScriptRecipe):
@@ -112,7 +113,7 @@ class ComparedScript(ScriptRecorder):
 
     @override
     def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
-        emulation = record.emulation
+        emulation = emulation_of(record)
         by_sleeping = emulation is not None and emulation.speeds == "sleeping"
         return StepTimeEmulator(cluster_of(record.config), rank, by_sleeping=by_sleeping)
 
@@ -168,7 +169,7 @@ def main() -> int:
     turns = StepLimit(0)
 
     def recipe(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
-        emulation, cluster = opened.record.emulation, cluster_of(config)
+        emulation, cluster = emulation_of(opened.record), cluster_of(config)
         in_user_space = emulation is not None and emulation.kind == "delaying"
         delay = (
             link_delay(cluster, opened.coordinator.rank)

@@ -11,11 +11,11 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.megabatch.claims import MegaBatchShare
-from offbeat.run.records import Evaluation, MegaBatch, Share, StepEvent
+from offbeat.run.records import Evaluation, StepEvent
 from offbeat.run.step_recorder import RankRun, StepRecorder
 from offbeat_lab.attaching import TaskModel
 from offbeat_lab.breakdown import combine_events
-from offbeat_lab.records import Record
+from offbeat_lab.records import MegaBatch, Record, Share, add_mega_batch
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule
 from offbeat_lab.tasks import Task
 
@@ -164,6 +164,5 @@ class TaskRecorder(StepRecorder):
         own_idle_s = next(
             (share.idle_s for share in shares if share.rank == self.run.coordinator.rank), 0.0
         )
-        self._events.add_mega_batch(
-            replace(mega_batch, merge_s=max(0.0, mega_batch.merge_s - own_idle_s), by_rank=shares)
-        )
+        merge_s = max(0.0, mega_batch.merge_s - own_idle_s)
+        add_mega_batch(self.run.record.path, replace(mega_batch, merge_s=merge_s, by_rank=shares))

@@ -10,7 +10,6 @@ from typing import Literal, TypeVar
 
 from offbeat.errors import ConfigError
 from offbeat.run.local_worker import Placement
-from offbeat.run.records import EmulationReport
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation import leftovers
 from offbeat_lab.emulation.base import Emulation, MissingMeansError
@@ -18,6 +17,7 @@ from offbeat_lab.emulation.compute import ComputeShares, open_compute
 from offbeat_lab.emulation.namespaces import NamespaceEmulation
 from offbeat_lab.emulation.plan import EmulationName
 from offbeat_lab.emulation.quotas import needs_quotas
+from offbeat_lab.records import EmulationReport
 
 T = TypeVar("T")
 Mode = Literal["auto", "namespaces", "delaying", "none"]

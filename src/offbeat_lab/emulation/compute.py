@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offbeat.errors import ConfigError
-from offbeat.run.records.layout import Speeds
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.emulation.quotas import Quotas, needs_quotas, open_quotas, share_out, usable_cores
+from offbeat_lab.records import Speeds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

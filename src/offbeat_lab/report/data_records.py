@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from offbeat.run.records import EmulationReport, Evaluation
+from offbeat.run.records import Evaluation
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.factor_work import factor_work
-from offbeat_lab.records import Profiled, Record, read_profiles
+from offbeat_lab.records import EmulationReport, Profiled, Record, read_profiles
 from offbeat_lab.report.data import Curve, EmulatedCluster, RunResults
 from offbeat_lab.report.style import BYTES, write, write_option
 
