@@ -33,7 +33,6 @@ from offbeat.transport.backends import (
     gloo_device,
     nccl_backend,
 )
-from offbeat.transport.ciphers import CIPHER_VARIABLE, cipher_from_environment
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import check_listening, listen_address
 from offbeat.transport.link import SILENCE_VARIABLE, PeerLimits, silence_s
@@ -49,7 +48,7 @@ from offbeat.transport.network import (
 )
 from offbeat.transport.operations import AllGather, Operation
 from offbeat.transport.peers import Peers
-from offbeat.transport.protection import check_secret
+from offbeat.transport.protection import CIPHER_VARIABLE, check_secret, cipher_from_environment
 from offbeat.transport.rendezvous import Presence, Rendezvous, lost_ranks, unreadable
 from offbeat.transport.routed import C10d, Routed, Watch
 from offbeat.transport.single_rank import SingleRank

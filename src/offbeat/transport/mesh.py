@@ -22,11 +22,10 @@ from collections.abc import Sequence
 import zmq
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
-from offbeat.transport.ciphers import Cipher
 from offbeat.transport.envelope import Envelope, EnvelopeKind, verify
 from offbeat.transport.link import Link, Listener, PeerLimits
 from offbeat.transport.operations import Payload
-from offbeat.transport.protection import PROTECTIONS
+from offbeat.transport.protection import PROTECTIONS, Cipher
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children, parsed_address
 from offbeat.transport.threads import new_context
 

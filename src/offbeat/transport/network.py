@@ -24,9 +24,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from typing_extensions import override
 
 from offbeat.errors import MALFORMED, ConfigError, PeerError, WireError
-from offbeat.transport.ciphers import CIPHER_VARIABLE, Cipher
 from offbeat.transport.link import PeerLimits, silence_s
 from offbeat.transport.peers import Peers
+from offbeat.transport.protection import CIPHER_VARIABLE, Cipher
 from offbeat.transport.sockets import (
     SocketAddresses,
     ends_towards,

@@ -15,11 +15,11 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.errors import ConfigError, OffbeatError, PeerError, PeerTimeoutError, UnsupportedError
-from offbeat.transport.ciphers import Cipher
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
 from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
+from offbeat.transport.protection import Cipher
 
 
 class Peers(Driver):
