@@ -5,6 +5,7 @@ faults.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from offbeat.run.progress import (
     ignore_notice,
 )
 from offbeat.run.records import WorkerLoss
-from offbeat.run.supervisor import POLL_S, WorkerGroup
+from offbeat.run.supervisor import WorkerGroup
 from offbeat_lab.cluster import ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
@@ -115,6 +116,10 @@ class EmulatedGroup(WorkerGroup):
         super().poll(timeout_s)
         for action in self._events.due(self._event_time_s()):
             self._carry_out(action)
+
+    @override
+    def interrupt(self, number: int = signal.SIGTERM) -> None:
+        super().interrupt()  # a worker that has just begun ends by this signal without a traceback
 
     @override
     def root_cause(self) -> LocalWorker | None:
@@ -295,10 +300,5 @@ def supervise(
             run_directory, config, emulation, on_progress=on_progress, on_notice=on_notice
         ) as group,
     ):
-        told = 0
-        while not group.has_ended:
-            while told < interrupted.count:
-                group.interrupt()
-                told += 1
-            group.poll(POLL_S)
+        group.watch(interrupted)
         return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)

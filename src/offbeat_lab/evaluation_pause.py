@@ -71,11 +71,11 @@ class EvaluationPause:
             if rank == coordinator.rank:
                 continue
             done, took_s = self._progress(rank)
-            while done < step and coordinator.takes_part(rank, step) and polls:
+            while done < step and coordinator.is_alive(rank, step) and polls:
                 polls -= 1
                 _never.wait(_LOOK_EVERY_S)
                 done, took_s = self._progress(rank)
-            if coordinator.takes_part(rank, step):
+            if coordinator.is_alive(rank, step):
                 seconds = max(seconds, took_s)
                 behind += [f"{done} steps of worker {rank}"] if done < step else []
         if behind and not self._was_told:

@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.errors import ConfigError
 from offbeat.run.coordination import LOOPBACK, serve_store
-from offbeat.run.hosts import Meeting, meet
+from offbeat.run.supervise import Meeting, meet
 from offbeat.transport.connect import SECRET_VARIABLE
 
 CHOSEN = "a secret that the user chose"

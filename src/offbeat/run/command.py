@@ -147,7 +147,6 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
     user should know. Arguments and result are those of `run_command`.
     """
     # What imports torch is imported once the words are known to be right.
-    from offbeat.run.hosts import meet, meeting
     from offbeat.run.plan import (
         DEFAULT_WORKERS,
         script_command,
@@ -155,7 +154,7 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
         with_strategys_problem,
     )
     from offbeat.run.progress import MembershipChange, WorkerProgress
-    from offbeat.run.supervise import run_script
+    from offbeat.run.supervise import meet, meeting, run_script
     from offbeat.run.worker import run_launched
     from offbeat.transport.connect import launched
 

@@ -35,7 +35,6 @@ PATIENCE: Final = timedelta(minutes=30)
 """Slowness is no failure: a dead worker is noticed by the process that started it."""
 
 _PREFIX: Final = "offbeat-run"
-_STOP: Final = f"{_PREFIX}/stop"
 _LONGEST_PAUSE_S: Final = 0.02
 _never: Final = threading.Event()
 _numbers: Final = count()
@@ -137,18 +136,6 @@ class Coordinator:
         self.supervised = supervised
         self.store = store
 
-    def stop_at(self, step: int) -> None:
-        """Ask all ranks to stop once they have done `step` steps, unless a rank has already named
-        a step.
-        """
-        self.store.compare_set(_STOP, "", str(step))
-
-    def stop_step(self) -> int | None:
-        """After how many steps all ranks are to stop, if a rank asked for it. One round trip to
-        the store.
-        """
-        return int(self.store.get(_STOP)) if self.store.check([_STOP]) else None
-
     def publish(self, name: str, text: str) -> None:
         """Store `text` under `name` for all ranks, those that join later included. It replaces what
         was published under that name before.
@@ -244,7 +231,7 @@ class Coordinator:
         return max([0, *(int(self.store.get(key)) for key in keys if self.store.check([key]))])
 
     def _has_come(self, name: str, rank: int, step: int) -> bool:
-        lives = self._is_alive(rank, step)  # before looking, as in `_text`
+        lives = self.is_alive(rank, step)  # before looking, as in `_text`
         return (
             self.published(f"{name}/{rank}") is not None
             or not lives
@@ -262,7 +249,7 @@ class Coordinator:
         if not self.supervised:
             return 0
         deaths = {rank: self._deaths(rank) for rank in ranks}
-        living = [rank for rank in deaths if rank == self.rank or self._is_alive(rank, None)]
+        living = [rank for rank in deaths if rank == self.rank or self.is_alive(rank, None)]
         return min(living, key=lambda rank: (deaths[rank], rank))
 
     def must_perform(self, name: str, among: Collection[int]) -> bool:
@@ -280,7 +267,7 @@ class Coordinator:
             if not self.supervised:
                 return False
             pause_s = 1e-3
-            while self._is_alive(leader, None) and self._leader_among(among) == leader:
+            while self.is_alive(leader, None) and self._leader_among(among) == leader:
                 if self.published(name) is not None:
                     return False
                 _never.wait(pause_s)
@@ -304,9 +291,8 @@ class Coordinator:
         if not self.supervised and until_s is None:
             return self.store.get(key).decode()
         while True:
-            lives = self._is_alive(
-                rank, step
-            )  # before looking: what a dead rank has not said by now it will never say
+            # Before looking: what a dead rank has not said by now it will never say.
+            lives = self.is_alive(rank, step)
             if self.store.check([key]):
                 return self.store.get(key).decode()
             if not lives or (until_s is not None and time.monotonic() > until_s):
@@ -316,12 +302,10 @@ class Coordinator:
             _never.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def takes_part(self, rank: int, step: int) -> bool:
-        """Whether `rank` lives and was there in `step`, as far as deaths are recorded."""
-        return self._is_alive(rank, step)
-
-    def _is_alive(self, rank: int, step: int | None) -> bool:
-        """Whether `rank` lives; with `step`, whether it takes part in that step."""
+    def is_alive(self, rank: int, step: int | None) -> bool:
+        """Whether `rank` lives, as far as deaths are recorded; with `step`, whether it takes part
+        in that step.
+        """
         deaths = self._deaths(rank)
         if deaths == 0 or rank == self.rank:
             return True

@@ -85,7 +85,7 @@ class StepEvent:
         wait_s: blocked on other ranks.
         padded_s: the part of `compute_s` that was slept, for emulated compute and straggling.
         bytes_sent: handed to the network.
-        messages_sent: likewise.
+        messages_sent: how many were handed to the network.
         skipped: whether some rank's gradient was not finite, so that no rank applied the step.
         arrivals: when this rank came to each collective.
     """

@@ -29,6 +29,7 @@ from offbeat.run.coordination import (
     record_death,
     serve_store,
 )
+from offbeat.run.interrupts import Interrupts
 from offbeat.run.local_worker import (
     LocalWorker,
     Placement,
@@ -52,7 +53,7 @@ from offbeat.run.progress import (
 from offbeat.run.records import WorkerLoss, last_step
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
-POLL_S = 0.1
+_POLL_S = 0.1
 _LAST_REPORTS_S = 2.0  # after a death, how long its peers may take to report what they saw
 _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
 # Where workers survive each other: once one has ended, how long the rest may take, since they may
@@ -161,6 +162,15 @@ class WorkerGroup:
     def seconds(self) -> float:
         """Training time of the worker that has trained longest."""
         return max((worker.seconds for worker in self._workers), default=0.0)
+
+    def watch(self, interrupted: Interrupts) -> None:
+        """Return once every worker has ended; pass requests to stop on meanwhile."""
+        told = 0
+        while not self.has_ended:
+            while told < interrupted.count:
+                self.interrupt(interrupted.number)
+                told += 1
+            self.poll(_POLL_S)
 
     def poll(self, timeout_s: float) -> None:
         """Pass reports on for up to `timeout_s`, and do what is due: a stop, the end after a
