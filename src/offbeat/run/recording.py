@@ -27,10 +27,16 @@ from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator, group_coordinator
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
-from offbeat.run.recipes import ScriptSession
 from offbeat.run.records import Evaluation, RunDirectory, begin_attempt, create
 from offbeat.run.run_summary import Measured, gather_ends, write_end
-from offbeat.run.step_recorder import AttachedModel, Position, RankRun, StepRecorder, StepTime
+from offbeat.run.step_recorder import (
+    AttachedModel,
+    ExchangeSession,
+    Position,
+    RankRun,
+    StepRecorder,
+    StepTime,
+)
 from offbeat.session.metrics import SessionObserver
 from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import is_returning
@@ -130,7 +136,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
     # What the script does
 
     def attached(
-        self, session: ScriptSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, session: ExchangeSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """`session` is at work. Of several models at once, the first one's steps are recorded."""
         attached = AttachedModel(model=model, session=session)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol
 
 from torch import nn
@@ -50,6 +51,13 @@ class ExchangeSession(Protocol):
     def take_ready_at_s(self) -> float | None: ...
 
     def take_profile(self) -> StepProfile | None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

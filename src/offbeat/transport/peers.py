@@ -19,7 +19,7 @@ from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
 from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
-from offbeat.transport.protection import Cipher
+from offbeat.transport.protection import PROTECTIONS, Cipher
 
 
 class Peers(Driver):
@@ -60,24 +60,15 @@ class Peers(Driver):
             cipher: the same on every rank.
 
         Raises:
-            ConfigError: a bad rank, secret or address, or a cipher that this machine lacks.
+            ConfigError: a bad secret or address.
         """
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"rank is {rank}, allowed is 0 to {world_size - 1} in a world of {world_size}"
-            )
         self.rank = rank
         self.world_size = world_size
         self._limits = limits if limits is not None else PeerLimits()
-        self._mesh = Mesh(
-            rank,
-            world_size,
-            address=address,
-            secret=secret,
-            generation=generation,
-            limits=self._limits,
-            cipher=cipher,
+        protection = PROTECTIONS[cipher](
+            run_secret=secret, generation=generation, world_size=world_size, rank=rank
         )
+        self._mesh = Mesh(address, protection=protection, limits=self._limits)
         self.endpoint = self._mesh.endpoint
         self.lost: frozenset[int] = frozenset()
         # The lock guards the mesh; the condition says that something may have happened to it.
@@ -114,13 +105,8 @@ class Peers(Driver):
             endpoints: every rank's `endpoint`, by rank. This rank's own is ignored.
 
         Raises:
-            ConfigError: not one well-formed endpoint for each rank, or connected before.
+            ConfigError: an endpoint is malformed.
         """
-        if len(endpoints) != self.world_size:
-            raise ConfigError(
-                f"got {len(endpoints)} endpoints for a world of {self.world_size}; give every"
-                " rank's, by rank"
-            )
         with self._changed:
             self._check_open()
             self._mesh.connect(endpoints)
