@@ -214,7 +214,13 @@ class Coordinator:
         self.store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
         for rank in range(self.world_size):
             pause_s = 2e-4
-            while not self._has_come(name, rank, step) and not give_up():
+            # In this order: what a dead rank has not said by now it will never say.
+            while (
+                self.is_alive(rank, step)
+                and self.published(f"{name}/{rank}") is None
+                and not self.store.check([_no_more_steps_key(rank)])
+                and not give_up()
+            ):
                 _never.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -229,14 +235,6 @@ class Coordinator:
         """
         keys = [_step_key(rank) for rank in range(self.world_size)]
         return max([0, *(int(self.store.get(key)) for key in keys if self.store.check([key]))])
-
-    def _has_come(self, name: str, rank: int, step: int) -> bool:
-        lives = self.is_alive(rank, step)  # before looking, as in `_text`
-        return (
-            self.published(f"{name}/{rank}") is not None
-            or not lives
-            or self.store.check([_no_more_steps_key(rank)])
-        )
 
     @property
     def leader(self) -> int:

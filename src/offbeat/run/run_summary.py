@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import resource
@@ -11,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from offbeat.run.records import Summary, write_summary
 from offbeat.run.step_recorder import RankRun, StepRecorder
+from offbeat.session.state import digest_of
 
 HANGS_S: Final = 10.0
 """Where ranks do not keep step: for how long the end waits for one that does not come, though all
@@ -137,13 +136,7 @@ def digest(model: nn.Module) -> str:
     """SHA-256 over all parameters of `model`, by name. Buffers stay out of it: where gradients are
     exchanged, each rank has BatchNorm statistics of its own.
     """
-    total = hashlib.sha256()
-    for name, tensor in model.named_parameters():
-        total.update(name.encode())
-        total.update(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return total.hexdigest()
+    return digest_of(model.named_parameters())
 
 
 def _replica_notices(run: RankRun, final: nn.Module, *, identical: bool) -> list[str]:

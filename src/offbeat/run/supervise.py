@@ -117,15 +117,10 @@ def run_script(
             restarts -= 1
             attempt += 1
             say(f"{problem}; all workers are started again ({restarts} restarts left)")
-    if interrupted.count:
-        return ScriptOutcome(
-            directory=directory,
-            status=128 + interrupted.number,
-            problem="interrupted",
-            summary=None,
-        )
     code = worker.process.wait()
     status = code if code > 0 else 128 - code
+    if interrupted.count:
+        status, problem = 128 + interrupted.number, "interrupted"
     return ScriptOutcome(directory=directory, status=status, problem=problem, summary=None)
 
 

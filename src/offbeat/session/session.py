@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -218,23 +219,20 @@ class Session:
     def stats(self) -> Stats:
         """Totals so far."""
         traffic = self._traffic.total()
-        exchanges = skipped_steps = encode_s = watched = age = 0.0
+        counted: defaultdict[str, float] = defaultdict(float)
         for callback in self._callbacks:
-            counters = callback.counters()
-            exchanges += counters.get("exchanges", 0.0)
-            skipped_steps += counters.get("skipped_steps", 0.0)
-            encode_s += counters.get("encode_s", 0.0)
-            watched += counters.get("watched_entries_sent", 0.0)
-            age += counters.get("age_of_watched_entries", 0.0)
+            for name, value in callback.counters().items():
+                counted[name] += value
+        watched, age = counted["watched_entries_sent"], counted["age_of_watched_entries"]
         return Stats(
             steps=self._events.num_steps,
-            exchanges=int(exchanges),
-            skipped_steps=int(skipped_steps),
+            exchanges=int(counted["exchanges"]),
+            skipped_steps=int(counted["skipped_steps"]),
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             messages_sent=traffic.messages_sent,
             wait_s=traffic.wait_s,
-            encode_s=encode_s,
+            encode_s=counted["encode_s"],
             mean_entry_age=age / watched if watched else None,
         )
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,16 +170,11 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         rendezvous.refuse(refusal)
         raise
     given = os.environ.get(SECRET_VARIABLE, "").encode()
+    network_by = partial(
+        create_network, store, rank=rank, world_size=world_size, address=address, cipher=cipher
+    )
     if presence is None:
-        network = create_network(
-            store,
-            token=secrets.token_hex(8),
-            rank=0,
-            world_size=1,
-            address=address,
-            secret=given or secrets.token_bytes(32),
-            cipher=cipher,
-        )
+        network = network_by(token=secrets.token_hex(8), secret=given or secrets.token_bytes(32))
         return Connection(driver=SingleRank(), network=network)
     with answering_within(store, limit_s), ExitStack() as stack:
         stack.callback(presence.close)
@@ -212,15 +208,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
             stack.callback(dense.close)
             secret = given or _drawn_secret(dense, rendezvous, limit_s=limit_s)
             with rendezvous.naming_who_took_the_store():
-                network = create_network(
-                    store,
-                    token=token,
-                    rank=rank,
-                    world_size=world_size,
-                    address=address,
-                    secret=secret,
-                    cipher=cipher,
-                )
+                network = network_by(token=token, secret=secret)
             messages = Peers(
                 rank,
                 world_size,
