@@ -104,7 +104,7 @@ def script_run(
         strategy, options: how workers exchange.
         workers: number of ranks, >= 1.
         steps: after which the script is stopped; None: it stops by itself.
-        log_to: as in `RunConfig`.
+        log_to: who hears metrics while training runs; see `RunConfig`.
     """
     return RunConfig(
         task=script.name,

@@ -332,8 +332,8 @@ def _back_key(rank: int, restart: int) -> str:
 
 
 def supervised_coordinator() -> Coordinator:
-    """That of a worker which a supervisor of offbeat's has started, and which makes a process group
-    by itself.
+    """The view of a worker which a supervisor of offbeat's has started, and which makes a process
+    group by itself.
     """
     launch = launched()
     assert launch is not None, "the supervisor says which rank this is"

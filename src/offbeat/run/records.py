@@ -179,7 +179,7 @@ class WorkerLoss:
     returned_s: float | None = None
 
     def sentence(self) -> str:
-        """For people."""
+        """The loss in words, for people."""
         what = (
             f"worker {self.rank} died after step {self.step} was recorded ({self.cause});"
             f" {self.num_left} of {self.num_workers} went on"

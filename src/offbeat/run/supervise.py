@@ -72,7 +72,7 @@ def run_script(
         config: from `script_config`.
         out: directory of the record; None: the next free one below runs/.
         restarts: how often workers are started again, >= 0.
-        start: as in `WorkerProgram`.
+        start: makes a worker's process; see `WorkerProgram`.
         host: this one's share of a run on several hosts.
         on_progress: hears of workers that die and come back.
         on_notice: is called with each notice that there is before the first step of an attempt.
@@ -137,7 +137,7 @@ def script_program(
 
     Args:
         workers: number of them on this host.
-        module, start, shown: as in `WorkerProgram`.
+        module, start, shown: are handed to `WorkerProgram`.
         attempt: how often all of them were started before.
         environment: further variables.
     """

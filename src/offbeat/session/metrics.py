@@ -45,7 +45,7 @@ class SessionObserver:
 
 
 _listeners: Final[list[SessionObserver]] = []
-"""Those of the process, which hear what is logged whatever sessions there are."""
+"""The listeners of the process, which hear what is logged whatever sessions there are."""
 
 _open: Final[WeakKeyDictionary[Session, int]] = WeakKeyDictionary()
 """By session, the process that opened it: a forked child must not close its parent's."""

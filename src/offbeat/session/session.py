@@ -699,7 +699,7 @@ class Session:
                 )
 
     def _buffers_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Those of the attached model, or of a copy, that have to do with other ranks."""
+        """The buffers of the attached model, or of a copy, that have to do with other ranks."""
         return persistent_buffers(model, self._ignored)
 
     def _fail(self, error: BaseException) -> None:

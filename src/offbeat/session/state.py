@@ -103,8 +103,8 @@ def _copied(state: CallbackState) -> CallbackState:
 
 
 def digest_of_frozen(model: torch.nn.Module, ignored: Collection[str] = ()) -> str:
-    """Of what is not averaged and yet has to be the same on all ranks, but for parameters of the
-    names `ignored`.
+    """A digest of what is not averaged and yet has to be the same on all ranks, but for those of
+    the names `ignored`.
     """
     return digest_of(
         (plain_name(name), parameter)

@@ -411,8 +411,8 @@ def _connected_gloo(
 
 
 def _gloo_sockets(entries: Sequence[_Entry], rank: int) -> SocketAddresses:
-    """Those of this rank's gloo backend: it accepts some peers' connections, and connects to the
-    others.
+    """The sockets of this rank's gloo backend: it accepts some peers' connections, and connects to
+    the others.
     """
     mine = entries[rank].gloo
     if mine is None:

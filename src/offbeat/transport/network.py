@@ -53,8 +53,8 @@ _opening = threading.Lock()
 
 
 def mesh_limits() -> PeerLimits:
-    """For meshes that a death does not end: what is lost by holding a living rank dead is a
-    generation, not the run. Raises `ConfigError` as `silence_s`.
+    """The limits of meshes that a death does not end: what is lost by holding a living rank dead
+    is a generation, not the run. Raises `ConfigError` where `OFFBEAT_SILENCE_S` is no time.
     """
     tolerated_s = silence_s()
     return replace(
@@ -133,8 +133,8 @@ class Network:
             ) from error
 
     def renewed_store(self) -> Store | None:
-        """As `own_store`, after a connection was lost; None, soon and quietly, while nobody listens
-        there.
+        """What `own_store` returns, after a connection was lost; None, soon and quietly, while
+        nobody listens there.
         """
         bottom = bottom_of(self.store)
         return (

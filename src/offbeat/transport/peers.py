@@ -143,8 +143,8 @@ class Peers(Driver):
         return self.wait_for_death(0)
 
     def wait_for_death(self, timeout_s: float) -> dict[int, str]:
-        """As `dead`, but waits for up to `timeout_s` until some rank is dead or has ended: for
-        another driver that has to name the cause of its failure.
+        """Return what `dead` does, but wait for up to `timeout_s` until some rank is dead or has
+        ended: for another driver that has to name the cause of its failure.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:

@@ -410,7 +410,7 @@ class TokenProtection(Protection):
 
 
 class SealProtection(TokenProtection):
-    """As `TokenProtection`, and each message is sealed by AES-GCM."""
+    """A peer shows a token, and each message is sealed by AES-GCM."""
 
     with_checksum = False
     seal_bytes = SALT_BYTES + SEAL_BYTES
