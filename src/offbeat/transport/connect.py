@@ -17,7 +17,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -428,7 +428,7 @@ def _drawn_secret(dense: C10d, rendezvous: Rendezvous, *, limit_s: float) -> byt
     """
     mine = AllGather(secrets.token_bytes(32) if dense.rank == 0 else b"")
     # There is no message side yet that knows who is dead.
-    with Watch(dense, rendezvous.ended, limit_s=limit_s):
+    with closing(Watch(dense, rendezvous.ended, limit_s=limit_s)):
         try:
             drawn: bytes = dense.start(mine, 0).wait()[0]
         except PeerError as error:
