@@ -66,7 +66,7 @@ class Run:
         results_of(len(ranks), begin)
 
     def _is_new(self, rank: int) -> bool:
-        return rank not in self.callbacks or self.callbacks[rank].is_left_out
+        return rank not in self.callbacks or self.callbacks[rank].group.is_new
 
     def merge(self, updates: Mapping[int, int], *, ends: bool = False) -> None:
         """A round is over, and with it the mega-batch if it `ends`."""

@@ -15,7 +15,8 @@ import torch
 from offbeat.errors import ConfigError, MismatchError, NonFiniteError, OffbeatError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup, GroupWork
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
-from offbeat.megabatch.merge import MergeMomentum, MergeOutcome, MergeProtocol, ModelSnapshot
+from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
+from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
 from offbeat.transport.driver import Counting

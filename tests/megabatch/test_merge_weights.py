@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, WireError
 from offbeat.megabatch.batch_sizes import merge_weights, normalised, perturbed
-from offbeat.megabatch.merge import MergeMomentum, with_momentum
+from offbeat.megabatch.merge_momentum import MergeMomentum, with_momentum
 
 workers = st.lists(
     st.tuples(st.integers(0, 100), st.integers(1, 100)), min_size=1, max_size=8

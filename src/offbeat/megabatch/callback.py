@@ -34,11 +34,11 @@ from offbeat.megabatch.batch_sizes import (
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.merge import (
     MergedSnapshot,
-    MergeMomentum,
     MergeOutcome,
     MergeProtocol,
     ModelSnapshot,
 )
+from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
@@ -130,6 +130,9 @@ class MegaBatchCallback(Callback):
         on_merge: is called for each further mega-batch that this rank's model has in it.
 
     Attributes:
+        group: the members, as given; one that `group.is_new` is left out: its peers went on without
+            it, and what it has computed since the last merge is lost.
+        device: that this rank trains on.
         ranks: who takes part, ascending.
         base: b_base, the batch size that the learning rate is for; None until a loader has said so.
         batch_sizes: how many samples each rank claims at a time; without a loader nobody does.
@@ -167,7 +170,8 @@ class MegaBatchCallback(Callback):
         self.start_step = 0
         self._weights, self._plan, self._rank = weights, plan, rank
         self._notices, self._optimizer = notices, optimizer
-        self._group, self._record_wait = group, record_wait
+        self.group, self._record_wait = group, record_wait
+        self.device = next((p.device for p in weights.parameters.values()), torch.device("cpu"))
         self._on_merge = on_merge
         self._memory_limit: int | None = None
         self._set_batch_sizes([1] * world_size)
@@ -224,18 +228,6 @@ class MegaBatchCallback(Callback):
         self.batch_size, self.largest_batch = bounds.clip(mine), bounds.limit
         self.smallest_claim = self._plan.smallest_claim(self._base)
         self.samples_of_mega_batch = self._plan.mega_batch * self._base
-
-    @property
-    def is_left_out(self) -> bool:
-        """Whether its peers went on without this rank, so that what it has computed since the last
-        merge is lost.
-        """
-        return self._group.is_new
-
-    @property
-    def has_newcomers(self) -> bool:
-        """Whether a worker is on its way in, and waits for a merge."""
-        return self._group.has_newcomers
 
     def gather(self, value: Any) -> dict[int, Any] | None:
         """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
@@ -329,14 +321,6 @@ class MegaBatchCallback(Callback):
         """
         return self._plan.overlap == "all" or (self._plan.overlap == "whole" and is_whole)
 
-    def synchronize(self) -> None:
-        """Return when what this rank has begun to compute is done."""
-        # A CUDA device computes in the background: without waiting for it, this rank would claim
-        # more than it gets done, and look as fast as it can launch kernels.
-        device = next(iter(self._weights.parameters.values())).device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def mega_batches_merged(self, count: int) -> None:
         """So many further mega-batches are in this rank's model, all of each of them."""
         for _ in range(count):
@@ -413,7 +397,7 @@ class MegaBatchCallback(Callback):
         if self._has_loader:
             return
         period = max(1, round(self._plan.mega_batch / len(self.ranks)))
-        if self.is_left_out or self._num_steps - self._merged_at_step >= period:
+        if self.group.is_new or self._num_steps - self._merged_at_step >= period:
             num_merges = self._protocol.num_merges
             self._merge_now()
             if not self.shares_equally:
@@ -435,12 +419,12 @@ class MegaBatchCallback(Callback):
         begin_s = time.monotonic()
         self._protocol.finish(self._report(None, None))
         self._merged_at_step = self._num_steps
-        self._has_finished = self._group.has_finished = True
+        self._has_finished = self.group.has_finished = True
         self._record_wait(begin_s, time.monotonic())
 
     @override
     def on_abandon(self, reason: str) -> None:
-        self._group.abort(reason)
+        self.group.abort(reason)
         self._close()
 
     @override
@@ -454,7 +438,7 @@ class MegaBatchCallback(Callback):
             and self._num_steps == self._merged_at_step
             and not self._went_on
         )
-        if (just_merged or self._has_finished) and not self.is_left_out:
+        if (just_merged or self._has_finished) and not self.group.is_new:
             return frozenset()  # All members hold the same model, and the copy is one of it.
         encode_s = self._protocol.encode_s
         outcome = self._protocol.mean_into(weights, self._report(None, None))
@@ -475,7 +459,7 @@ class MegaBatchCallback(Callback):
 
     def _begin_merge(self, report: TrainerReport) -> None:
         assert self._under_way is None, "one merge at a time"
-        if self._momentum is not None and not self.is_left_out:
+        if self._momentum is not None and not self.group.is_new:
             # Without a batch this rank has not yet noted where the first mega-batch began.
             self._momentum.begin()
         with torch.no_grad():
@@ -739,13 +723,13 @@ class MegaBatchCallback(Callback):
         over = False
         # The run is over once all members have closed; until then those that are left go on.
         with suppress(OffbeatError):
-            over = self._group.closes_last()
+            over = self.group.closes_last()
         self._close(over=over)
 
     def _close(self, *, over: bool = False) -> None:
         if self._generations is not None:
             self._generations.close(over=over)
-        self._group.close()
+        self.group.close()
         if self._under_way is not None:
             self._under_way.wait()  # It raises, now that the connections are closed.
             self._under_way = None

@@ -62,8 +62,7 @@ from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import refuse_idle, require_at_least, require_one_of
-from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging
 
 _MANY = 65_536
 

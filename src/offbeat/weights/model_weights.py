@@ -1,4 +1,5 @@
-"""Weights, averaged over ranks in place: what of a model is averaged, and the weighted mean itself.
+"""Weights, averaged over ranks in place: what of a model is averaged, how it lies in vectors, and
+the weighted mean itself.
 
 The parameters' tensors stay the user's: values are copied into them, and nothing is ever rebound.
 Everything travels and is summed in float32, or in float64 where a tensor is of that type, so that
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 
 from offbeat.codec.finite import is_finite
-from offbeat.codec.model_wire import Counters, no_counters
+from offbeat.codec.memory import keep_freed_memory
+from offbeat.codec.model_wire import Counters, Values
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.transport.driver import Driver, Stream
@@ -92,7 +94,7 @@ class ModelWeights:
     def read_counters(self) -> Counters:
         """The counters, side by side, shape (any,)."""
         if not self.chosen.counters:
-            return no_counters()
+            return np.zeros(0, np.int64)
         buffers = self.buffers()
         parts = [
             buffers[name].detach().reshape(-1).to("cpu", torch.int64)
@@ -266,6 +268,114 @@ class Pack:
                 self._shapes[position].numel(), dtype=piece.dtype, device=piece.device
             )
         return real(tensor).reshape(-1).to(piece.dtype)
+
+
+class Staging:
+    """Lays tensors side by side in one vector: of float32, or of float64 if any of them is.
+
+    What lives on a CUDA device goes through pinned memory, copied on a stream of its own, so that
+    kernels that are under way there go on.
+
+    Args:
+        like: tensors of the shapes, types and devices that all later ones have.
+
+    Attributes:
+        num_elements: of the vector.
+        dtype: its type.
+        exact: whether the tensors hold what the vector does; those of half precision round.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        # Vectors are made anew in each step.
+        keep_freed_memory()
+        self._pack = Pack(like)
+        pieces = self._pack.pieces
+        self._dtype = (
+            torch.float64
+            if any(piece.dtype == torch.float64 for piece in pieces)
+            else torch.float32
+        )
+        self._sizes = [vector.numel() for vector in self._pack.vectors(like)]
+        self._streams = {
+            piece.device: torch.cuda.Stream(piece.device)
+            for piece in pieces
+            if piece.device.type == "cuda"
+        }
+        self.num_elements = sum(self._sizes)
+        self.dtype: np.dtype[np.floating] = (
+            np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
+        )
+        self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
+        self._shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
+
+    def spans(self, positions: Collection[int]) -> list[slice]:
+        """The elements of the vector that belong to the tensors at `positions`, in order."""
+        spans: list[slice] = []
+        begin = 0
+        for piece in self._pack.pieces:
+            for position, size in zip(piece.positions, self._pack.sizes(piece), strict=True):
+                if position in positions and size:
+                    if spans and spans[-1].stop == begin:
+                        spans[-1] = slice(spans[-1].start, begin + size)
+                    else:
+                        spans.append(slice(begin, begin + size))
+                begin += size
+        return spans
+
+    def parts(self, tensors: Sequence[torch.Tensor]) -> list[Values]:
+        """What `tensors` hold, in vectors that are side by side what `read` gives. They are the
+        tensors' own memory where that can be.
+        """
+        if self._shares_memory:
+            return [real(tensor).reshape(-1).numpy() for tensor in tensors]
+        return [self.read(tensors)]
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> Values:
+        """A vector of its own, shape (num_elements,), with what `tensors` hold."""
+        vectors = self._pack.vectors(tensors)
+        if (
+            len(vectors) == 1
+            and vectors[0].device.type == "cpu"
+            and vectors[0].dtype == self._dtype
+        ):
+            return vectors[0].numpy()
+        whole = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=bool(self._streams))
+        for vector, part in zip(vectors, whole.split(self._sizes), strict=True):
+            self._copy(vector, part, vector.device)
+        self._finish()
+        return whole.numpy()
+
+    def write_(self, values: Values, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `values`, shape (num_elements,), into `tensors`."""
+        whole = torch.from_numpy(values)
+        if self._streams:
+            pinned = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=True)
+            whole = pinned.copy_(whole)
+        parts = []
+        for piece, part in zip(self._pack.pieces, whole.split(self._sizes), strict=True):
+            vector = (
+                torch.empty(part.numel(), dtype=piece.dtype, device=piece.device)
+                if self._streams
+                else part.to(piece.dtype)
+            )
+            if self._streams:
+                self._copy(part, vector, piece.device)
+            parts.append(vector)
+        self._finish()
+        self._pack.write_(parts, tensors)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
+        stream = self._streams.get(device)
+        if stream is None:
+            target.copy_(source)
+            return
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def _finish(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 def average_(

@@ -30,8 +30,7 @@ from offbeat.codec.rounding import Rounding
 from offbeat.errors import CheckpointError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
-from offbeat.weights.model_weights import ModelWeights, non_finite_weights, require_finite
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging, non_finite_weights, require_finite
 
 HOLD_S = 10.0
 """How long a rank waits for members that are too far behind, in seconds. It then goes on without
