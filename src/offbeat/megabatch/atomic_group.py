@@ -267,7 +267,7 @@ class _ActiveGeneration:
     def attempt(self, work: GroupWork[T], store: Store) -> T:
         """Carry `work` out once, and commit its outcome. Raises `PeerError` where it is void."""
         # All members count attempts alike, so that the same number names the same work.
-        number, size = self._num_attempts, self.generation.size
+        number, size = self._num_attempts, len(self.generation.members)
         self._num_attempts += 1
         prefix = f"settled/{self.generation.number}"
         if self.position == 0 and number >= 2:

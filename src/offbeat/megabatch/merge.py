@@ -151,7 +151,6 @@ class ModelSnapshot:
         layout: of `tensors`.
         counters: what the rank had counted itself in its integer buffers.
         counted: what these buffers held.
-        norm: of the model, per parameter.
         num_merges: number of merges in the run so far.
         rows_known_since: number of the merge that `copies` are from; None: there are none.
         copies: of the sparse parameters, as the last merge left them, by position.
@@ -165,7 +164,6 @@ class ModelSnapshot:
     layout: Staging
     counters: Counters
     counted: Counters
-    norm: float
     num_merges: int
     rows_known_since: int | None
     copies: Mapping[int, torch.Tensor]
@@ -201,7 +199,6 @@ class MergeProtocol:
         group: the members with which it is merged.
         weigh: says with which weights.
         momentum: added in each merge; None: none.
-        norm: computes the norm of this rank's model, per parameter, or 0.0 where nobody uses it.
         rank: this rank.
         states: of the optimizer, merged with the model; None: they stay each rank's own.
 
@@ -219,7 +216,6 @@ class MergeProtocol:
         group: AtomicGroup,
         weigh: Weigh,
         momentum: MergeMomentum | None,
-        norm: Callable[[], float],
         rank: int,
         states: OptimizerStates | None = None,
     ) -> None:
@@ -228,7 +224,7 @@ class MergeProtocol:
         self.num_merges = self.num_exchanges = 0
         self.encode_s = 0.0
         self._weights, self._group, self._weigh = weights, group, weigh
-        self._momentum, self._norm, self._rank = momentum, norm, rank
+        self._momentum, self._rank = momentum, rank
         self._states = states
         self._layout = Staging(weights.tensors())
 
@@ -318,7 +314,6 @@ class MergeProtocol:
             layout=self._layout,
             counters=self._weights.own_counters().copy(),
             counted=self._weights.read_counters(),
-            norm=self._norm(),
             num_merges=self.num_merges,
             rows_known_since=self.rows.known_since,
             copies=self.rows.copies,
@@ -402,11 +397,7 @@ class MergeProtocol:
             kept |= {n: part for n, part in enumerate(parts, start=len(live)) if part is not None}
             if not is_sum(name):
                 statistics |= {len(live) + number for number in range(len(self._parameters))}
-            # One that nobody with a weight had is left as it is.
-            states[name] = [
-                state if share else torch.zeros_like(state)
-                for state, share in zip(self._states.tensors(name), mean.shares[name], strict=True)
-            ]
+            states[name] = _shared(self._states.tensors(name), mean.shares[name])
             live = [*live, *states[name]]
         for number, (tensor, before, theirs) in enumerate(
             zip(live, over.before, over.merged, strict=True)
@@ -463,7 +454,7 @@ class MergeProtocol:
             # 1. Propose. The proposal is made anew in each try: this rank may be new by now.
             own = propose()
             proposals = yield from all_gather(
-                position, generation.size, own.proposal.to_bytes(), MergeProposal.from_bytes
+                position, len(generation.members), own.proposal.to_bytes(), MergeProposal.from_bytes
             )
             # 2. Agree. All members hold the same proposals, so that they conclude the same.
             outcome = MergeOutcome(
@@ -512,7 +503,6 @@ class MergeProtocol:
             kind=kind,
             is_new=is_new,
             report=snapshot.report,
-            norm=0.0 if is_new else snapshot.norm,
             num_elements=wanted.layout.num_elements,
             dtype=wanted.layout.dtype.name,
             num_counters=wanted.counters.size,
@@ -554,15 +544,8 @@ class MergeProtocol:
             names = names_of_merged(shares)
             for name in names if outcome.kind == "merge" else ():
                 assert self._states is not None, "all ranks merge states, or none does"
-                # One that nobody with a weight has is left as it is.
-                states[name] = [
-                    state if share else torch.zeros_like(state)
-                    for state, share in zip(
-                        own.model.states.get(name) or self._states.zeros(name),
-                        shares[name],
-                        strict=True,
-                    )
-                ]
+                mine = own.model.states.get(name) or self._states.zeros(name)
+                states[name] = _shared(mine, shares[name])
                 # Of a state the same rows are merged as of its parameter. A single number, such as
                 # that of steps, has no rows, and Adafactor's means of columns are of all rows.
                 rows |= {
@@ -679,6 +662,14 @@ def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
     """Wait until they are written: another thread reads them, in a stream of its own."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _shared(states: Sequence[torch.Tensor], shares: Sequence[float]) -> list[torch.Tensor]:
+    """The states, and zeros for one that nobody with a weight has, which is left as it is."""
+    return [
+        state if share else torch.zeros_like(state)
+        for state, share in zip(states, shares, strict=True)
+    ]
 
 
 def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: int) -> None:

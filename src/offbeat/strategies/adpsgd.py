@@ -27,9 +27,9 @@ import numpy as np
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import pair_average
 from offbeat.averaging.background.averager import (
+    BackgroundAverager,
     BackgroundWeightAverage,
     delta_merge,
-    start_background_averager,
 )
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
@@ -58,7 +58,7 @@ class ADPSGD(AveragingStrategy):
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors())
-        averager = start_background_averager(
+        averager = BackgroundAverager(
             context,
             weights,
             SharedModel(delta_merge(staging, weights), one_at_a_time=False),

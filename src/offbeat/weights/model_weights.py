@@ -52,15 +52,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-@dataclass(slots=True)
-class _CounterHistory:
-    """What a rank has counted itself, and what its buffers were last seen to hold."""
-
-    own: Counters
-    seen: Counters
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModelWeights:
     """What is averaged of a model.
 
@@ -73,7 +65,9 @@ class ModelWeights:
     parameters: Mapping[str, torch.Tensor]
     buffers: Callable[[], Mapping[str, torch.Tensor]]
     chosen: BufferNames
-    _history: list[_CounterHistory] = field(default_factory=list, init=False, repr=False)
+    # What this rank has counted itself, and what its counters were last seen to hold.
+    _own: Counters | None = field(default=None, init=False, repr=False)
+    _seen: Counters | None = field(default=None, init=False, repr=False)
 
     @property
     def names(self) -> list[str]:
@@ -113,7 +107,7 @@ class ModelWeights:
         parts = torch.from_numpy(counters[: sum(sizes)]).split(sizes)
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-        self._history[0].seen = self.read_counters()
+        self._seen = self.read_counters()
 
     def own_counters(self) -> Counters:
         """What the counters would be if nothing had been written to them: what this rank has
@@ -123,23 +117,22 @@ class ModelWeights:
         of counts that were themselves taken over would be more than any rank has counted.
         """
         now = self.read_counters()
-        if not self._history:
-            self._history.append(_CounterHistory(own=now, seen=now))
-        history = self._history[0]
-        # A buffer that has fallen is no count, or was loaded.
-        history.own = np.where(now >= history.seen, history.own + (now - history.seen), now)
-        history.seen = now
-        return history.own
+        if self._own is None or self._seen is None:
+            self._own = now
+        else:
+            # A buffer that has fallen is no count, or was loaded.
+            self._own = np.where(now >= self._seen, self._own + (now - self._seen), now)
+        self._seen = now
+        return self._own
 
     def counter_state(self) -> dict[str, torch.Tensor]:
         """What `own_counters` has to know after a resumption; empty without counters."""
         if not self.chosen.counters:
             return {}
-        self.own_counters()
-        (history,) = self._history
+        own = self.own_counters()
         return {
-            f"counters/{name}": torch.from_numpy(counters.copy())
-            for name, counters in (("own", history.own), ("seen", history.seen))
+            "counters/own": torch.from_numpy(own.copy()),
+            "counters/seen": torch.from_numpy(self.read_counters()),
         }
 
     def load_counter_state(self, state: Mapping[str, Any]) -> None:
@@ -150,10 +143,11 @@ class ModelWeights:
         shape = self.read_counters().shape
         if any(value.shape != shape or value.dtype != torch.int64 for value in saved):
             raise CheckpointError("the counters were saved with another model")
-        self._history.clear()
+        self._own = self._seen = None
         if saved:
-            own, seen = (state[f"counters/{name}"].numpy().copy() for name in ("own", "seen"))
-            self._history.append(_CounterHistory(own=own, seen=seen))
+            self._own, self._seen = (
+                state[f"counters/{name}"].numpy().copy() for name in ("own", "seen")
+            )
 
     def average_(self, driver: Driver, stream: Stream, *, weight: float) -> float:
         """Replace parameters and statistics by their weighted mean over all ranks, and counters by
