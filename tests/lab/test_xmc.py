@@ -14,8 +14,9 @@ from lab_support.data import ROWS, write_rows
 from offbeat.errors import ConfigError
 from offbeat.xmc.classifier import SparseClassifier
 from offbeat.xmc.rows import SparseBatch
-from offbeat.xmc.xmlrepo import XmlFiles, convert
+from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat_lab.config import Request, resolve, steps_to_do, task_of
+from offbeat_lab.sparse_files import convert
 from offbeat_lab.tasks import build_task, num_samples_of
 from offbeat_lab.tasks.xmc import Xmc
 

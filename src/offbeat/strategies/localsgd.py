@@ -43,8 +43,8 @@ from offbeat.averaging.periodic import (
     GrowingPeriod,
     MeanOfAll,
     PeriodicAverage,
+    StartPhase,
 )
-from offbeat.averaging.start_phase import StartPhase
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec

@@ -27,8 +27,7 @@ from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import NonFiniteError
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Payload
-from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging
 
 _NOT_FINITE: Final = (
     " at the end of the session are not finite, so they have no mean with those of its peers. Lower"
