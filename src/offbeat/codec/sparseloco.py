@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.codec.few_bits import LevelValues, pack, unpack
 from offbeat.codec.finite import is_finite
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
 from offbeat.codec.select import Selection
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
-from offbeat.codec.value_codecs import ValueCodec, WireValues, pack, unpack
 from offbeat.errors import WireError
 
 
@@ -77,39 +77,6 @@ class ChunkSelector(Selector):
             sparse=Sparse(indices=indices.cpu().numpy(), values=picked, num_elements=n),
             finite=True,
         )
-
-
-class LevelValues(ValueCodec):
-    """Levels of equal width over three standard deviations to either side of the mean; each is read
-    as the mean of the values in it, which stands in the message.
-
-    Args:
-        bits: of a value: there are 2**bits levels.
-    """
-
-    code = 4
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-        self.table_bytes = 4 << bits
-
-    @override
-    def encode(self, values: NDArray[np.floating]) -> WireValues:
-        num_levels = 1 << self.bits
-        wide = values.astype(np.float64)
-        centre, sigma = (wide.mean(), wide.std()) if wide.size else (0.0, 0.0)
-        levels = (wide - centre) * (num_levels / (6 * sigma or 1.0)) + num_levels / 2
-        codes = np.clip(levels, 0, num_levels - 1).astype(np.uint16)
-        counts = np.bincount(codes, minlength=num_levels)
-        sums = np.bincount(codes, weights=wide, minlength=num_levels)
-        means = (sums / np.maximum(counts, 1)).astype(np.float32)
-        return np.concatenate([means.view(np.uint8), pack(codes, self.bits)])
-
-    @override
-    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
-        table = coded[: self.table_bytes].view(np.float32)
-        decoded: NDArray[np.floating] = table[unpack(coded[self.table_bytes :], self.bits, count)]
-        return decoded
 
 
 class ChunkIndices(IndexCodec):
