@@ -114,9 +114,9 @@ def test_values_beyond_single_precision_become_the_largest() -> None:
     assert decoded.tolist() == [np.finfo(np.float32).max, -np.finfo(np.float32).max]
 
 
-@pytest.mark.parametrize("bits", [0, 9])
+@pytest.mark.parametrize("bits", [0, 3, 9])
 def test_a_number_of_bits_that_cannot_be_is_refused(bits: int) -> None:
-    with pytest.raises(ConfigError, match="1 to 8"):
+    with pytest.raises(ConfigError, match="1, 2, 4 or 8"):
         LinearValues(bits)
 
 

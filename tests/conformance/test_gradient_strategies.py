@@ -31,6 +31,10 @@ AnyStrategy = GradientStrategy | KFACStrategy
 _STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce": offbeat.AllReduce(),
     "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),
+    "allreduce in 8 bits": offbeat.AllReduce(codec="linear8"),
+    "allreduce by signs, in small buckets": offbeat.AllReduce(
+        codec="sign", bucket_mib=1e-4, first_bucket_mib=1e-4
+    ),
     "topk": offbeat.TopK(density=0.2),
     "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.2, collective="reduce_scatter"),
@@ -69,6 +73,8 @@ def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
         return replace(strategy, density=1.0, codec=None, warmup=None)
     if isinstance(strategy, offbeat.EF21):
         return replace(strategy, density=1.0, codec="float32")
+    if isinstance(strategy, offbeat.AllReduce) and strategy.codec is not None:
+        return replace(strategy, codec="float32")
     return strategy
 
 

@@ -38,6 +38,8 @@ GTOPK = offbeat.GTopK(**SPARSE)
 STRATEGIES: Strategies = {
     "allreduce": offbeat.AllReduce(**BASE),
     "allreduce in small buckets": offbeat.AllReduce(**SMALL_BUCKETS),
+    "allreduce in 4 bits": offbeat.AllReduce(codec="linear4", **SMALL_BUCKETS),
+    "allreduce by signs": offbeat.AllReduce(codec="sign", **BASE),
     "topk": offbeat.TopK(**SPARSE),
     "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
     "gtopk by reduce-scatter, bfloat16, small buckets": replace(
@@ -57,7 +59,7 @@ PAIR: Strategies = {
 LOSSLESS: Strategies = {
     label: strategy if isinstance(strategy, offbeat.AllReduce) else replace(strategy, density=1.0)
     for label, strategy in STRATEGIES.items()
-    if "bfloat16" not in label
+    if "bfloat16" not in label and label not in ("allreduce in 4 bits", "allreduce by signs")
 }
 
 
@@ -144,7 +146,8 @@ def test_what_an_all_gather_has_brought_is_applied(run_ranks: RunRanks) -> None:
     results = by_strategy(run_ranks(for_each, 3, job=against_ddp, strategies=strategies))
     found = {label: ranks[0]["fingerprint"] for label, ranks in results.items()}
     assert found["topk"] == found["auto"] == found["union"] != found["global"]
-    assert len({ranks[0]["bytes_sent"] for ranks in results.values()}) == 1
+    sent = [ranks[0]["bytes_sent"] for ranks in results.values()]
+    assert max(sent) - min(sent) <= 0.01 * max(sent)  # codes of indices depend on the indices
 
 
 def test_ranks_that_use_parts_of_the_model_or_nothing(run_ranks: RunRanks) -> None:

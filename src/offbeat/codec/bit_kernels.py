@@ -104,40 +104,138 @@ def decode_rice(
                 position += (upper << shift) + np.int64(lower[count]) + 1
                 indices[count] = position
                 count += 1
-                upper = 0
+                upper = np.int64(0)
             else:
                 upper += 1
     return count
 
 
 @kernel
-def nearest_levels(
+def encode_linear(
     values: NDArray[np.floating],
     scales: NDArray[np.float32],
     block: int,
-    top: float,
+    bits: int,
     draws: NDArray[np.float32],
-    codes: NDArray[np.uint8],
+    packed: NDArray[np.uint8],
 ) -> None:
-    """The evenly spaced level of each value: level c of 0 to `top` stands for
-    scale * (2 c / top - 1).
+    """The evenly spaced level of each value, packed: level c of 0 to 2**bits - 1 stands for
+    scale * (2 c / (2**bits - 1) - 1).
 
     Args:
         values: what is rounded.
         scales: of each block of values, the largest magnitude that can be said; 0: there is none.
-        block: values of a block.
-        top: the highest level.
+        block: values of a block, a multiple of 8.
+        bits: of a level: 1, 2, 4 or 8.
         draws: added to the level's exact place before the fraction is cut off: 1/2 rounds to
             nearest, random numbers in [0, 1) round at random without bias. Of one entry, which
             serves all values, or as many as there are values.
-        codes: takes the levels.
+        packed: takes the levels.
     """
-    for i in range(values.size):
-        scale = scales[i // block]
-        share = values[i] / scale if scale > 0 else values.dtype.type(0)
-        place = (share + 1) * top / 2 + draws[i if draws.size > 1 else 0]
-        place = place if place > 0 else 0.0
-        codes[i] = np.uint8(min(place, top))
+    each = 8 // bits
+    highest = float((1 << bits) - 1)
+    draw = draws[0] if draws.size else np.float32(0)
+    at_random = draws.size > 1
+    for number in range(scales.size):
+        scale = np.float64(scales[number])  # the inverse of a tiny one is no float32
+        factor = highest / 2 / scale if scale > 0 else 0.0
+        end = min(values.size, (number + 1) * block)
+        for begin in range(number * block, end, each):
+            byte = 0
+            for place in range(min(each, end - begin)):
+                if at_random:
+                    draw = draws[begin + place]
+                level = values[begin + place] * factor + (highest / 2 + draw)
+                level = min(max(level, 0.0), highest)
+                byte |= int(level) << (place * bits)
+            packed[begin // each] = byte
+
+
+@kernel
+def encode_exponents(
+    values: NDArray[np.floating], scales: NDArray[np.float32], block: int, packed: NDArray[np.uint8]
+) -> None:
+    """Signs and the nearest of eight magnitudes, in 4 bits each: 0 for zero, c from 1 to 7 for
+    scale * 2**(c - 7), and 8 more below zero.
+
+    Args:
+        values: what is rounded.
+        scales: of each block of values, the largest magnitude.
+        block: values of a block, even.
+        packed: takes the codes.
+    """
+    for number in range(scales.size):
+        scale = np.float64(scales[number])
+        factor = 1 / scale if scale > 0 else 0.0
+        end = min(values.size, (number + 1) * block)
+        for begin in range(number * block, end, 2):
+            byte = 0
+            for place in range(min(2, end - begin)):
+                share = np.float32(values[begin + place] * factor)
+                bits = int(share.view(np.uint32))
+                # Half a unit is added, so that cutting the fraction off rounds to nearest.
+                code = (((bits & 0x7FFF_FFFF) + 0x40_0000) >> 23) - 120
+                code = min(max(code, int(abs(share) >= np.float32(2.0**-7))), 7)
+                byte |= (code | (bits >> 28 & 8)) << (4 * place)
+            packed[begin // 2] = byte
+
+
+@kernel
+def encode_signs(values: NDArray[np.floating], packed: NDArray[np.uint8]) -> None:
+    """A bit for each value: whether it is above zero."""
+    for begin in range(0, values.size, 8):
+        byte = 0
+        for place in range(min(8, values.size - begin)):
+            byte |= int(values[begin + place] > 0) << place
+        packed[begin // 8] = byte
+
+
+@kernel
+def decode_scaled(
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    block: int,
+    bits: int,
+    levels: NDArray[np.float32],
+    values: NDArray[np.float32],
+) -> None:
+    """Read packed codes: scale * levels[code].
+
+    Args:
+        packed: codes of 1, 2, 4 or 8 bits.
+        scales: of each block of values.
+        block: values of a block, a multiple of 8.
+        bits: of a code.
+        levels: what codes stand for, with a scale of 1.
+        values: takes them.
+    """
+    each, mask = 8 // bits, (1 << bits) - 1
+    for number in range(scales.size):
+        scale = scales[number]
+        end = min(values.size, (number + 1) * block)
+        for begin in range(number * block, end, each):
+            byte = packed[begin // each]
+            for place in range(min(each, end - begin)):
+                values[begin + place] = levels[(byte >> (place * bits)) & mask] * scale
+
+
+@kernel
+def block_scales(
+    values: NDArray[np.floating], block: int, takes_mean: bool, scales: NDArray[np.float32]
+) -> None:
+    """The largest magnitude of each block, or the mean magnitude; at most what float32 can say."""
+    limit = np.finfo(np.float32).max
+    for number in range(scales.size):
+        begin, end = number * block, min(values.size, (number + 1) * block)
+        largest = total = 0.0
+        if takes_mean:
+            for i in range(begin, end):
+                total += abs(values[i])
+            scales[number] = np.float32(min(total / (end - begin), limit))
+        else:
+            for i in range(begin, end):
+                largest = max(largest, float(abs(values[i])))
+            scales[number] = np.float32(min(largest, limit))
 
 
 def warm() -> None:
@@ -152,4 +250,9 @@ def warm() -> None:
     decode_rice(packed, 1, lower, indices)
     scales = np.ones(1, dtype=np.float32)
     for dtype in (np.float32, np.float64):
-        nearest_levels(np.zeros(1, dtype=dtype), scales, 1, 1.0, scales, codes)
+        values: NDArray[np.floating] = np.zeros(1, dtype=dtype)
+        block_scales(values, 8, True, scales)
+        encode_linear(values, scales, 8, 1, scales, packed)
+        encode_exponents(values, scales, 8, packed)
+        encode_signs(values, packed)
+    decode_scaled(packed, scales, 8, 1, scales, np.zeros(1, dtype=np.float32))

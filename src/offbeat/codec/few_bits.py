@@ -45,12 +45,15 @@ class _ScaledValues(ValueCodec):
     """Codes of a few bits, with a float32 scale for each block of values before them.
 
     Args:
-        bits: of a value, 1 to 8.
+        bits: of a value: 1, 2, 4 or 8.
     """
 
+    scale_is_mean: ClassVar[bool] = False
+    """Whether a block's scale is its mean magnitude, and not the largest."""
+
     def __init__(self, bits: int) -> None:
-        if not 1 <= bits <= 8:
-            raise ConfigError(f"bits of {type(self).__name__} must be 1 to 8, got {bits}")
+        if bits not in (1, 2, 4, 8):
+            raise ConfigError(f"bits of {type(self).__name__} must be 1, 2, 4 or 8, got {bits}")
         self.bits = bits
 
     @override
@@ -59,49 +62,37 @@ class _ScaledValues(ValueCodec):
 
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
-        starts = np.arange(0, values.size, BLOCK)
-        scales = np.empty(0, np.float32)
-        if values.size:
-            with np.errstate(over="ignore"):  # in float64, beyond what a float32 can say
-                scales = self._scales(np.abs(values), starts).astype(np.float32)
-            scales = np.minimum(scales, np.finfo(np.float32).max)
-        codes = self._codes(values, scales)
-        return np.concatenate([scales.view(np.uint8), pack(codes, self.bits)])
+        num_scales = -(-values.size // BLOCK)
+        coded = np.empty(int(self.num_bytes(values.size)), dtype=np.uint8)
+        scales = coded[: 4 * num_scales].view(np.float32)
+        bit_kernels.block_scales(values, BLOCK, self.scale_is_mean, scales)
+        self._pack(values, scales, coded[4 * num_scales :])
+        return coded
 
     @override
     def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
         at_codes = 4 * -(-count // BLOCK)
-        scales = coded[:at_codes].view(np.float32)
-        levels = self._levels[unpack(coded[at_codes:], self.bits, count)]
-        whole = count - count % BLOCK
-        levels[:whole].reshape(-1, BLOCK)[:] *= scales[: whole // BLOCK, None]
-        if whole < count:
-            levels[whole:] *= scales[-1]
-        return levels
+        scales, values = coded[:at_codes].view(np.float32), np.empty(count, dtype=np.float32)
+        bit_kernels.decode_scaled(coded[at_codes:], scales, BLOCK, self.bits, self._levels, values)
+        return values
 
     @property
     @abstractmethod
     def _levels(self) -> NDArray[np.float32]:
         """What each code stands for, with a scale of 1."""
 
-    def _scales(
-        self, magnitudes: NDArray[np.floating], starts: NDArray[np.int64]
-    ) -> NDArray[np.floating]:
-        """The scale of each block, which begin at `starts`."""
-        largest: NDArray[np.floating] = np.maximum.reduceat(magnitudes, starts)
-        return largest
-
     @abstractmethod
-    def _codes(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32]
-    ) -> NDArray[np.uint8]: ...
+    def _pack(
+        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
+    ) -> None:
+        """Write the code of each value into `packed`, in the order in which `pack` does."""
 
 
 class LinearValues(_ScaledValues):
     """2**bits levels, evenly spaced from minus to plus the largest magnitude of a block.
 
     Args:
-        bits: of a value, 1 to 8.
+        bits: of a value: 1, 2, 4 or 8.
         stochastic: round to one of the two nearest levels at random, so that the expected value is
             exact (QSGD, arXiv 1610.02132), and not to the nearest one. The draws depend on the
             values alone.
@@ -119,17 +110,14 @@ class LinearValues(_ScaledValues):
         return np.linspace(-1, 1, 1 << self.bits, dtype=np.float32)
 
     @override
-    def _codes(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32]
-    ) -> NDArray[np.uint8]:
+    def _pack(
+        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
+    ) -> None:
         draws = np.full(1, 0.5, dtype=np.float32)
         if self.stochastic:
-            seed = zlib.crc32(np.ascontiguousarray(values).view(np.uint8))
-            draws = np.random.default_rng(seed).random(values.size, dtype=np.float32)
-        codes = np.empty(values.size, dtype=np.uint8)
-        top = float((1 << self.bits) - 1)
-        bit_kernels.nearest_levels(values, scales, BLOCK, top, draws, codes)
-        return codes
+            generator = np.random.default_rng(zlib.crc32(values.tobytes()))
+            draws = generator.random(values.size, dtype=np.float32)
+        bit_kernels.encode_linear(values, scales, BLOCK, self.bits, draws, packed)
 
 
 class SignValues(_ScaledValues):
@@ -138,6 +126,7 @@ class SignValues(_ScaledValues):
     """
 
     code = 6
+    scale_is_mean = True
 
     def __init__(self) -> None:
         super().__init__(bits=1)
@@ -148,18 +137,10 @@ class SignValues(_ScaledValues):
         return np.array([-1, 1], dtype=np.float32)
 
     @override
-    def _scales(
-        self, magnitudes: NDArray[np.floating], starts: NDArray[np.int64]
-    ) -> NDArray[np.floating]:
-        counts = np.diff(np.append(starts, magnitudes.size))
-        means: NDArray[np.floating] = np.add.reduceat(magnitudes.astype(np.float64), starts)
-        return means / counts
-
-    @override
-    def _codes(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32]
-    ) -> NDArray[np.uint8]:
-        return (values > 0).view(np.uint8)
+    def _pack(
+        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
+    ) -> None:
+        bit_kernels.encode_signs(values, packed)
 
 
 class E3M0Values(_ScaledValues):
@@ -181,13 +162,10 @@ class E3M0Values(_ScaledValues):
         return np.concatenate([self._MAGNITUDES, -self._MAGNITUDES])
 
     @override
-    def _codes(
-        self, values: NDArray[np.floating], scales: NDArray[np.float32]
-    ) -> NDArray[np.uint8]:
-        scale = np.repeat(np.where(scales > 0, scales, 1), BLOCK)[: values.size]
-        between = (self._MAGNITUDES[1:] + self._MAGNITUDES[:-1]) / 2
-        codes = np.searchsorted(between, np.abs(values) / scale, side="right")
-        return (codes + 8 * (values < 0)).astype(np.uint8)
+    def _pack(
+        self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
+    ) -> None:
+        bit_kernels.encode_exponents(values, scales, BLOCK, packed)
 
 
 class LevelValues(ValueCodec):
