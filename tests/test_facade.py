@@ -31,6 +31,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "ElasticSGD",
         "GTopK",
         "LocalSGD",
+        "PowerSGD",
         "SGP",
     }
     strategies |= {"TopK", "WAGMA"}

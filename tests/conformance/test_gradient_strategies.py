@@ -35,6 +35,8 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce by signs, in small buckets": offbeat.AllReduce(
         codec="sign", bucket_mib=1e-4, first_bucket_mib=1e-4
     ),
+    "powersgd": offbeat.PowerSGD(rank=1),
+    "powersgd in small buckets": offbeat.PowerSGD(rank=1, bucket_mib=1e-4),
     "topk": offbeat.TopK(density=0.2),
     "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.2, collective="reduce_scatter"),
@@ -75,6 +77,8 @@ def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
         return replace(strategy, density=1.0, codec="float32")
     if isinstance(strategy, offbeat.AllReduce) and strategy.codec is not None:
         return replace(strategy, codec="float32")
+    if isinstance(strategy, offbeat.PowerSGD):
+        return replace(strategy, rank=1000)  # of which every parameter is so small that it is whole
     return strategy
 
 

@@ -12,6 +12,7 @@ from thread_support.world import ThreadDriver, results_of, session_on
 NUM_RANKS, NUM_STEPS = 3, 6  # a third is not exact in any binary type
 
 STRATEGIES: dict[str, GradientStrategy] = {
+    "powersgd": offbeat.PowerSGD(rank=1),
     "allreduce in 4 bits": offbeat.AllReduce(codec="linear4"),
     "topk": offbeat.TopK(density=0.1),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.1, collective="reduce_scatter"),

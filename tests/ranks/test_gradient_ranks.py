@@ -40,6 +40,7 @@ STRATEGIES: Strategies = {
     "allreduce in small buckets": offbeat.AllReduce(**SMALL_BUCKETS),
     "allreduce in 4 bits": offbeat.AllReduce(codec="linear4", **SMALL_BUCKETS),
     "allreduce by signs": offbeat.AllReduce(codec="sign", **BASE),
+    "powersgd": offbeat.PowerSGD(rank=1, bucket_mib=1e-3, **BASE),
     "topk": offbeat.TopK(**SPARSE),
     "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
     "gtopk by reduce-scatter, bfloat16, small buckets": replace(
@@ -57,9 +58,9 @@ PAIR: Strategies = {
     label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
 }
 LOSSLESS: Strategies = {
-    label: strategy if isinstance(strategy, offbeat.AllReduce) else replace(strategy, density=1.0)
+    label: replace(strategy, density=1.0) if hasattr(strategy, "density") else strategy
     for label, strategy in STRATEGIES.items()
-    if "bfloat16" not in label and label not in ("allreduce in 4 bits", "allreduce by signs")
+    if not any(part in label for part in ("bfloat16", "bits", "signs", "powersgd"))
 }
 
 

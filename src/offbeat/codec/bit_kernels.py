@@ -231,11 +231,11 @@ def block_scales(
         if takes_mean:
             for i in range(begin, end):
                 total += abs(values[i])
-            scales[number] = np.float32(min(total / (end - begin), limit))
+            scales[number] = np.float32(total / (end - begin) if total < limit else limit)
         else:
             for i in range(begin, end):
                 largest = max(largest, float(abs(values[i])))
-            scales[number] = np.float32(min(largest, limit))
+            scales[number] = np.float32(largest if largest < limit else limit)
 
 
 def warm() -> None:

@@ -17,6 +17,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.reductions import owe_rounding_
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -81,12 +82,7 @@ class CodedReduction:
             self._take_back(position, kept)
         flat.copy_(kept.mul_(factor))
         if flat.dtype != kept.dtype:
-            # All ranks round the mean alike, so what an element loses is owed by one of them. A
-            # mean that overflows is not applied: a GradScaler skips the step.
-            mine = slice(self._driver.rank, None, self._driver.world_size)
-            shown = flat[mine].to(kept.dtype)
-            lost = torch.where(shown.isfinite(), kept[mine] - shown, kept[mine])
-            self.residual[mine] += lost / factor
+            owe_rounding_(self.residual, kept, flat, factor, self._driver)
         self.encode_s += time.perf_counter() - begin_s
         return flat
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
@@ -32,6 +33,7 @@ from offbeat.gradients.exchange import ExchangeCounts, Reduction
 from offbeat.gradients.reductions import DenseReduction
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import require_positive
+from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,12 @@ class AllReduce(GradientStrategy):
             TopKCodec(values=self.codec)  # which refuses what is no codec of values
         require_positive("bucket_mib", self.bucket_mib)
         require_positive("first_bucket_mib", self.first_bucket_mib)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        if self.codec is not None:
+            require_real(model)
 
     @override
     def as_first_steps(self) -> Self:
