@@ -27,6 +27,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "Crossbow",
         "DPSGD",
         "EF21",
+        "DeMo",
         "EagerSGD",
         "ElasticSGD",
         "GTopK",

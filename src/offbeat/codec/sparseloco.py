@@ -53,6 +53,15 @@ class ChunkSelector(Selector):
     def __init__(self, size: int) -> None:
         self.size = size
 
+    def largest(self, magnitudes: torch.Tensor, k: int) -> torch.Tensor:
+        """The places of about `k` entries of `magnitudes`, shape (n,), n >= 1, in any order."""
+        n = magnitudes.numel()
+        size = min(self.size, n)
+        padded = torch.nn.functional.pad(magnitudes, (0, -n % size)).view(-1, size)
+        largest, places = padded.topk(min(size, -(-k * size // n)), sorted=False)
+        places += size * torch.arange(len(padded), device=places.device)[:, None]
+        return places[largest > 0]  # without the padding
+
     @override
     def select(
         self,
@@ -64,13 +73,12 @@ class ChunkSelector(Selector):
         state: Mapping[str, float],
     ) -> Selection:
         torch.add(residual, flat, alpha=weight, out=flat)
-        n, size = flat.numel(), max(1, min(self.size, flat.numel()))
-        if not is_finite(flat):
-            return Selection(sparse=Sparse.empty(n, flat.cpu().numpy().dtype), finite=False)
-        padded = torch.nn.functional.pad(flat.abs(), (0, -n % size)).view(-1, size)
-        largest, places = padded.topk(min(size, -(-k * size // max(1, n))), sorted=False)
-        places += size * torch.arange(len(padded), device=flat.device)[:, None]
-        indices = places[largest > 0].sort().values
+        n = flat.numel()
+        if not n or not is_finite(flat):
+            empty = Sparse.empty(n, flat.cpu().numpy().dtype)
+            return Selection(sparse=empty, finite=not n)
+        indices = self.largest(flat.abs(), k).sort().values
+        indices = indices[flat[indices] != 0]
         picked = flat[indices].cpu().numpy()
         flat[indices] = 0
         return Selection(

@@ -107,6 +107,13 @@ REGISTRY: Final = StrategyRegistry(
         summary="Gradients as products of two thin matrices",
     ),
     StrategyEntry(
+        name="demo",
+        class_name="DeMo",
+        module="offbeat.strategies.demo",
+        paper="arXiv 2411.19870",
+        summary="Momentum of which the largest cosine coefficients travel",
+    ),
+    StrategyEntry(
         name="localsgd",
         class_name="LocalSGD",
         module="offbeat.strategies.localsgd",
