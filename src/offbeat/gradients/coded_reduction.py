@@ -31,17 +31,26 @@ class CodedReduction:
         values: how values travel.
         driver: carries the collective out.
         stream: this bucket's channels.
+        decay: what is owed is multiplied by it when a step is committed, in (0, 1].
 
     Attributes:
         encode_s: seconds spent on adding what is owed and on putting results in place.
         residual: what is owed, shape (n,).
     """
 
-    def __init__(self, bucket: Bucket, values: ValueCodec, driver: Driver, stream: Stream) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        values: ValueCodec,
+        driver: Driver,
+        stream: Stream,
+        *,
+        decay: float = 1.0,
+    ) -> None:
         self.encode_s = 0.0
         self.ages = None
         self.residual = bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype)
-        self._bucket, self._driver, self._stream = bucket, driver, stream
+        self._bucket, self._driver, self._stream, self._decay = bucket, driver, stream, decay
         double = self.residual.dtype == torch.float64
         values = values.suited_to(np.dtype(np.float64 if double else np.float32))
         self._wire = DenseWire(num_parameters=len(bucket.indices), values=values)
@@ -83,6 +92,8 @@ class CodedReduction:
         flat.copy_(kept.mul_(factor))
         if flat.dtype != kept.dtype:
             owe_rounding_(self.residual, kept, flat, factor, self._driver)
+        if self._decay != 1:
+            self.residual.mul_(self._decay)
         self.encode_s += time.perf_counter() - begin_s
         return flat
 
