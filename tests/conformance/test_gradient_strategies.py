@@ -31,6 +31,13 @@ AnyStrategy = GradientStrategy | KFACStrategy
 _STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce": offbeat.AllReduce(),
     "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),
+    "allreduce in 8 bits": offbeat.AllReduce(codec="linear8"),
+    "allreduce by signs, in small buckets": offbeat.AllReduce(
+        codec="sign", bucket_mib=1e-4, first_bucket_mib=1e-4
+    ),
+    "powersgd": offbeat.PowerSGD(rank=1),
+    "powersgd in small buckets": offbeat.PowerSGD(rank=1, bucket_mib=1e-4),
+    "demo": offbeat.DeMo(density=0.2, decay=1.0, sign=False),
     "topk": offbeat.TopK(density=0.2),
     "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.2, collective="reduce_scatter"),
@@ -69,6 +76,12 @@ def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
         return replace(strategy, density=1.0, codec=None, warmup=None)
     if isinstance(strategy, offbeat.EF21):
         return replace(strategy, density=1.0, codec="float32")
+    if isinstance(strategy, offbeat.AllReduce) and strategy.codec is not None:
+        return replace(strategy, codec="float32")
+    if isinstance(strategy, offbeat.DeMo):
+        return replace(strategy, density=1.0, sign=False)
+    if isinstance(strategy, offbeat.PowerSGD):
+        return replace(strategy, rank=1000)  # of which every parameter is so small that it is whole
     return strategy
 
 
@@ -197,6 +210,8 @@ def test_applied_plus_owed_is_the_sum_of_gradients(
 ) -> None:
     if isinstance(strategy, offbeat.EF21):
         pytest.skip("EF21 owes nothing: what was not sent is forgotten")
+    if isinstance(strategy, offbeat.DeMo):
+        pytest.skip("DeMo owes cosine coefficients: tests/strategies/test_demo.py")
     if isinstance(strategy, SparseGradientStrategy):
         if strategy.momentum_correction not in (None, "auto"):
             pytest.skip("momentum correction accumulates velocity, not gradients")

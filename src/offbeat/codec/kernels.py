@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.codec import moves, rounding, sparse_kernels
+from offbeat.codec import bit_kernels, moves, rounding, sparse_kernels
 from offbeat.codec.jit import bits_of, kernel, magnitude_mask
 
 BLOCK = 32
@@ -226,5 +226,6 @@ def warm() -> None:
         take_largest(bits, mask, zero, 0, marks)
         add_at(values, indices[:1], values[:1].copy())
     sparse_kernels.warm()
+    bit_kernels.warm()
     moves.warm()
     rounding.warm()

@@ -5,7 +5,6 @@ options.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
@@ -25,7 +24,7 @@ class ValueCodec(OptionValue):
     """Turns the values of a message into bytes and back."""
 
     code: ClassVar[int]
-    """The byte that names the codec in a message: 0 to 4 are offbeat's, others may take 128 to
+    """The byte that names the codec in a message: 0 to 7 are offbeat's, others may take 128 to
     255.
     """
 
@@ -63,22 +62,6 @@ class ValueCodec(OptionValue):
     def suited_to(self, dtype: np.dtype[np.floating]) -> ValueCodec:
         """The codec that serves a vector of `dtype` in the place of this one."""
         return self
-
-
-def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
-    """Codes of so many bits side by side, the lowest bit first.
-
-    >>> pack(np.array([3, 1, 2], np.uint8), bits=2).tolist()
-    [39]
-    """
-    places = np.arange(bits, dtype=codes.dtype)
-    return np.packbits((codes[:, None] >> places & 1).astype(np.uint8), bitorder="little")
-
-
-def unpack(coded: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.int64]:
-    """Inverse of `pack`, of `count` codes."""
-    each = np.unpackbits(coded, count=count * bits, bitorder="little").reshape(count, bits)
-    return each @ (np.int64(1) << np.arange(bits))
 
 
 class _Float(ValueCodec):
@@ -173,10 +156,3 @@ def _float8() -> NDArray[np.float32]:
 
 
 _FLOAT8: Final = _float8()
-
-VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {
-    "float32": Float32Values(),
-    "bfloat16": BFloat16Values(),
-    "float8": Float8Values(),
-}
-"""Value codecs by the names that options may use for them."""

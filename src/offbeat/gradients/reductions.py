@@ -368,3 +368,22 @@ def launch_sums(
     the order in which each rank begins them, so none may wait until another one happens to be over.
     """
     return [driver.launch(dense_all_reduce(tensor), stream.next()) for tensor in tensors]
+
+
+def owe_rounding_(
+    residual: torch.Tensor, mean: torch.Tensor, shown: torch.Tensor, factor: float, driver: Driver
+) -> None:
+    """Owe what a mean has lost in half precision. All ranks round alike, so what an element loses
+    is owed by one of them. A mean that overflows is not applied: a GradScaler skips the step.
+
+    Args:
+        residual: what is owed, float32, shape (n,); changed in place.
+        mean: exact, float32, shape (n,).
+        shown: `mean` in half precision, shape (n,).
+        factor: the mean is the sum times it.
+        driver: of this rank.
+    """
+    mine = slice(driver.rank, None, driver.world_size)
+    rounded = shown[mine].to(mean.dtype)
+    rounded = torch.where(rounded.isfinite(), rounded, 0)
+    residual[mine] += (mean[mine] - rounded) / factor

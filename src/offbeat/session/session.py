@@ -685,8 +685,8 @@ class Session:
             buffers=lambda: self._buffers_of(self._model),
             chosen=self._chosen_buffers,
         )
+        self.finish()
         if self._mean_source is not None:
-            self.finish()
             with torch.no_grad():
                 self._mean_source.average_into(weights)
         elif self.world_size > 1:

@@ -100,6 +100,20 @@ REGISTRY: Final = StrategyRegistry(
         summary="Gradients estimated from their largest changes, which are all that travels",
     ),
     StrategyEntry(
+        name="powersgd",
+        class_name="PowerSGD",
+        module="offbeat.strategies.powersgd",
+        paper="arXiv 1905.13727",
+        summary="Gradients as products of two thin matrices",
+    ),
+    StrategyEntry(
+        name="demo",
+        class_name="DeMo",
+        module="offbeat.strategies.demo",
+        paper="arXiv 2411.19870",
+        summary="Momentum of which the largest cosine coefficients travel",
+    ),
+    StrategyEntry(
         name="localsgd",
         class_name="LocalSGD",
         module="offbeat.strategies.localsgd",

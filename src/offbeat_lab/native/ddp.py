@@ -149,7 +149,7 @@ class BFloat16(DDP):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(Native):
+class PowerSGDHook(Native):
     """DDP with torch's PowerSGD hook: low-rank gradients with error feedback (Vogels et al.,
     NeurIPS 2019).
 
