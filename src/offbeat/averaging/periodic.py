@@ -290,6 +290,11 @@ class WeightExchange:
             number: of averages before this one.
         """
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is between `launch` and `merge`, and part of `state`."""
+        return False
+
     @abstractmethod
     def merge(self, *, measures_drift: bool) -> Drift:
         """Wait for what `launch` began, and change the weights. After the optimizer's step."""
@@ -512,14 +517,12 @@ class PeriodicAverage(Callback):
 
     @override
     def state_dict(self) -> CallbackState:
-        # What is under way is merged at once, since it could not be saved; all ranks have launched
-        # it.
-        self._merge()
         state = self.exchange.state()
         counts = {
             "num_steps": self._num_steps,
             "num_averages": self._num_averages,
             "averaged_at_step": self._averaged_at_step,
+            "launched_for": self._launched_for or 0 if self.exchange.is_under_way else 0,
         }
         remembered = {f"schedule/{key}": value for key, value in self._schedule_state.items()}
         return {**state, "replicated": state.get("replicated", {}) | counts | remembered}
@@ -537,6 +540,8 @@ class PeriodicAverage(Callback):
         }
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
+        launched_for = int(saved.get("launched_for", 0))
+        self._launched_for = launched_for if self.exchange.is_under_way else None
         last = saved.get("averaged_at_step")
         self._averaged_at_step = self._last() if last is None else int(last)
 

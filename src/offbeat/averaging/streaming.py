@@ -89,6 +89,7 @@ class _Fragment:
         self.rule = OuterOptimizer(parameters, make=outer)
         self.changes = EncodedChanges(self.rule.anchor, codec, peers)
         self.begun: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []  # once they have come, for a state that is saved
 
 
 class StreamingMean(WeightExchange):
@@ -121,7 +122,7 @@ class StreamingMean(WeightExchange):
             _Fragment(fragment, peers, codec, outer)
             for fragment in fragments_of(parameters, streaming.fragments)
         ]
-        self._place = 0  # of the fragment under way
+        self._under_way: int | None = None  # the place of a fragment
 
     @override
     def begin(self) -> None:
@@ -131,58 +132,92 @@ class StreamingMean(WeightExchange):
     @override
     def launch(self, number: int) -> None:
         begin_s = time.perf_counter()
-        self._place = number % len(self._fragments)
-        fragment = self._fragments[self._place]
+        self._under_way = number % len(self._fragments)
+        fragment = self._fragments[self._under_way]
         fragment.begun = [each.detach().clone() for each in fragment.parameters.values()]
         fragment.changes.launch(fragment.rule.changes())
         self.encode_s += time.perf_counter() - begin_s
 
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
-        fragment, driver = self._fragments[self._place], self._peers.driver
-        if not self._place and (places := self._weights.positions_of_statistics()):
+        place, driver, stream = self._under_way, self._peers.driver, self._peers.stream
+        assert place is not None, "nothing was launched"
+        if not place:
             tensors = self._weights.tensors()
-            statistics = [tensors[place] for place in places]
-            self.encode_s += average_(
-                statistics, statistics, driver=driver, stream=self._peers.stream, weight=1.0
-            )
-        if not self._place:
-            self._weights.average_counters_(driver, self._peers.stream)
-        means = fragment.changes.mean()
+            statistics = [tensors[each] for each in self._weights.positions_of_statistics()]
+            if statistics:
+                self.encode_s += average_(
+                    statistics, statistics, driver=driver, stream=stream, weight=1.0
+                )
+            self._weights.average_counters_(driver, stream)
+        means, fragment = self._arrived(), self._fragments[place]
         begin_s = time.perf_counter()
         own = [each.detach().clone() for each in fragment.parameters.values()]
         fragment.rule.merge_(means)  # the parameters hold the anchor now
         for parameter, mine, begun in zip(
             fragment.parameters.values(), own, fragment.begun, strict=True
         ):
-            if self._mix is None:
+            if not parameter.requires_grad:  # frozen meanwhile: it stays where it is
+                parameter.detach().copy_(mine)
+            elif self._mix is None:
                 parameter.detach().add_(mine.sub_(begun))
             else:
                 parameter.detach().lerp_(mine, self._mix)
-        fragment.begun = []
+        fragment.begun, fragment.means, self._under_way = [], [], None
         self.encode_s += time.perf_counter() - begin_s
         return Drift()
+
+    def _arrived(self) -> list[torch.Tensor]:
+        """The mean changes of the fragment under way; none where nothing is."""
+        if self._under_way is None:
+            return []
+        fragment = self._fragments[self._under_way]
+        fragment.means = fragment.means or fragment.changes.mean()
+        return fragment.means
 
     @override
     def state(self) -> CallbackState:
         state: dict[str, Any] = {"additive": {}, "local": {}, "replicated": {}}
-        for fragment in self._fragments:
+        means = self._arrived()  # all ranks have launched it, so it comes
+        for place, fragment in enumerate(self._fragments):
             state["replicated"] |= fragment.rule.state()
             owed = fragment.changes.state()
             state["additive"] |= owed["additive"]
             state["local"] |= owed["local"]
+            if place == self._under_way:
+                for name, mean, begun in zip(
+                    fragment.parameters, means, fragment.begun, strict=True
+                ):
+                    state["replicated"][f"arrived/{name}"] = mean
+                    state["local"][f"begun/{name}"] = begun
         return state
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        for fragment in self._fragments:
+        """With other fragments than before, what was under way is given up."""
+        self._under_way = None
+        replicated, local = state["replicated"], state["local"]
+        arrived = {key for key in replicated if key.startswith("arrived/")}
+        for place, fragment in enumerate(self._fragments):
             fragment.changes.load(state)
             mine = {
                 key: value
-                for key, value in state["replicated"].items()
+                for key, value in replicated.items()
                 if key.rpartition("/")[2] in fragment.parameters
             }
             fragment.rule.load(mine)
+            fragment.begun, fragment.means = [], []
+            if arrived and arrived == {f"arrived/{name}" for name in fragment.parameters}:
+                self._under_way = place
+                for name, parameter in fragment.parameters.items():
+                    begun = local.get(f"begun/{name}", parameter)  # a rank that was not there
+                    fragment.begun.append(begun.detach().clone().to(parameter))
+                    fragment.means.append(replicated[f"arrived/{name}"].clone())
+
+    @property
+    @override
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
 
 
 def fragments_of(
