@@ -19,11 +19,10 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec.finite import is_finite
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
-from offbeat.codec.select import Selection
-from offbeat.codec.selectors import Selector
+from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import is_finite
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
 from offbeat.codec.value_codecs import ValueCodec, WireValues, pack, unpack
 from offbeat.errors import WireError

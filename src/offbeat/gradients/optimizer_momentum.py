@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import CallbackState
-from offbeat.codec import kernels
+from offbeat.codec.jit import kernel
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import GradientTransform
@@ -381,12 +381,34 @@ def mix_by_kernel(
     the CPU.
     """
     values = flat.numpy()
-    kernels.mix(
+    _mix(
         values,
         velocity.numpy(),
         np.array(shares, dtype=values.dtype),
         new_velocity.numpy(),
     )
+
+
+@kernel
+def _mix(
+    flat: NDArray[np.floating],
+    velocity: NDArray[np.floating],
+    shares: NDArray[np.floating],
+    new_velocity: NDArray[np.floating],
+) -> None:
+    """flat, new_velocity = a * flat + b * velocity, c * flat + d * velocity.
+
+    Args:
+        flat: shape (n,), overwritten.
+        velocity: shape (n,).
+        shares: a, b, c, d, of the same dtype.
+        new_velocity: shape (n,), overwritten.
+    """
+    a, b, c, d = shares[0], shares[1], shares[2], shares[3]
+    for i in range(flat.size):
+        gradient, before = flat[i], velocity[i]
+        flat[i] = a * gradient + b * before
+        new_velocity[i] = c * gradient + d * before
 
 
 def mix_by_torch(

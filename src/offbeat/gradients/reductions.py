@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offbeat.codec.finite import is_finite
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.sparse import Sparse
-from offbeat.codec.tally import NUM_COUNTERS, Tally
+from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offbeat.codec.finite import is_finite
 from offbeat.codec.model_wire import Counters, no_counters
+from offbeat.codec.tally import is_finite
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.transport.driver import Driver, Stream

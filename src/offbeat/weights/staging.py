@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from offbeat.codec.memory import keep_freed_memory
+from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.model_wire import Values
 from offbeat.weights.model_weights import Pack, real
 

@@ -23,7 +23,6 @@ from offbeat.averaging.background.served_generation import AveragingProtocol
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec import moves
 from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values
 from offbeat.codec.rounding import Rounding
@@ -122,7 +121,6 @@ def start_background_averager(
         PeerError: a newcomer received no model.
     """
     # Compiling takes longer than peers wait for an answer, so it comes before the first.
-    moves.warm()
     rounding_kernels.warm()
     buffers = weights.buffers()
     num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
