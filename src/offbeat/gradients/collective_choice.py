@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from typing_extensions import override
@@ -19,25 +19,30 @@ from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
-from offbeat.collectives.base import CostOf
+from offbeat.collectives.base import CostOf, SparseCollective
 from offbeat.collectives.probe import probe
 from offbeat.transport.driver import Driver, Stream
 
-SPARSE_COSTS: Mapping[str, CostOf] = {
+COLLECTIVES: Final[Mapping[str, SparseCollective | None]] = {
+    "reduce_scatter": sparse_reduce_scatter.sparse_reduce_scatter,
+    "all_gather": topk_allgather.topk_sum,
+    "global": topk_allgather.global_topk,
+    "tree": gtopk_tree.gtopk_tree,
+    "paper": partial(gtopk_tree.gtopk_tree, variant="paper"),
+    "dense": None,
+}
+"""By the names that options use for them; None: everything is sent, densely."""
+
+COSTS: Final[Mapping[str, CostOf]] = {
     "reduce_scatter": sparse_reduce_scatter.cost_s,
     "all_gather": topk_allgather.cost_s,
-}
-"""Of the sparse collectives among which `collective="auto"` chooses."""
-
-COSTS: Mapping[str, CostOf] = {
-    **SPARSE_COSTS,
     "global": topk_allgather.cost_s,
     "tree": gtopk_tree.cost_s,
     "paper": gtopk_tree.cost_s,
 }
-"""Of all sparse collectives."""
+"""Of those that are sparse."""
 
-BY_ITSELF = frozenset({*SPARSE_COSTS, "dense"})
+BY_ITSELF: Final = frozenset({"reduce_scatter", "all_gather", "dense"})
 """What `collective="auto"` chooses among."""
 
 SAMPLE_ELEMENTS = 1 << 20

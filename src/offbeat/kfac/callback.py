@@ -28,7 +28,7 @@ from offbeat.callbacks.context import Context
 from offbeat.callbacks.profile import FactorAssignment, StepProfile
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.exchange import LaunchOrder
 from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.averages import FactorAverages
 from offbeat.kfac.blocks import Block, slots_of

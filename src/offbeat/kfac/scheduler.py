@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offbeat.gradients.exchange import ExchangeListener
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.exchange import ExchangeListener, LaunchOrder
 from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.blocks import Block, FactorSlot, Side
 from offbeat.kfac.capture import Capture, Increment

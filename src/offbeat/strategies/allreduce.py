@@ -17,12 +17,11 @@ from typing import ClassVar, Self
 
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.reductions import DenseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
 from offbeat.strategies.options import require_positive
 
 
@@ -50,14 +49,17 @@ class AllReduce(GradientStrategy):
     def as_first_steps(self) -> Self:
         return replace(self, replica_check_interval=0)
 
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
         cap_bytes, first_cap_bytes = int(self.bucket_mib * MIB), int(self.first_bucket_mib * MIB)
         buckets = make_buckets(
             context.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes
         )
-        return [
-            (bucket, DenseReduction(bucket, context.driver, context.new_stream()))
-            for bucket in buckets
-        ], []
+        return Reductions(
+            [
+                (bucket, DenseReduction(bucket, context.driver, context.new_stream()))
+                for bucket in buckets
+            ]
+        )

@@ -41,7 +41,7 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, UnsupportedError, nearest
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.exchange import LaunchOrder
 from offbeat.kfac.blocks import slots_of
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.costs import gather_plan_inputs
