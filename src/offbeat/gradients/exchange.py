@@ -242,8 +242,6 @@ class GradientExchange(Callback):
             optimizers pass over.
         max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
         notify: for remarks.
-        weight: this rank's weight in the mean, until `on_batch_claimed` says how many samples it
-            has.
         launch_order: decides when a bucket that is ready is launched, where other collectives are
             under way beside the buckets; None: at once.
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
@@ -263,7 +261,6 @@ class GradientExchange(Callback):
         has_scaler: bool,
         max_skipped_steps: int,
         notify: Callable[[str], None],
-        weight: float = 1.0,
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
         agree_on: Callable[[float], float] = lambda value: value,
@@ -281,7 +278,6 @@ class GradientExchange(Callback):
         self._has_scaler = has_scaler
         self._max_skipped_steps = max_skipped_steps
         self._notify = notify
-        self._weight = weight
         self._num_samples: int | None = None
         self._counts_samples = self._is_idle = False
         self._place = {
@@ -504,7 +500,7 @@ class GradientExchange(Callback):
 
     def _weight_now(self) -> float:
         if self._num_samples is None:
-            return self._weight
+            return 1.0
         return 0.0 if self._is_idle else float(self._num_samples)
 
     def _copy_in(self, b: int, position: int) -> None:
