@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.arithmetic.groups import VersionGroup, group_of_version, groups, num_groups
-from offbeat.errors import ConfigError
 
 WORLD_SIZES = [*range(1, 34), 63, 64, 65, 100, 255, 256, 1000, 1023, 1024]
 GROUP_SIZES = [2, 3, 4, 5, 8, 10, 16, 32, 100]
@@ -117,40 +116,3 @@ def test_members_of_a_group_agree_on_it(
         )
     else:
         assert all(found.min_arrivals == 1 for found in found_groups.values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((-1, [0, 1], 2), "version is -1"),
-        ((0, [], 2), "there are no members"),
-        ((0, [1, 1], 2), "each rank once"),
-        ((0, [0, 1], 1), "group_size is 1, allowed is 2 or more"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(
-    arguments: tuple[int, list[int], int], complaint: str
-) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        groups(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"period": 0}, "period is 0"),
-        ({"quorum": 0.0}, "quorum is 0.0"),
-        ({"quorum": 1.5}, "quorum is 1.5"),
-    ],
-)
-def test_found_groups_out_of_range_are_refused(options: dict[str, float], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        # just these are wrong
-        group_of_version(0, 0, [0, 1], group_size=2, **options)  # type: ignore[arg-type]
-
-
-def test_a_rank_that_is_no_member_has_no_group() -> None:
-    with pytest.raises(ConfigError, match="rank 5 is no member"):
-        group_of_version(0, 5, [0, 1], group_size=2)
-    with pytest.raises(ConfigError, match="min_arrivals is 3, allowed is 1 to 2"):
-        VersionGroup(ranks=(0, 1), min_arrivals=3)

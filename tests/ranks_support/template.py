@@ -31,10 +31,10 @@ PRELOADED = (
 def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
-    from offbeat.codec import kernels
+    from offbeat.codec import jit
     from ranks_support import rank
 
-    kernels.warm()
+    jit.warm()
     forget_finalizers()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)

@@ -35,8 +35,12 @@ from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import Reduction
-from offbeat.gradients.reductions import DenseReduction, ExchangePlan, SparseReduction
+from offbeat.gradients.reductions import (
+    DenseReduction,
+    ExchangePlan,
+    Reduction,
+    SparseReduction,
+)
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import ModelWeights, average_, non_finite_weights

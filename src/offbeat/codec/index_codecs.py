@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec import bit_kernels, sparse_kernels
+from offbeat.codec import bit_kernels
+from offbeat.codec.jit import kernel
 from offbeat.codec.option_value import OptionValue
 from offbeat.errors import WireError
 
@@ -121,7 +122,7 @@ class GapIndices(IndexCodec):
     def encode(self, indices: NDArray[np.int64], num_elements: int) -> CodedIndices:
         if indices.size == num_elements:
             return CodedIndices(self._ALL, np.empty(0, np.uint8))
-        num_short, num_long = sparse_kernels.count_gaps(indices)
+        num_short, num_long = _count_gaps(indices)
         plain = self._plain(num_elements)
         counts = {
             self._SHORT_GAPS: int(num_short),
@@ -146,7 +147,7 @@ class GapIndices(IndexCodec):
         if layout == plain:
             return CodedIndices(layout, indices.astype(self._DTYPES[plain]))
         codes = np.empty(counts[layout], dtype=self._DTYPES[layout])
-        sparse_kernels.encode_gaps(indices, codes)
+        _encode_gaps(indices, codes)
         return CodedIndices(layout, codes)
 
     @override
@@ -168,7 +169,7 @@ class GapIndices(IndexCodec):
             codes = coded.view(dtype)
             if layout in (self._SHORT_GAPS, self._GAPS):
                 indices = np.empty(codes.size, dtype=np.int64)
-                num_entries, last_is_entry = sparse_kernels.decode_gaps(codes, indices)
+                num_entries, last_is_entry = _decode_gaps(codes, indices)
                 _require_count(int(last_is_entry), 1, "entries behind its last gap")
                 indices = indices[:num_entries]
             else:
@@ -238,3 +239,61 @@ def _require_count(found: int, expected: int, of: str) -> None:
 
 INDEX_CODECS: Final[Mapping[str, IndexCodec]] = {"gaps": GapIndices()}
 """Index codecs by the names that options may use for them."""
+
+
+@kernel
+def _encode_gaps(indices: NDArray[np.int64], codes: NDArray[np.unsignedinteger]) -> None:
+    """Code ascending indices by their gaps. The largest code stands for so many elements without an
+    entry, the others for as many and an entry behind them.
+
+    Args:
+        indices: strictly ascending, >= 0.
+        codes: uint8 or uint16, as long as `_count_gaps` says.
+    """
+    longest = (np.int64(1) << np.int64(8 * codes.itemsize)) - 1
+    position = np.int64(-1)
+    count = np.uint64(0)
+    for i in range(indices.size):
+        beyond = indices[i] - position - 1
+        while beyond >= longest:
+            codes[count] = longest
+            count += np.uint64(1)
+            beyond -= longest
+        codes[count] = beyond
+        count += np.uint64(1)
+        position = indices[i]
+
+
+@kernel
+def _count_gaps(indices: NDArray[np.int64]) -> tuple[np.int64, np.int64]:
+    """How many codes `_encode_gaps` writes, of 1 and of 2 bytes."""
+    position = np.int64(-1)
+    count, long_count = np.int64(indices.size), np.int64(indices.size)
+    for i in range(indices.size):
+        beyond = indices[i] - position - 1
+        if beyond >= 0xFF:  # divisions take long, and most gaps need none
+            count += beyond // 0xFF
+            long_count += beyond // 0xFFFF
+        position = indices[i]
+    return count, long_count
+
+
+@kernel
+def _decode_gaps(
+    codes: NDArray[np.unsignedinteger], indices: NDArray[np.int64]
+) -> tuple[np.int64, np.bool_]:
+    """Inverse of `_encode_gaps`: writes `indices`, which has room for as many as there are codes.
+
+    Returns how many there are, and whether the last code brings one.
+    """
+    longest = (np.int64(1) << np.int64(8 * codes.itemsize)) - 1
+    position = np.int64(-1)
+    count = np.uint64(0)
+    is_entry: np.bool_ = np.int64(0) < longest
+    for i in range(codes.size):
+        code = np.int64(codes[i])
+        is_entry = code < longest
+        position += code + is_entry
+        indices[count] = position
+        count += np.uint64(is_entry)
+    return np.int64(count), is_entry

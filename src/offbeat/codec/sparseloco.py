@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.few_bits import LevelValues, pack, unpack
-from offbeat.codec.finite import is_finite
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
-from offbeat.codec.select import Selection
-from offbeat.codec.selectors import Selector
+from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import is_finite
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
 from offbeat.errors import WireError
 

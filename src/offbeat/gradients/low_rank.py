@@ -27,13 +27,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
+from typing_extensions import override
 
-from offbeat.codec.finite import is_finite
-from offbeat.codec.tally import NUM_COUNTERS, Tally
+from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import launch_sums, owe_rounding_
+from offbeat.gradients.reductions import ResidualReduction, launch_sums, owe_rounding_
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _MAX_SHARE = 0.5  # of the elements of a parameter that its P and Q may have
@@ -94,7 +93,7 @@ class RightFactors:
             factor.copy_(part.view_as(factor))
 
 
-class LowRankReduction:
+class LowRankReduction(ResidualReduction):
     """Weighted mean of one bucket. All of an exchange share `rights`.
 
     Memory beside the gradient: two buffers of its size and the factors.
@@ -105,30 +104,23 @@ class LowRankReduction:
         driver: carries the all-reduces out.
         stream: this bucket's channels.
         rights: brings Q.
-
-    Attributes:
-        encode_s: seconds spent on products and copies.
-        residual: what is owed, shape (n,).
     """
 
     def __init__(
         self, bucket: Bucket, *, rank: int, driver: Driver, stream: Stream, rights: RightFactors
     ) -> None:
-        self.encode_s = 0.0
-        self.ages = None
-        self.residual = bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype)
-        self._mine = torch.zeros_like(self.residual)
-        self._bucket, self._driver, self._stream, self._rights = bucket, driver, stream, rights
-        self._matrices, self._whole = _split(bucket, rank, self.residual)
+        super().__init__(bucket, driver, stream)
+        self._mine, self._rights = torch.zeros_like(self._residual), rights
+        self._matrices, self._whole = _split(bucket, rank, self._residual)
         rights.add(self)
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._message = self.residual
+        self._message = self._residual
         self._sums: list[Pending[torch.Tensor]] = []
         self._lefts: list[torch.Tensor] = []
         self._new_rights: list[torch.Tensor] = []
         self._grad_scale = 1.0
-        self._tally = Tally.of_nobody(len(bucket.indices))
 
+    @override
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
@@ -137,7 +129,7 @@ class LowRankReduction:
         if tally.num_failed:
             mine.zero_()
         else:
-            torch.add(self.residual, gradient.to(mine.dtype), alpha=weight, out=mine)
+            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
             tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
         tail = mine.new_zeros(NUM_COUNTERS + len(self._bucket.indices))
         tally.write_to(tail)
@@ -166,11 +158,13 @@ class LowRankReduction:
         self.encode_s += time.perf_counter() - begin_s
         return self._new_rights
 
+    @override
     def wait(self) -> Tally:
         if self._sums:  # the first bucket that is waited for
             self._rights.exchange()
         return self._tally
 
+    @override
     def commit(self) -> torch.Tensor:
         begin_s, flat = time.perf_counter(), self._bucket.flat
         total = flat if flat.dtype == self._mine.dtype else torch.empty_like(self._mine)
@@ -184,31 +178,24 @@ class LowRankReduction:
             total[part] = self._message[place : place + size]
             self._mine[part] = 0
             place += size
-        self.residual, self._mine = self._mine, self.residual
+        self._residual, self._mine = self._mine, self._residual
         factor = self._grad_scale / (self._tally.weight or 1)
         total.mul_(factor)
         if flat is not total:
             flat.copy_(total)
-            owe_rounding_(self.residual, total, flat, factor, self._driver)
-        for position in np.flatnonzero(~self._tally.used).tolist():
-            # What was owed to a parameter that no rank used now may have come.
-            self._tally.used[position] = bool(self._bucket.views[position].any())
+            owe_rounding_(self._residual, total, flat, factor, self._driver)
+        self._mark_unused_with_gradient()
         self.encode_s += time.perf_counter() - begin_s
         return flat
 
-    def discard(self) -> None:
-        """State changes at `commit` alone."""
-
-    def additive_state(self) -> dict[str, torch.Tensor]:
-        return self._bucket.named("residual", self.residual)
-
+    @override
     def local_state(self) -> dict[str, float | torch.Tensor]:
         return {f"right/{each.name}": each.right for each in self._matrices}
 
+    @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         """A matrix of another rank than the saved one begins with the Q that a new run has."""
-        for name, live in self.additive_state().items():
-            live.copy_(additive[name])
+        super().load(additive, local)
         for each in self._matrices:
             saved = local.get(f"right/{each.name}")
             if saved is not None and saved.shape == each.right.shape:

@@ -23,15 +23,14 @@ from typing import ClassVar, Self
 import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
-from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.reductions import DenseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
 from offbeat.strategies.options import require_positive
 from offbeat.strategies.sparse_gradient import require_real
 
@@ -71,20 +70,26 @@ class AllReduce(GradientStrategy):
     def as_first_steps(self) -> Self:
         return replace(self, replica_check_interval=0)
 
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
         cap_bytes, first_cap_bytes = int(self.bucket_mib * MIB), int(self.first_bucket_mib * MIB)
         buckets = make_buckets(
             context.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes
         )
+        driver = context.driver
         if self.codec is None:
-            return [
-                (bucket, DenseReduction(bucket, context.driver, context.new_stream()))
-                for bucket in buckets
-            ], []
+            return Reductions(
+                [
+                    (bucket, DenseReduction(bucket, driver, context.new_stream()))
+                    for bucket in buckets
+                ]
+            )
         values = TopKCodec(values=self.codec).values
-        return [
-            (bucket, CodedReduction(bucket, values, context.driver, context.new_stream()))
-            for bucket in buckets
-        ], []
+        return Reductions(
+            [
+                (bucket, CodedReduction(bucket, values, driver, context.new_stream()))
+                for bucket in buckets
+            ]
+        )

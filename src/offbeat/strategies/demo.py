@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.sparseloco import ChunkSelector
@@ -39,9 +38,9 @@ from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.strategies.gradient import GradientStrategy
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_density
 from offbeat.strategies.sparse_gradient import require_real
 
@@ -80,11 +79,12 @@ class DeMo(GradientStrategy):
         """How coefficients travel."""
         return TopKCodec()
 
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
         buckets = make_buckets(context.parameters, cap_bytes=None)
-        return [(bucket, _Transformed(bucket, context, self)) for bucket in buckets], []
+        return Reductions([(bucket, _Transformed(bucket, context, self)) for bucket in buckets])
 
 
 class Block(NamedTuple):

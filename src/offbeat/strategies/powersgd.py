@@ -18,12 +18,11 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.low_rank import LowRankReduction, RightFactors
-from offbeat.strategies.gradient import MIB, GradientStrategy
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least, require_positive
 from offbeat.strategies.sparse_gradient import require_real
 
@@ -53,21 +52,20 @@ class PowerSGD(GradientStrategy):
         super().check(model, optimizer)
         require_real(model)
 
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        buckets = make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
-        rights = RightFactors(context.driver, context.new_stream())
-        return [
-            (
-                bucket,
-                LowRankReduction(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        driver, new_stream = context.driver, context.new_stream
+        rights = RightFactors(driver, new_stream())
+        return Reductions(
+            [
+                (
                     bucket,
-                    rank=self.rank,
-                    driver=context.driver,
-                    stream=context.new_stream(),
-                    rights=rights,
-                ),
-            )
-            for bucket in buckets
-        ], []
+                    LowRankReduction(
+                        bucket, rank=self.rank, driver=driver, stream=new_stream(), rights=rights
+                    ),
+                )
+                for bucket in make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
+            ]
+        )

@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from offbeat.codec.finite import is_finite
 from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.tally import is_finite
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import NonFiniteError

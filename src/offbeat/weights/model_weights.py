@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offbeat.codec.finite import is_finite
-from offbeat.codec.memory import keep_freed_memory
+from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.tally import is_finite
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.transport.driver import Driver, Stream

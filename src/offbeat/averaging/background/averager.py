@@ -22,7 +22,6 @@ from offbeat.averaging.background.progress_thread import AveragingProtocol, Prog
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec import moves
 from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values
 from offbeat.codec.rounding import Rounding
@@ -86,7 +85,6 @@ class BackgroundAverager:
         yields: bool = False,
     ) -> None:
         # Compiling takes longer than peers wait for an answer, so it comes before the first.
-        moves.warm()
         rounding_kernels.warm()
         self.weights, self.staging, self.model = weights, staging, model
         self.rank, self.record_wait = context.driver.rank, context.record_wait
