@@ -19,9 +19,9 @@ import torch
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
 from kfac_support.plans import FactorsOfEveryone, Unfused
+from offbeat import Session
 from offbeat.codec.topk_codec import SELECTORS
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
-from offbeat.session.session import Session
 from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
@@ -104,11 +104,11 @@ GRADIENTS_ONLY = {
     name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()
 }
 STRATEGIES: dict[str, AnyStrategy] = {**GRADIENTS_ONLY, **_KFAC}
-LOSSLESS = {
-    name: lossless_form(strategy)
-    for name, strategy in GRADIENTS_ONLY.items()
-    if getattr(strategy, "momentum_correction", None) in (None, "auto")
-}
+LOSSLESS: dict[str, GradientStrategy] = {}
+for _name, _strategy in GRADIENTS_ONLY.items():
+    if (_form := lossless_form(_strategy)) not in LOSSLESS.values():
+        LOSSLESS[_name] = _form
+"""Each form once: those that differ in a selector or in warm-up alone have one."""
 
 
 NEVER_STEPPED = pytest.mark.filterwarnings("ignore:the attached optimizer was not stepped")

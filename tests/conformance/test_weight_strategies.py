@@ -18,6 +18,7 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
+from offbeat import Session
 from offbeat.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +27,6 @@ from offbeat.errors import (
     UnsupportedError,
 )
 from offbeat.session.checkpoint import load, save
-from offbeat.session.session import Session
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import SCHEDULES, WEIGHT_CODECS
 

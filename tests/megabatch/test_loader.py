@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import CheckpointError, ConfigError, OffbeatWarning
 from offbeat.megabatch.loader import (
     DispatchLoader,
@@ -24,7 +25,6 @@ from offbeat.megabatch.loader import (
     order_of,
 )
 from offbeat.session.loaders import LockstepLoader, num_steps, spans_of
-from offbeat.session.session import Session
 
 Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
 

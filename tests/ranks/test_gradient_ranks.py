@@ -91,7 +91,7 @@ def against_ddp(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, 
     return {"apart": apart, "fingerprint": fingerprint(mine), "bytes_sent": bytes_sent}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_density_1_is_ddp(run_ranks: RunRanks, world_size: int) -> None:
     results = run_ranks(for_each, world_size, job=against_ddp, strategies=LOSSLESS)
     for label, ranks in by_strategy(results).items():
@@ -123,7 +123,7 @@ def conservation(rank: int, world_size: int, *, strategy: Strategy) -> dict[str,
     return {"applied": applied.tolist(), "owed": owed.tolist(), "computed": computed.tolist()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_applied_plus_owed_is_the_sum_of_gradients(run_ranks: RunRanks, world_size: int) -> None:
     strategies = {
         label: strategy

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import ConfigError
 from offbeat.session import loggers as loggers_module
 from offbeat.session.loggers import (
@@ -23,7 +24,6 @@ from offbeat.session.loggers import (
     WandbLogger,
     named_loggers,
 )
-from offbeat.session.session import Session
 
 
 class Remembering:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from offbeat import Session
 from offbeat.codec import jit
 from offbeat.errors import PeerError, UnsupportedError
-from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Driver, Finished, Ticket
