@@ -155,6 +155,36 @@ def test_an_averaged_state_is_sent_with_the_model(name: str, moments: int) -> No
     assert averaged == pytest.approx((1 + moments) * local, rel=WITH_TALLIES)
 
 
+@pytest.mark.parametrize(
+    ("spec", "copies"),
+    [
+        ("alone", 0),
+        ("allreduce", 1),  # buckets
+        ("topk", 2),  # and what is owed
+        ("ef21", 3),
+        (f"{LOCAL}:outer=diloco", 2),  # anchor and momentum
+        (f"{LOCAL}:codec=sparseloco", 4),  # anchor and its gradient, buckets, what is owed
+    ],
+)
+def test_memory_is_what_callbacks_hold(spec: str, copies: int) -> None:
+    held = predict_step(spec, setting()).memory_bytes / MODEL.num_bytes - 2 - MODEL.moments
+    assert held == pytest.approx(copies, rel=0.01)
+
+
+@pytest.mark.parametrize("flags", [{"speeds": "1,0.5"}, {"delay": "1x320ms"}])
+def test_one_worker_stands_for_those_that_wait_for_the_slowest_in_each_step(
+    flags: dict[str, str],
+) -> None:
+    class Apart(AllReduce):
+        name = "apart"
+        replicas_differ = True  # so that all workers are simulated
+
+    where = setting("100mbit", 4, **flags)
+    one = predict_step("allreduce:bucket_mib=1.0", where).step_s
+    all_of_them = predict_recipe("apart", "apart", Apart(bucket_mib=1.0), where).step_s
+    assert one == pytest.approx(all_of_them)
+
+
 def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
     """Four small tensors together are as large as the other one."""
 

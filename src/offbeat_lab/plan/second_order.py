@@ -168,6 +168,7 @@ class SecondOrder(KroneckerFactors):
             else 0.0,
             by_events=plain.by_events,
             note=_note(profile),
+            kept_bytes=plain.kept_bytes,
         )
 
 
@@ -201,6 +202,7 @@ class OwnerFactors(KroneckerFactors):
             alpha_share=min(1.0, len(layers) * channel.gap_s / broadcast_s) if broadcast_s else 0.0,
             by_events=plain.by_events,
             note=_note(profile),
+            kept_bytes=plain.kept_bytes,
         )
 
 

@@ -67,7 +67,9 @@ class StrategySteps(Method):
         return setting.simulated[self._strategy]
 
     def _simulate(self, setting: Setting) -> Simulated:
-        if not setting.is_symmetric:
+        # Workers that wait for each other in every step are as fast as the slowest in each.
+        is_like_one = setting.is_steady or not self._strategy.replicas_differ
+        if not (setting.is_apart and is_like_one):
             return self._simulate_workers(setting, setting.world_size)
         try:
             return self._simulate_workers(setting, 1)
@@ -101,6 +103,7 @@ class StrategySteps(Method):
             encode_s=mean([one.encode_s for one in machines]),
             alpha_share=sum(one.alpha_s for one in machines) / exchange_s if exchange_s else 0.0,
             by_events=not setting.by_closed_forms,
+            kept_bytes=max(one.simulated.kept_bytes for one in machines),
         )
 
 
