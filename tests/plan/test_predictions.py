@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from offbeat.codec.json_objects import build
+from offbeat.codec.topk_codec import SELECTORS
 from offbeat.errors import ConfigError
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
@@ -482,6 +483,7 @@ def test_a_task_is_profiled_as_it_trains() -> None:
     task = build_task("digits", {})
     assert profile.num_elements == task.num_parameters()
     assert [batch.batch_size for batch in profile.batches] == [16, 32]
+    assert {one.name for one in profile.selectors} == SELECTORS.keys() - {"exact"}
     # The last layer's gradients are ready before the first one's.
     assert profile.tensors[-1].ready < profile.tensors[0].ready <= 1
 

@@ -14,7 +14,7 @@ from offbeat.arithmetic.costs import LinkCost
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import Tally
-from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.topk_codec import SELECTORS, TopKCodec
 from offbeat.codec.value_codecs import VALUE_CODECS
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
@@ -32,7 +32,9 @@ from offbeat_lab.plan.simulation import (
     Simulated,
 )
 
-_CODEC_NAMES: Final = {codec: name for name, codec in {**VALUE_CODECS, **INDEX_CODECS}.items()}
+_NAMES: Final[dict[Any, str]] = {
+    one: name for name, one in {**SELECTORS, **VALUE_CODECS, **INDEX_CODECS}.items()
+}
 
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
@@ -167,11 +169,13 @@ class _Machine(Driver):
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         profile = self.profile
-        names = [_CODEC_NAMES.get(one, "") for one in (codec.values, codec.indices)]
+        selector, *codecs = (
+            _NAMES.get(one, "") for one in (codec.selector, codec.values, codec.indices)
+        )
         return (
             2 * self.copying_s(FLOAT_BYTES * num_elements)
-            + profile.select_s_per_element * num_elements
-            + profile.coding_s(num_elements, k, names)
+            + profile.selection_s(num_elements, selector)
+            + profile.coding_s(num_elements, k, codecs)
         )
 
     def step_ended(self, step: int) -> None:
