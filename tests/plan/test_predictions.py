@@ -115,6 +115,18 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     assert 12 * (ramp - even) == pytest.approx(9 * (factors_s - one_s) + 4 * (all_s - factors_s))
 
 
+def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
+    where = Setting(
+        profile=shipped_profile("resnet50"), cluster=from_flags(workers=4, link="1gbit")
+    )
+    whole, cut = (
+        predict_step(f"dkfac:max_dim={rows}", where).bytes_per_step for rows in (8192, 1024)
+    )
+    no_factors = predict_step("allreduce", where).bytes_per_step
+    # Triangles of 4,608 and 2,304 rows are most of all factors.
+    assert 0.2 < (cut - no_factors) / (whole - no_factors) < 0.5
+
+
 def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
     """Mega-batches are of 25 steps of four ranks; a merge takes as long as an all-reduce."""
     spec = "adaptive:optimizer_state=local:overlap=false:warmup="
