@@ -260,7 +260,8 @@ name.
 class WeightlessReads(TorchDispatchMode):
     """A context in which tensors on the device "meta", which have sizes and no content, may be
     read: a number of one is 1, and a copy of one on another device holds zeros. What would change
-    content, or sum it up, is passed over, because PyTorch takes a millisecond to find the sizes.
+    content is passed over, and what sizes an operation gives is remembered, because PyTorch takes
+    up to a millisecond to find them.
 
     PyTorch raises where content is asked for, and has no public name for what decides that.
     """
@@ -278,28 +279,51 @@ class WeightlessReads(TorchDispatchMode):
         options, first = kwargs or {}, args[0] if args else None
         if not isinstance(first, torch.Tensor):
             return func(*args, **options)
-        name, is_inplace = _name_of(func)
-        if first.is_meta:
-            if is_inplace:
-                return first
-            if name == "_local_scalar_dense":
-                return torch.ones((), dtype=first.dtype).item()
-            if name in _SUMS_UP and len(args) < _SUMS_UP[name]:
-                return torch.empty((), dtype=options.get("dtype") or first.dtype, device="meta")
-            if name == "_to_copy" and (options.get("device") or first.device).type != "meta":
-                return torch.zeros(first.shape, dtype=options.get("dtype") or first.dtype)
-        elif name == "copy_" and args[1].is_meta:
-            return first.zero_()
+        name, is_inplace, is_new = _kind_of(func)
+        if not first.is_meta:
+            if name == "copy_" and args[1].is_meta:
+                return first.zero_()
+            return func(*args, **options)
+        if is_inplace:
+            return first
+        if name == "_local_scalar_dense":
+            return torch.ones((), dtype=first.dtype).item()
+        if name == "_to_copy" and (options.get("device") or first.device).type != "meta":
+            return torch.zeros(first.shape, dtype=options.get("dtype") or first.dtype)
+        return _remembered(func, args, options) if is_new else func(*args, **options)
+
+
+_SIZES: Final[dict[Any, tuple[torch.Size, torch.dtype]]] = {}
+
+
+def _remembered(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """What an operation gives, which is new memory, without computing its sizes twice."""
+    try:
+        key = func, tuple(map(_sizes_of, args)), tuple(options.items())
+        if key in _SIZES:
+            size, dtype = _SIZES[key]
+            return torch.empty(size, dtype=dtype, device="meta")
+    except TypeError:  # something that cannot be compared, as a list
         return func(*args, **options)
+    result = func(*args, **options)
+    if isinstance(result, torch.Tensor) and result.is_contiguous():
+        _SIZES[key] = result.shape, result.dtype
+    return result
 
 
-_SUMS_UP: Final = {"sum": 2, "any": 2, "all": 2, "linalg_vector_norm": 3}
-"""Operations that make one number of a tensor if they have fewer arguments."""
+def _sizes_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.is_meta, value.is_contiguous()
+    return tuple(map(_sizes_of, value)) if isinstance(value, list) else (type(value), value)
 
 
 @cache
-def _name_of(func: Any) -> tuple[str, bool]:
-    """Of an operation, and whether it writes content alone into its first argument."""
+def _kind_of(func: Any) -> tuple[str, bool, bool]:
+    """An operation's name, whether it writes content alone into its first argument, and whether
+    what it gives is new memory.
+    """
     first = func._schema.arguments[0].alias_info
     writes = first is not None and first.is_write and torch.Tag.inplace_view not in func.tags
-    return str(func.__name__).partition(".")[0], writes
+    all_values = (*func._schema.arguments, *func._schema.returns)
+    is_new = all(value.alias_info is None for value in all_values)
+    return str(func.__name__).partition(".")[0], writes, is_new

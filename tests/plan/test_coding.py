@@ -13,7 +13,13 @@ from offbeat.errors import ConfigError
 from offbeat_lab.cluster import from_flags
 from offbeat_lab.plan.coding import time_codecs
 from offbeat_lab.plan.predictions import predict_step
-from offbeat_lab.plan.profile import CodecCost, ModelProfile, TensorProfile, TimedBatch
+from offbeat_lab.plan.profile import (
+    CodecCost,
+    ModelProfile,
+    SelectorCost,
+    TensorProfile,
+    TimedBatch,
+)
 from offbeat_lab.plan.simulation import Setting
 
 COSTS = {"float32": 0.0, "bfloat16": 1e-5, "float8": 3e-5, "gaps": 2e-5}
@@ -42,6 +48,21 @@ def test_the_codec_that_a_strategy_names_is_planned_for(values: str) -> None:
     )
     coding_s = 10_000 * (COSTS[values] + COSTS["gaps"]) - 1_000 * COSTS["gaps"]
     assert with_it_s - without_s == pytest.approx(coding_s)
+
+
+@pytest.mark.parametrize(("selector", "selection_s"), [("sidco", 0.05), ("exact", 0.01)])
+def test_the_selector_that_a_strategy_names_is_planned_for(
+    selector: str, selection_s: float
+) -> None:
+    profile = replace(MODEL, selectors=(SelectorCost(name="sidco", s_per_element=5e-8),))
+    where = Setting(profile=profile, cluster=from_flags(workers=2, link="10gbit"))
+    named, usual = (
+        predict_step(f"topk:density=0.01{option}", where).step_s
+        for option in (f":codec={selector}", "")
+    )
+    assert named - usual == pytest.approx(selection_s - 0.01)
+    with pytest.raises(ConfigError, match="selector 'sidco'"):
+        replace(MODEL, selectors=(SelectorCost(name="sidco", s_per_element=-1.0),))
 
 
 def test_what_is_usual_costs_nothing_besides_and_what_was_not_timed_neither() -> None:

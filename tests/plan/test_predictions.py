@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from offbeat.codec.json_objects import build
+from offbeat.codec.topk_codec import SELECTORS
 from offbeat.errors import ConfigError
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
@@ -114,6 +115,18 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     assert 12 * (ramp - even) == pytest.approx(9 * (factors_s - one_s) + 4 * (all_s - factors_s))
 
 
+def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
+    where = Setting(
+        profile=shipped_profile("resnet50"), cluster=from_flags(workers=4, link="1gbit")
+    )
+    whole, cut = (
+        predict_step(f"dkfac:max_dim={rows}", where).bytes_per_step for rows in (8192, 1024)
+    )
+    no_factors = predict_step("allreduce", where).bytes_per_step
+    # Triangles of 4,608 and 2,304 rows are most of all factors.
+    assert 0.2 < (cut - no_factors) / (whole - no_factors) < 0.5
+
+
 def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
     """Mega-batches are of 25 steps of four ranks; a merge takes as long as an all-reduce."""
     spec = "adaptive:optimizer_state=local:overlap=false:warmup="
@@ -153,6 +166,36 @@ def test_an_averaged_state_is_sent_with_the_model(name: str, moments: int) -> No
         for state in ("averaged", "local")
     )
     assert averaged == pytest.approx((1 + moments) * local, rel=WITH_TALLIES)
+
+
+@pytest.mark.parametrize(
+    ("spec", "copies"),
+    [
+        ("alone", 0),
+        ("allreduce", 1),  # buckets
+        ("topk", 2),  # and what is owed
+        ("ef21", 3),
+        (f"{LOCAL}:outer=diloco", 2),  # anchor and momentum
+        (f"{LOCAL}:codec=sparseloco", 4),  # anchor and its gradient, buckets, what is owed
+    ],
+)
+def test_memory_is_what_callbacks_hold(spec: str, copies: int) -> None:
+    held = predict_step(spec, setting()).memory_bytes / MODEL.num_bytes - 2 - MODEL.moments
+    assert held == pytest.approx(copies, rel=0.01)
+
+
+@pytest.mark.parametrize("flags", [{"speeds": "1,0.5"}, {"delay": "1x320ms"}])
+def test_one_worker_stands_for_those_that_wait_for_the_slowest_in_each_step(
+    flags: dict[str, str],
+) -> None:
+    class Apart(AllReduce):
+        name = "apart"
+        replicas_differ = True  # so that all workers are simulated
+
+    where = setting("100mbit", 4, **flags)
+    one = predict_step("allreduce:bucket_mib=1.0", where).step_s
+    all_of_them = predict_recipe("apart", "apart", Apart(bucket_mib=1.0), where).step_s
+    assert one == pytest.approx(all_of_them)
 
 
 def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
@@ -452,6 +495,7 @@ def test_a_task_is_profiled_as_it_trains() -> None:
     task = build_task("digits", {})
     assert profile.num_elements == task.num_parameters()
     assert [batch.batch_size for batch in profile.batches] == [16, 32]
+    assert {one.name for one in profile.selectors} == SELECTORS.keys() - {"exact"}
     # The last layer's gradients are ready before the first one's.
     assert profile.tensors[-1].ready < profile.tensors[0].ready <= 1
 

@@ -29,6 +29,7 @@ from offbeat.codec.weightless import WeightlessVector, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError
 from offbeat.simulation.codec import WeightlessCodec
+from offbeat.simulation.memory import kept_bytes
 from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket
 from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective, Operation, Send
@@ -142,11 +143,13 @@ class SimulatedRank(VirtualThread):
         machine: as given.
         step: that the rank is in, counted from 0.
         encode_s: computed because of the exchange, so far, in seconds of a device that is alone.
+        kept_bytes: memory that callbacks hold after the last step.
     """
 
     def __init__(self, inner: Driver, machine: Machine) -> None:
         super().__init__(inner)
         self.encode_s = 0.0
+        self.kept_bytes = 0
         self.machine = machine
         self.step = 0
         self._published = -1
@@ -240,6 +243,7 @@ class SimulatedRank(VirtualThread):
             gradients = [parameter.detach() for parameter in parameters.values()]
             for self.step in range(first, steps.stop):
                 self._take_step(callbacks, list(parameters.values()), gradients, timeline)
+            self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
 
     def _take_step(
         self,

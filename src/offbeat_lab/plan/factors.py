@@ -66,19 +66,19 @@ class FactorTimer:
         fields = ("factors_s", "precondition_s", "inversion")
         return replace(
             profile,
-            layers=tuple(
-                Layer(
-                    a_dim=equivalent_dim(block.inputs),
-                    g_dim=equivalent_dim(block.outputs),
-                    num_positions=self._positions.get(block.name, 1),
-                )
-                for block in self._blocks
-            ),
+            layers=tuple(map(self._layer, self._blocks)),
             factors_s=min(self._factors_s),
             precondition_s=min(self._precondition_s),
             inversion=time_inversions(slots_of(self._blocks), STRATEGY.settings()),
             sources=(*profile.sources, *(Source(field=field, source=source) for field in fields)),
         )
+
+    def _layer(self, block: Block) -> Layer:
+        """As it is, since a strategy cuts it; of several matrices one that takes as long."""
+        groups, rows, columns = block.matrix_shape
+        if groups > 1 or block.inputs.is_diagonal:
+            rows, columns = equivalent_dim(block.outputs), equivalent_dim(block.inputs)
+        return Layer(a_dim=columns, g_dim=rows, num_positions=self._positions.get(block.name, 1))
 
     def _note_positions(self, block: Block, _: torch.nn.Module, inputs: Any, output: Any) -> None:
         """How many outputs each of a layer's output channels has for a sample."""

@@ -77,6 +77,19 @@ class CodecCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SelectorCost:
+    """What a selector of entries computes.
+
+    Attributes:
+        name: by which options of strategies name it.
+        s_per_element: as `ModelProfile.select_s_per_element`.
+    """
+
+    name: str
+    s_per_element: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """Where a number comes from.
 
@@ -127,6 +140,7 @@ class ModelProfile:
         padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
         tensors: parameters, in the order of the model.
         select_s_per_element: residual and selection of the largest entries, for each element.
+        selectors: the same by other selectors; those that are not named here cost as much.
         codecs: what coding entries costs; those that are not named here cost what selection's do.
         copy_s_per_byte: reading or writing a model beside training, from or to the host's memory,
             for each byte.
@@ -160,6 +174,7 @@ class ModelProfile:
     select_s_per_element: float
     copy_s_per_byte: float
     on_gpu: bool = False
+    selectors: tuple[SelectorCost, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
     bucket_s_per_byte: float = 0.0
     publish_s_per_byte: float = 0.0
@@ -211,6 +226,8 @@ class ModelProfile:
             "moments",
         ):
             self._require_seconds(field, getattr(self, field))
+        for selector in self.selectors:
+            self._require_seconds(f"selector {selector.name!r}", selector.s_per_element)
         for codec in self.codecs:
             self._require_seconds(f"s_per_entry of codec {codec.name!r}", codec.s_per_entry)
         for tensor in self.tensors:
@@ -245,6 +262,11 @@ class ModelProfile:
     def averaged_bytes(self, *, with_state: bool) -> int:
         """Of what an average of models takes, with the optimizer's state or without."""
         return round((1 + self.moments * with_state) * self.num_bytes)
+
+    def selection_s(self, num_elements: int, selector: str) -> float:
+        """What residual and selection take by the selector called `selector`."""
+        known = {one.name: one.s_per_element for one in self.selectors}
+        return known.get(selector, self.select_s_per_element) * num_elements
 
     def coding_s(self, num_elements: int, num_entries: int, codecs: Sequence[str]) -> float:
         """What coding a message takes besides what selection includes, >= 0; 0 where a codec was

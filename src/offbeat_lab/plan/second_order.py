@@ -10,11 +10,14 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.errors import ConfigError
+from offbeat.kfac.costs import equivalent_dim
 from offbeat.kfac.curvature import KFACSettings
+from offbeat.kfac.factors import factor_shape
 from offbeat.kfac.placement import InverseCosts, InversionCost, Owner, least_loaded, packed_bytes
 from offbeat_lab.plan.kfac_iteration import (
     Iteration,
     IterationCosts,
+    Layer,
     dkfac,
     factor_dims,
     mpdkfac,
@@ -104,6 +107,14 @@ class KroneckerFactors(Method):
             settings.factor_steps.first_interval, settings.inverse_steps.first_interval
         )
 
+    def _cut(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Layers whose factors take as long as these do when they are cut as the strategy says."""
+
+        def cut(dim: int) -> int:
+            return equivalent_dim(factor_shape(1, dim, self._settings.curvature.max_dim))
+
+        return [replace(layer, a_dim=cut(layer.a_dim), g_dim=cut(layer.g_dim)) for layer in layers]
+
     @override
     def waiting_s(self, setting: Setting, encode_s: float) -> float:
         return self._gradients.waiting_s(setting, encode_s)
@@ -130,8 +141,9 @@ class SecondOrder(KroneckerFactors):
         plain = self._gradients.simulate(setting)
         gradients_s = max(0.0, plain.step_s - setting.ideal_s)
         costs = iteration_costs(setting, gradients_s=gradients_s)
-        iteration = self._plan(profile.layers, setting.world_size, costs)
-        dims = factor_dims(profile.layers)
+        layers = self._cut(profile.layers)
+        iteration = self._plan(layers, setting.world_size, costs)
+        dims = factor_dims(layers)
         with_factors = setting.share(self._settings.has_factors)
         with_inversions = setting.share(self._settings.has_inversions)
         inverted_s = inverting_s(iteration.owners, dims, costs.inverse.inversion, setting)
@@ -146,7 +158,7 @@ class SecondOrder(KroneckerFactors):
             if owner is not None
         )
         alone = replace(costs, all_reduce=replace(costs.all_reduce, beta_s_per_byte=0.0))
-        latency_s = self._plan(profile.layers, setting.world_size, alone).factors_s
+        latency_s = self._plan(layers, setting.world_size, alone).factors_s
         waited_s = gradients_s + exposed_s
         return Simulated(
             step_s=plain.step_s
@@ -168,6 +180,7 @@ class SecondOrder(KroneckerFactors):
             else 0.0,
             by_events=plain.by_events,
             note=_note(profile),
+            kept_bytes=plain.kept_bytes,
         )
 
 
@@ -181,14 +194,14 @@ class OwnerFactors(KroneckerFactors):
         profile, world_size = setting.profile, setting.world_size
         plain = self._gradients.simulate(setting)
         costs = iteration_costs(setting, gradients_s=0.0)
-        layers, inversion = profile.layers, costs.inverse.inversion
+        layers, inversion = self._cut(profile.layers), costs.inverse.inversion
         loads = [inversion.time_s(layer.a_dim) + inversion.time_s(layer.g_dim) for layer in layers]
         owners = least_loaded(loads, world_size)
         dims = [dim for layer in layers for dim in (layer.a_dim, layer.g_dim)]
         inverted_s = inverting_s(
             [owner for owner in owners for _ in range(2)], dims, inversion, setting
         )
-        messages = [(0.0, 4 * layer.a_dim * layer.g_dim) for layer in layers]
+        messages = [(0.0, 4 * layer.a_dim * layer.g_dim) for layer in profile.layers]
         broadcast_s = costs.inverse.broadcast.last_arrival_s(messages) if world_size > 1 else 0.0
         computed_s = costs.factors_s / world_size * setting.share(self._settings.has_factors)
         computed_s += profile.precondition_s * setting.factor_crowding / world_size
@@ -201,6 +214,7 @@ class OwnerFactors(KroneckerFactors):
             alpha_share=min(1.0, len(layers) * channel.gap_s / broadcast_s) if broadcast_s else 0.0,
             by_events=plain.by_events,
             note=_note(profile),
+            kept_bytes=plain.kept_bytes,
         )
 
 

@@ -180,9 +180,9 @@ class Setting:
         return len(set(self.links)) == 1 and self.cluster.racks is None
 
     @property
-    def is_symmetric(self) -> bool:
-        """Whether what one worker does is what all of them do at the same time."""
-        return self._is_even and self.is_steady and self.cluster.cores is None
+    def is_apart(self) -> bool:
+        """Whether workers have like links, and cores of their own."""
+        return self._is_even and self.cluster.cores is None
 
     @cached_property
     def num_steps(self) -> int:
@@ -307,6 +307,7 @@ class Simulated:
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
         is_lower_limit: whether the simulated steps end before their first averages do.
+        kept_bytes: memory that the strategy's callbacks hold, as far as they were simulated.
     """
 
     step_s: float
@@ -316,6 +317,7 @@ class Simulated:
     by_events: bool = True
     note: str = ""
     is_lower_limit: bool = False
+    kept_bytes: float = 0.0
 
 
 class Method(ABC):
@@ -323,7 +325,8 @@ class Method(ABC):
 
     Attributes:
         steps_in_a_period: steps after which its exchanges repeat.
-        extra_bytes: memory for each byte of the model, besides weights, gradients and moments.
+        extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
+            callbacks were seen to hold, if that is more.
     """
 
     steps_in_a_period: int = 1
@@ -385,6 +388,7 @@ class Run:
     def forward(self, rank: int, number: int) -> Collective[None]:
         """The forward pass, padded or not."""
         profile, factor = self.setting.profile, self.factor(rank, number)
+        rank = self._slowest(rank, number)
         duration_s = profile.batch.forward_s
         work_s = (duration_s - profile.padding_s) * factor
         cluster = self.setting.cluster
@@ -407,15 +411,24 @@ class Run:
 
     def factor(self, rank: int, number: int) -> float:
         """By what step `number` of `rank` computes longer than the profile says."""
-        factors = self.setting.factors
-        return float(factors[(number - self.first) % len(factors), rank])
+        row = (number - self.first) % self.setting.num_steps
+        return float(self.setting.factors[row, self._slowest(rank, number)])
 
     def late(self, rank: int, number: int) -> Collective[None]:
         """Sleep for as long as `rank` is late."""
-        late_s = self.setting.late_s
-        seconds = float(late_s[(number - self.first) % len(late_s), rank])
+        row = (number - self.first) % self.setting.num_steps
+        seconds = float(self.setting.late_s[row, self._slowest(rank, number)])
         if seconds:
             yield Sleep(seconds)
+
+    def _slowest(self, rank: int, number: int) -> int:
+        """`rank`; where one is simulated in the place of all, who takes longest for step
+        `number`.
+        """
+        if self.cluster.world_size == self.setting.world_size:
+            return rank
+        row = (number - self.first) % self.setting.num_steps
+        return int(self.setting.durations_s[row].argmax())
 
     def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
         """All ranks together, for as long as a closed form says."""

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.shared_model import SharedModel
+from offbeat.codec.topk_codec import SELECTORS
 from offbeat.session.attach import attach_through
 from offbeat.strategies.gtopk import GTopK
 from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
@@ -32,6 +33,7 @@ from offbeat_lab.plan.profile import (
     SELECTED_CODECS,
     SELECTED_DENSITY,
     ModelProfile,
+    SelectorCost,
     Source,
     TensorProfile,
     TimedBatch,
@@ -234,7 +236,12 @@ def profile_of(
             )
             for parameter, share in zip(parameters, ready, strict=True)
         ),
-        select_s_per_element=_select_s_per_element(parameters),
+        select_s_per_element=_select_s_per_element(parameters, "exact"),
+        selectors=tuple(
+            SelectorCost(name=name, s_per_element=_select_s_per_element(parameters, name))
+            for name in SELECTORS
+            if name != "exact"
+        ),
         codecs=time_codecs(),
         copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         bucket_s_per_byte=_bucket_s(num_elements, device) / (FLOAT_BYTES * num_elements),
@@ -250,6 +257,7 @@ def profile_of(
                 "batches",
                 "optimizer_s",
                 "select_s_per_element",
+                "selectors",
                 "codecs",
                 "copy_s_per_byte",
                 "bucket_s_per_byte",
@@ -299,9 +307,9 @@ class _Gradients(torch.nn.Module):
         return torch.stack(products).sum()
 
 
-def _select_s_per_element(parameters: Sequence[torch.nn.Parameter]) -> float:
+def _select_s_per_element(parameters: Sequence[torch.nn.Parameter], selector: str) -> float:
     """What gTop-k computes in a step at `SELECTED_DENSITY`, in a world of one: momentum, residual,
-    selection, coding, and putting the result in place.
+    selection by `selector`, coding, and putting the result in place.
     """
     num_elements, device = sum(p.numel() for p in parameters), parameters[0].device
     like = [p.detach() for p in parameters]
@@ -314,7 +322,7 @@ def _select_s_per_element(parameters: Sequence[torch.nn.Parameter]) -> float:
     strategy = GTopK(
         density=SELECTED_DENSITY,
         collective="all_gather",
-        codec="+".join(SELECTED_CODECS),
+        codec="+".join((selector, *SELECTED_CODECS)),
         replica_check_interval=0,
     )
 

@@ -28,6 +28,7 @@ class SoloSteps(Strategy):
     """Nothing is exchanged: what every other strategy is held against."""
 
     name: ClassVar[str] = "alone"
+    replicas_differ: ClassVar[bool] = True
 
     @override
     def build(self, context: Context) -> list[Callback]:

@@ -98,11 +98,8 @@ def _local_sgd(recipe: LocalSGD) -> Method:
     )
 
 
-_EXTRA_BYTES: Final = {
-    **dict.fromkeys(("topk", "gtopk", "ddp-powersgd"), 2.0),
-    **dict.fromkeys(("ef21", "crossbow", "dpsgd", "sgp"), 3.0),
-    "alone": 0.0,
-}
+_EXTRA_BYTES: Final = {"localsgd": 1.0, "ddp-powersgd": 2.0, "dpsgd": 3.0, "sgp": 3.0}
+"""Of those that have vectors and messages in memory which a simulation does not make."""
 
 
 def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
@@ -114,7 +111,7 @@ def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
     """
     if hasattr(strategy, "replica_check_interval"):
         strategy = replace(strategy, replica_check_interval=0)
-    extra_bytes = _EXTRA_BYTES.get(strategy.name, 1.0)
+    extra_bytes = _EXTRA_BYTES.get(strategy.name, 0.0)
     return StrategySteps(strategy, extra_bytes=extra_bytes, by_tensor=by_tensor)
 
 

@@ -63,6 +63,7 @@ def simulate_phases(phases: Sequence[tuple[Method, Setting]]) -> Simulated:
         by_events=all(part.by_events for part in parts),
         note=parts[-1].note,
         is_lower_limit=parts[-1].is_lower_limit,
+        kept_bytes=max(part.kept_bytes for part in parts),
     )
 
 

@@ -14,7 +14,7 @@ from offbeat.arithmetic.costs import LinkCost
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import Tally
-from offbeat.codec.topk_codec import VALUE_CODECS, TopKCodec
+from offbeat.codec.topk_codec import SELECTORS, VALUE_CODECS, TopKCodec
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
@@ -31,7 +31,9 @@ from offbeat_lab.plan.simulation import (
     Simulated,
 )
 
-_CODEC_NAMES: Final = {codec: name for name, codec in {**VALUE_CODECS, **INDEX_CODECS}.items()}
+_NAMES: Final[dict[Any, str]] = {
+    one: name for name, one in {**SELECTORS, **VALUE_CODECS, **INDEX_CODECS}.items()
+}
 
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
@@ -66,7 +68,9 @@ class StrategySteps(Method):
         return setting.simulated[self._strategy]
 
     def _simulate(self, setting: Setting) -> Simulated:
-        if not setting.is_symmetric:
+        # Workers that wait for each other in every step are as fast as the slowest in each.
+        is_like_one = setting.is_steady or not self._strategy.replicas_differ
+        if not (setting.is_apart and is_like_one):
             return self._simulate_workers(setting, setting.world_size)
         try:
             return self._simulate_workers(setting, 1)
@@ -89,6 +93,10 @@ class StrategySteps(Method):
             run.cluster,
             [one.simulated.train(self._strategy, timeline, steps) for one in machines],
         )
+        is_exact = setting.is_steady or setting.by_closed_forms or not run.cluster.messages_sent[0]
+        if num_workers < setting.world_size and not is_exact:
+            # What the slowest receives is there before it has anything to send.
+            return self._simulate_workers(setting, setting.world_size)
         exchange_s = sum(one.alpha_s + one.beta_s for one in machines)
 
         def mean(values: list[float]) -> float:
@@ -100,6 +108,7 @@ class StrategySteps(Method):
             encode_s=mean([one.encode_s for one in machines]),
             alpha_share=sum(one.alpha_s for one in machines) / exchange_s if exchange_s else 0.0,
             by_events=not setting.by_closed_forms,
+            kept_bytes=max(one.simulated.kept_bytes for one in machines),
         )
 
 
@@ -163,11 +172,13 @@ class _Machine(Driver):
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         profile = self.profile
-        names = [_CODEC_NAMES.get(one, "") for one in (codec.values, codec.indices)]
+        selector, *codecs = (
+            _NAMES.get(one, "") for one in (codec.selector, codec.values, codec.indices)
+        )
         return (
             2 * self.copying_s(FLOAT_BYTES * num_elements)
-            + profile.select_s_per_element * num_elements
-            + profile.coding_s(num_elements, k, names)
+            + profile.selection_s(num_elements, selector)
+            + profile.coding_s(num_elements, k, codecs)
         )
 
     def step_ended(self, step: int) -> None:
