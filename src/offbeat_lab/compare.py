@@ -53,7 +53,7 @@ def run_comparison(
         ConfigError: the cluster cannot be emulated as asked.
     """
     request = plan.request
-    directory = plan.out if plan.out is not None else _first_free(request.task)
+    directory = plan.out if plan.out is not None else first_free(f"compare-{request.task}")
     check_free(directory)
     with emulate(request.cluster, mode=request.emulation) as emulation:
         _make_directory(directory)
@@ -123,9 +123,10 @@ def _make_directory(directory: Path) -> None:
         ) from None
 
 
-def _first_free(task: str) -> Path:
+def first_free(name: str) -> Path:
+    """The first directory below runs/ of this name and a number that is not there yet."""
     number = 1
-    while (path := Path("runs") / f"compare-{task}-{number:03d}").exists():
+    while (path := Path("runs") / f"{name}-{number:03d}").exists():
         number += 1
     return path
 

@@ -84,7 +84,7 @@ class ComparedStrategy(BaseModel):
         failure: why it has no result; None if it has one.
         measures: see `MEASURES`.
         lateness_s: mean lateness of each rank at the exchange, in seconds.
-        slow_worker: the rank that is last in most steps, as `offbeat_lab.lateness` says; None if
+        slow_worker: the rank that is last in most steps, as `offbeat_lab.breakdown` says; None if
             none stands out.
     """
 

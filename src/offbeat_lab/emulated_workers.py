@@ -5,26 +5,50 @@ faults.
 from __future__ import annotations
 
 import os
+import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from typing_extensions import override
 
 from offbeat.run.config import RunConfig
-from offbeat.run.interrupts import interrupts
-from offbeat.run.local_worker import LocalWorker, Placement, WorkerProgram
-from offbeat.run.progress import Listener, NoticeListener, ignore_notice
-from offbeat.run.records import WorkerLoss
+from offbeat.run.local_worker import LocalWorker, Placement
 from offbeat.run.rendezvous import RunStore, StoreServer
-from offbeat.run.supervisor import POLL_S, WorkerGroup
-from offbeat_lab.cluster import ClusterFault, SpeedChange
+from offbeat.run.supervisor import WorkerGroup
+from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
-from offbeat_lab.forked_start import TASK_WORKER
+from offbeat_lab.forked_workers import worker_program
 from offbeat_lab.options import strategy_type
-from offbeat_lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
+
+SIGNALS: Final[Mapping[str, signal.Signals]] = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "continue": signal.SIGCONT,
+}
+"""Faults that are a signal to the worker."""
+
+UNDONE_BY: Final[Mapping[str, str]] = {"stop": "continue", "cut": "mend"}
+"""Faults that may hold all workers up until the fault that undoes them."""
+
+
+class ScheduledEvents:
+    """Faults and changes of speed that a cluster description asks for, in order of time."""
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        actions: list[ClusterFault | SpeedChange] = (
+            [] if cluster is None else [*cluster.faults, *cluster.changes]
+        )
+        self.remaining = sorted(actions, key=lambda action: action.at_s)
+        """Events that `due` has not returned yet."""
+
+    def due(self, seconds: float) -> list[ClusterFault | SpeedChange]:
+        """Events that are due by `seconds` of training and were not returned before."""
+        due = [action for action in self.remaining if action.at_s <= seconds]
+        self.remaining = self.remaining[len(due) :]
+        return due
 
 
 class EmulatedGroup(WorkerGroup):
@@ -34,7 +58,6 @@ class EmulatedGroup(WorkerGroup):
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of the run's cluster, or of this machine as it is.
-        program: what workers run.
         options: further ones of `WorkerGroup`.
 
     Attributes:
@@ -46,12 +69,16 @@ class EmulatedGroup(WorkerGroup):
         run_directory: Path,
         config: RunConfig,
         emulation: Emulation,
-        *,
-        program: WorkerProgram = TASK_WORKER,
         **options: Any,
     ) -> None:
         survives = strategy_type(config.strategy).survives_death
-        super().__init__(run_directory, config, program=program, survives_death=survives, **options)
+        super().__init__(
+            run_directory,
+            config,
+            program=worker_program(config),
+            survives_death=survives,
+            **options,
+        )
         self._emulation = emulation
         self._cluster = cluster_of(config)
         self._events = ScheduledEvents(self._cluster)
@@ -188,53 +215,3 @@ class EmulatedGroup(WorkerGroup):
     def _apply_speed(self, rank: int) -> None:
         if self._cluster is not None:
             self._emulation.set_speed(rank, self._cluster.speed_at(rank, self.seconds))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOutcome:
-    """How the workers of a run ended.
-
-    Attributes:
-        finished: False when they were interrupted and have written a checkpoint.
-        remarks: what of the cluster's script could not be carried out.
-        losses: workers that died while their peers went on.
-    """
-
-    finished: bool
-    remarks: list[str]
-    losses: list[WorkerLoss]
-
-
-def supervise(
-    run_directory: Path,
-    config: RunConfig,
-    emulation: Emulation,
-    *,
-    on_progress: Listener,
-    on_notice: NoticeListener = ignore_notice,
-) -> RunOutcome:
-    """Run the workers of `run_directory/config.json` to their end.
-
-    Args:
-        run_directory: a record with a config.json; workers write beside it.
-        config: what it says.
-        emulation: of its cluster.
-        on_progress, on_notice: as of `WorkerGroup`.
-
-    Raises:
-        PeerError: a worker died or failed that its peers need, or all did, or the run was
-            interrupted before it could write a checkpoint. No worker is left.
-    """
-    with (
-        interrupts() as interrupted,
-        EmulatedGroup(
-            run_directory, config, emulation, on_progress=on_progress, on_notice=on_notice
-        ) as group,
-    ):
-        told = 0
-        while not group.has_ended:
-            while told < interrupted.count:
-                group.interrupt()
-                told += 1
-            group.poll(POLL_S)
-        return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)

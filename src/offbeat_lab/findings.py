@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offbeat_lab.breakdown import slow_worker_of
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
-from offbeat_lab.lateness import slow_worker_of
 
 
 def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Difference | None:

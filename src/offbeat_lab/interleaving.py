@@ -26,8 +26,9 @@ from offbeat.run import records
 from offbeat.run.config import RunConfig
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
+from offbeat.run.recipes import ALONE
 from offbeat.strategies.by_name import strategy_values
-from offbeat_lab.compare_plan import ALONE, ComparePlan
+from offbeat_lab.compare_plan import ComparePlan
 from offbeat_lab.emulated_workers import EmulatedGroup
 from offbeat_lab.emulation import Emulation
 from offbeat_lab.options import build_strategy
@@ -165,7 +166,6 @@ class InterleavedRuns:
                     path,
                     config,
                     self._emulation,
-                    program=self._plan.program,
                     turns=True,
                     on_progress=self._forward(label),
                 )

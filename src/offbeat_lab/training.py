@@ -1,34 +1,202 @@
-"""The training loops of the lab's worker: of ranks that have batches of their own, and of ranks
-that claim them.
+"""Trains one of the lab's tasks as one rank: an ordinary loop around `offbeat.attach`.
 
 Between steps, or between mega-batches, a rank pauses, stops, saves and evaluates together with its
-peers.
+peers. `train` and `train_on_claims` show how offbeat is used; the rest keeps the books.
 """
 
 from __future__ import annotations
 
+import json
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
 from offbeat.megabatch.loader import DispatchLoader
+from offbeat.run.config import RunConfig
+from offbeat.run.coordination import Coordinator
+from offbeat.run.interrupts import stop_requests
+from offbeat.run.progress import Joined, Reporter
+from offbeat.run.recipes import ALONE
+from offbeat.run.records import Record, Summary
+from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
+from offbeat.run.step_recorder import Position
 from offbeat.session.session import Session
-from offbeat_lab.measuring import evaluate, measure_complete
-from offbeat_lab.pauses import Pauses
-from offbeat_lab.saving import save
-from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule
+from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
+from offbeat_lab.config import recipe_of, task_of
+from offbeat_lab.measuring import evaluate, keeps_models, measure_complete, measure_rest
+from offbeat_lab.native import NativeSession
+from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.saving import restore, save
+from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, position_from_json
 from offbeat_lab.task_recorder import TaskRecorder, TaskRun
-from offbeat_lab.tasks import Batch, num_samples_of
+from offbeat_lab.tasks import Batch, Task, num_samples_of
+
+_TOLERATED: Final = 1.05
+"""Where samples are claimed a run ends at a merge: so many times as many steps as it was to do need
+no remark.
+"""
+
+
+def train_rank(
+    run_directory: Path,
+    coordinator: Coordinator,
+    report: Reporter,
+    *,
+    limit: StepLimit | None = None,
+) -> Summary | None:
+    """Train as rank `coordinator.rank` what `run_directory/config.json` says, from its checkpoint
+    if the attempt is a resume.
+
+    Args:
+        run_directory: the record.
+        coordinator: of this run's ranks.
+        report: hears how far this rank is.
+        limit: the steps that it may do; None trains without pause.
+
+    Returns:
+        The summary, on the rank that leads; it has been written too.
+
+    Raises:
+        OffbeatError: another rank failed, or the run cannot go on.
+    """
+    record = Record(run_directory)
+    config = record.config
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed * 65_537 + coordinator.rank)
+    task = task_of(config)
+    model = task.build_model(config.seed)
+    optimizer = task.optimizer(model)
+    attached = attach_recipe(
+        recipe_of(config),
+        model,
+        optimizer,
+        rank=coordinator.rank,
+        world_size=coordinator.world_size,
+        delay=link_delay(record, coordinator.rank),
+    )
+    stop_requested = threading.Event()
+    with attached.session as session, stop_requests(stop_requested.set):
+        loader = _loader(config, session, task)  # before what is saved of it is restored
+        position = _position(record, coordinator, attached, task, loader)
+        run = TaskRun(
+            record=record,
+            coordinator=coordinator,
+            task=task,
+            attached=attached,
+            schedule=_schedule(config, task, position, coordinator),
+            step_time=step_time(record, coordinator.rank),
+        )
+        run.keeps_models = keeps_models(
+            task.num_parameters(), run.schedule.target, config.eval_every
+        )
+        run.measures_at_end = limit is not None and limit.ends_turns
+        if coordinator.restart:
+            coordinator.rejoin_at(position.step + 1)
+            report(Joined(rank=coordinator.rank, step=position.step))
+        recorder = TaskRecorder(run, report)
+        try:
+            pauses = Pauses(
+                run,
+                recorder,
+                limit or StepLimit.unlimited(),
+                stop_requested,
+                meets=config.strategy != ALONE,
+            )
+            if loader is None:
+                train(run, recorder, pauses)
+            else:
+                train_on_claims(run, recorder, pauses, loader)
+            coordinator.take_no_more_steps()
+        finally:
+            recorder.close()
+        session.finish()
+        if config.checkpoint_every is not None:
+            save(run, "end", patience_s=HANGS_S)
+        return _summarize(run, recorder)
+
+
+def _position(
+    record: Record,
+    coordinator: Coordinator,
+    attached: TaskModel,
+    task: Task,
+    loader: DispatchLoader | None,
+) -> Position:
+    """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it
+    has joined its peers.
+    """
+    if coordinator.restart:
+        began = position_from_json(json.loads(coordinator.published("origin") or "{}"))
+        schedule = _schedule(record.config, task, began, coordinator)
+        if isinstance(schedule, ClaimedSchedule):
+            assert loader is not None
+            schedule.merged(loader.epoch, loader.num_samples_merged)
+            return schedule.position
+        while schedule.position.step < attached.session.start_step:
+            schedule.advance()
+        return schedule.position
+    resumes = record.attempts[-1].start_step > 0
+    position = restore(record, coordinator, attached) if resumes else Position()
+    coordinator.publish("origin", json.dumps(asdict(position)))
+    return position
+
+
+def _loader(
+    config: RunConfig, session: Session | NativeSession, task: Task
+) -> DispatchLoader | None:
+    """Where the strategy shares samples out: what gives this rank's. None where each rank knows its
+    own.
+    """
+    if not (isinstance(session, Session) and session.strategy.shares_samples):
+        return None
+
+    def batch(samples: list[int]) -> Batch:
+        numbers = np.array(samples, dtype=np.int64)
+        return task.training_batch(numbers, seed=config.seed, epoch=loader.epoch)
+
+    loader = session.loader(
+        range(task.num_samples),
+        seed=config.seed,
+        batch_size=task.options.batch_size,
+        collate=batch,
+    )
+    assert isinstance(loader, DispatchLoader)
+    return loader
+
+
+def _schedule(
+    config: RunConfig, task: Task, position: Position, coordinator: Coordinator
+) -> BatchSchedule | ClaimedSchedule:
+    rank, world_size = coordinator.rank, coordinator.world_size
+    mega_batch = recipe_of(config).samples_between_merges(task.options.batch_size)
+    if mega_batch is None:
+        return BatchSchedule(config, task, position, rank=rank, world_size=world_size)
+    return ClaimedSchedule(
+        config,
+        position,
+        num_samples=task.num_samples,
+        mega_batch=mega_batch,
+        samples_per_step=world_size * task.options.batch_size,
+    )
 
 
 def train(run: TaskRun, recorder: TaskRecorder, pauses: Pauses) -> None:
     """Steps with batches of this rank's own."""
-    schedule = run.schedule
+    schedule, session = run.schedule, run.attached.session
     assert isinstance(schedule, BatchSchedule)
     _begin(run, recorder)
     for batch in schedule.batches(pauses.should_stop):
         step = schedule.position.step
         # Where ranks do not keep step, the place in the run is that of half of them.
-        place = min(step + _steps_behind(run), schedule.target - 1)
+        place = min(step + session.steps_behind, schedule.target - 1)
         _set_learning_rate(run, (place + 0.5) / schedule.target)
         if run.record.config.batch_shares:
-            run.attached.weigh(num_samples_of(batch))
+            assert isinstance(session, Session), "torch's strategies weigh all ranks alike"
+            session.weigh(num_samples_of(batch))
         loss = _step(run, recorder, batch, step + 1)
         schedule.advance()
         met_s = pauses.meet(step + 1, clocks_stop=_clocks_stop(run, step))
@@ -80,24 +248,19 @@ def train_on_claims(
 
 def _step(run: TaskRun, recorder: TaskRecorder, batch: Batch, number: int) -> float:
     """Step `number`, counted from 1; returns the loss."""
-    task, attached, step_time = run.task, run.attached, run.step_time
-    step_time.begin_step(number)
+    task, attached = run.task, run.attached
+    run.step_time.begin_step(number)
     loss = task.loss(attached.module, batch)
-    step_time.before_backward(
+    run.step_time.before_backward(
         recorder.elapsed_s, size=num_samples_of(batch) / task.options.batch_size
     )
-    with step_time.backward():
+    with run.step_time.backward():
         attached.backward(loss)
     if task.max_grad_norm is not None:
-        attached.clip_gradients(task.max_grad_norm)
+        attached.session.clip_grad_norm_(task.max_grad_norm)
     attached.optimizer.step()
     attached.optimizer.zero_grad()
     return loss.item()
-
-
-def _steps_behind(run: TaskRun) -> int:
-    session = run.attached.session
-    return session.steps_behind if isinstance(session, Session) else 0
 
 
 def _set_learning_rate(run: TaskRun, progress: float) -> None:
@@ -142,3 +305,58 @@ def _saves_or_evaluates(run: TaskRun, step: int, steps_before: int) -> bool:
 
 def _is_due(every: int | None, step: int, steps_before: int) -> bool:
     return every is not None and step // every > steps_before // every
+
+
+def _summarize(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
+    """Compare the replicas, measure the model on the leader, and write the summary. Returns it
+    there.
+    """
+    step, session, task = run.schedule.position.step, run.attached.session, run.task
+    apart = session.averages_alone
+    final = None if apart else run.attached.averaged_model()
+    num_steps = max(1, step - recorder.first_step)
+    notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
+    ends = gather_ends(run, recorder, notices, patience_s=HANGS_S if apart else None)
+    if ends is None:
+        return None
+    measure_rest(run, recorder)
+    if final is None:
+        final = run.attached.averaged_model()
+    stopped = step < run.schedule.target
+    metric, others = None, {}
+    if not stopped:
+        final.eval()
+        others = task.metrics(final)
+        session.log(**others)
+        metric = others.pop(task.metric_name)
+        measured_at = recorder.evaluation(metric, others, without=session.averaged_without)
+        if apart:  # What is measured was there when the last rank had finished.
+            measured_at = replace(measured_at, seconds=max(end["seconds"] for end in ends))
+        recorder.write_evaluation(measured_at)
+    measured = Measured(
+        metric=metric,
+        name=task.metric_name,
+        higher_is_better=task.higher_is_better,
+        others=others,
+    )
+    return write_end(run, recorder, ends, measured, final, finished=not stopped)
+
+
+def _length_notices(run: TaskRun) -> list[str]:
+    step, asked = run.schedule.position.step, run.record.config.steps
+    if asked is None or step <= asked * _TOLERATED:
+        return []
+    return [
+        f"{asked} steps were asked for, and the first merge after them came at step {step}; a"
+        " smaller mega_batch comes nearer"
+    ]
+
+
+def _step_time_notices(run: TaskRun, num_steps: int) -> list[str]:
+    if run.step_time.num_late * 20 < num_steps:
+        return []
+    what = (
+        f"worker {run.coordinator.rank} computed for longer than the emulated step in"
+        f" {run.step_time.num_late} of {num_steps} steps"
+    )
+    return [f"{what}; give a longer --step-time, or fewer workers"]

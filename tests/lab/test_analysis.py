@@ -18,7 +18,7 @@ from offbeat.run.records import Evaluation, Record
 from offbeat.run.records.profiles import ProfileWriter
 from offbeat_lab.analysis import AnalysedRun, analyse, common_level, reach
 from offbeat_lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
-from offbeat_lab.report.data_comparison import report_of_comparison
+from offbeat_lab.report.data_records import report_of_comparison
 from offbeat_lab.report.page_sections import lateness_bars
 
 STEPS = 40

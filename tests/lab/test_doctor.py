@@ -31,12 +31,17 @@ from offbeat_lab.cluster.reading import load, parse_cluster
 from offbeat_lab.doctor import Diagnosis, diagnose, local
 from offbeat_lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
 from offbeat_lab.doctor.diagnosis import ALONE, analyse
-from offbeat_lab.doctor.facts import Finding, capabilities, find_all
-from offbeat_lab.doctor.kernel import scratch_name, try_kernel, try_writing
-from offbeat_lab.doctor.measure import HostFacts, Measurement
+from offbeat_lab.doctor.facts import (
+    Finding,
+    capabilities,
+    find_all,
+    scratch_name,
+    try_kernel,
+    try_writing,
+)
+from offbeat_lab.doctor.measure import HostFacts, Listening, Measurement, own_sockets, sockets_at
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat_lab.doctor.probe import cluster_of
-from offbeat_lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.shipped import named_profile
 

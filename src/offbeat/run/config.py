@@ -12,7 +12,6 @@ from typing import Annotated, Final, Literal, TypeAlias
 from offbeat.codec.json_objects import Between, Count, build
 from offbeat.errors import ConfigError
 from offbeat.session.loggers import named_loggers
-from offbeat.strategies.base import Strategy
 
 EmulationMode: TypeAlias = Literal["auto", "namespaces", "delaying", "none"]
 """How a cluster is imitated."""
@@ -91,9 +90,9 @@ class RunConfig:
         return build(cls, json.loads(text))
 
 
-def resolve_script(
+def script_run(
     script: ScriptCommand,
-    strategy: Strategy,
+    strategy: str,
     options: Mapping[str, object],
     *,
     workers: int,
@@ -104,7 +103,7 @@ def resolve_script(
 
     Args:
         script: what runs.
-        strategy, options: how workers exchange.
+        strategy, options: how workers exchange; checked before.
         workers: number of ranks, >= 1.
         steps: after which the script is stopped; None: it stops by itself.
         log_to: as in `RunConfig`.
@@ -115,21 +114,7 @@ def resolve_script(
     for name, value in (("workers", workers), ("steps", steps)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; allowed is 1 or more")
-    strategy.check_world(workers)
     named_loggers(log_to, Path())
-    return script_run(script, strategy.name, options, workers=workers, steps=steps, log_to=log_to)
-
-
-def script_run(
-    script: ScriptCommand,
-    strategy: str,
-    options: Mapping[str, object],
-    *,
-    workers: int,
-    steps: int | None = None,
-    log_to: Sequence[str] = (),
-) -> RunConfig:
-    """`resolve_script` of what was checked before."""
     return RunConfig(
         task=script.name,
         task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},

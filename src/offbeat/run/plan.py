@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from offbeat.errors import ConfigError, nearest
-from offbeat.run.config import RunConfig, ScriptCommand, resolve_script
+from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.strategies.by_name import build_strategy, parse_spec, strategy_values
 
@@ -64,8 +64,9 @@ def script_config(
         ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
     built = build_strategy(*_one_strategy(strategy, script.path), SCRIPT_STRATEGIES)
+    built.check_world(workers)
     options = strategy_values(built)
-    return resolve_script(script, built, options, workers=workers, steps=steps, log_to=log_to)
+    return script_run(script, built.name, options, workers=workers, steps=steps, log_to=log_to)
 
 
 def with_strategys_problem(

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from offbeat.run.config import RunConfig
 from offbeat.run.hosts import OwnHost
-from offbeat.run.interrupts import Interrupts, interrupts
+from offbeat.run.interrupts import interrupts
 from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
 from offbeat.run.progress import Listener, NoticeListener, ignore_notice
 from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
-from offbeat.run.supervisor import POLL_S, WorkerGroup
+from offbeat.run.supervisor import WorkerGroup
 
 SCRIPT_WORKER = "offbeat.run.worker"
 
@@ -91,7 +91,7 @@ def run_script(
                 on_notice=on_notice,
             )
             with interrupts() as interrupted, group:
-                _watch(group, interrupted)
+                group.run_to_end(interrupted)
                 worker = group.root_cause()
             summary = add_to_summary(directory, group.remarks, group.losses)
             if worker is None:
@@ -113,15 +113,6 @@ def run_script(
     code = worker.process.wait()
     status = code if code > 0 else 128 - code
     return ScriptOutcome(directory=directory, status=status, problem=problem, summary=None)
-
-
-def _watch(group: WorkerGroup, interrupted: Interrupts) -> None:
-    told = 0
-    while not group.has_ended:
-        while told < interrupted.count:
-            group.interrupt(interrupted.number)
-            told += 1
-        group.poll(POLL_S)
 
 
 def script_program(

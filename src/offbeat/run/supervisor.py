@@ -23,6 +23,7 @@ from typing import Self
 from offbeat.errors import PeerError
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import only_returned_ranks_step, publish_step
+from offbeat.run.interrupts import Interrupts
 from offbeat.run.local_worker import (
     LocalWorker,
     Placement,
@@ -50,7 +51,7 @@ from offbeat.run.records import WorkerLoss, last_step
 from offbeat.run.rendezvous import LOOPBACK, RunStore, StoreServer
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
-POLL_S = 0.1
+_POLL_S = 0.1
 _LAST_REPORTS_S = 2.0  # after a death, how long its peers may take to report what they saw
 _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
 # Where workers survive each other: once one has ended, how long the rest may take, since they may
@@ -188,6 +189,15 @@ class WorkerGroup:
             if not self._read(key.data):
                 self._selector.unregister(key.fileobj)
         self._act()
+
+    def run_to_end(self, interrupted: Interrupts) -> None:
+        """Poll until all workers have ended, and pass on to them what `interrupted` counts."""
+        told = 0
+        while not self.has_ended:
+            while told < interrupted.count:
+                self.interrupt(interrupted.number)
+                told += 1
+            self.poll(_POLL_S)
 
     def interrupt(self, number: int = signal.SIGTERM) -> None:
         """Ask the workers to write a checkpoint and stop, by the signal `number`; asked again, end

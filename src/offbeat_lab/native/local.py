@@ -21,7 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 from offbeat.errors import ConfigError
 from offbeat_lab.native.base import Native
-from offbeat_lab.native.ddp import wrapped
+from offbeat_lab.native.ddp import hooked, wrapped
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 
@@ -66,7 +66,8 @@ class PostLocalSGD(Native):
                 meter.reduced(bucket.buffer().nbytes)
             return post_localSGD_hook(state, bucket)
 
-        module = wrapped(model, hook, meter)
+        module = wrapped(model, {})
+        hooked(module, hook, meter)
         num_bytes = sum(
             parameter.nbytes for group in optimizer.param_groups for parameter in group["params"]
         )
