@@ -60,7 +60,7 @@ MAY_BLOCK = {
         "torch.distributed",
         "subprocess",
     },  # asks which backends there are, and ip and tc
-    "offbeat_lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
+    "offbeat_lab/doctor/diagnosis.py": {"subprocess"},  # starts workers to measure between
     "offbeat_lab/native/session.py": {
         "time.sleep"
     },  # holds torch's own collectives back where links are imitated in user space

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
-from offbeat.run.recipes import ALONE, NoExchange, ScriptRecipe, StrategyRecipe
+from offbeat.run.recipes import ScriptRecipe, StrategyRecipe
 from offbeat.run.records import Record
 from offbeat.run.step_recorder import AttachedModel
 from offbeat.session.attach import attach_through
@@ -162,6 +162,6 @@ def step_time(record: Record, rank: int) -> StepTimeEmulator:
 
 def script_recipe(recipe: Recipe, delay: LinkDelay | None = None) -> ScriptRecipe:
     """What puts `recipe` into a script."""
-    if isinstance(recipe, Strategy):
-        return StrategyRecipe(recipe, wrap_with(delay))
-    return StrategyRecipe(NoExchange()) if recipe.name == ALONE else NativeRecipe(recipe, delay)
+    if isinstance(recipe, Native):
+        return NativeRecipe(recipe, delay)
+    return StrategyRecipe(recipe, wrap_with(delay))

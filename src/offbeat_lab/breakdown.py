@@ -1,5 +1,5 @@
 """Where a run's time went, from its events: who was late, who waited for whom, and what was
-transfer.
+transfer. Whether one worker is the slow one is decided here, for findings and the page alike.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def run_script(turns: StepLimit, obey: Callable[[str], None]) -> int:
 
 def main_and_exit() -> NoReturn:
     """Be a supervised worker, and end this process."""
-    run_directory = Path(sys.argv[1]).resolve().parent
+    run_directory = Path(sys.argv[1]).parent
     turns = StepLimit(0) if TURNS_VARIABLE in os.environ else StepLimit.unlimited()
 
     def obey(line: str) -> None:

@@ -1,5 +1,5 @@
-"""Shares of the processors: a cgroup for each worker, version 1 (`cpu.cfs_quota_us`) or 2
-(`cpu.max`).
+"""Differences of speed between workers: by shares of the processors, a cgroup for each worker,
+version 1 (`cpu.cfs_quota_us`) or 2 (`cpu.max`); by sleeping where the kernel keeps none.
 
 A group may run for `quota` out of every `period`. The period is short: with the usual 100 ms a
 worker of a quarter of a core would stand still for 75 ms at a time.

@@ -1,6 +1,4 @@
-"""Post-local SGD as torch ships it, and no exchange at all, which bounds what any
-strategy can do.
-"""
+"""Post-local SGD as torch ships it."""
 
 from __future__ import annotations
 
@@ -95,18 +93,3 @@ class _MeteredAverager(PeriodicModelAverager):
             self._meter.reduced(self._num_bytes)
             self._meter.hold_back()
             self._meter.waited(begun_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alone(Native):
-    """No exchange: every worker trains a model of its own. Worth nothing, but it shows what the
-    workers could do at best.
-    """
-
-    name: ClassVar[str] = "alone"
-    resumable: ClassVar[bool] = True
-
-    def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
-    ) -> NativeSession:
-        return NativeSession(model, optimizer, meter)

@@ -1,5 +1,9 @@
-"""What the page says of second-order work: how much of its communication was hidden, and who
-inverted what for how long.
+"""What the page says of second-order work: how much of its communication was hidden, who inverted
+what for how long, and what was done within a step.
+
+In the chart of a step stands above what a worker did itself; below, when factors, and inverses or
+preconditioned gradients, were under way, and in which part of that time the worker stood still.
+Times are as recorded, in the few steps in which they were.
 """
 
 from __future__ import annotations
