@@ -51,7 +51,8 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m compileall -q src tests  # once, and not in each of the processes that tests start
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow and not outside"
+	@# pytest keeps the assertions that it has rewritten, where bytecode may be written.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow and not outside"
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -n 2 --timeout 3600 -m slow

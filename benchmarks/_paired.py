@@ -22,11 +22,11 @@ import numpy as np
 
 from _measure import Ratio, Row, add_output_options, figure_of, origin, script_command
 from _results import Figure, Origin, ResultFile
-from offbeat.run.records import Record
 from offbeat.strategies.base import Strategy
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request, recipe_of, task_of
 from offbeat_lab.options import parse_spec
+from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.tasks import Task
 from offbeat_lab.tasks.base import Batch

@@ -33,10 +33,11 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from offbeat.errors import OffbeatError
-from offbeat.run.records import Record, StepEvent
+from offbeat.run.records import StepEvent
 from offbeat_lab.cluster import Cluster, ClusterFault, LinkSpec
 from offbeat_lab.config import Request
 from offbeat_lab.options import parse_spec
+from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.train import plan, train
 

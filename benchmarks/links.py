@@ -29,8 +29,8 @@ import numpy as np
 
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
+from offbeat.run.coordination import serve_store
 from offbeat.run.progress import WorkerProgress
-from offbeat.run.rendezvous import StoreServer
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison
@@ -108,7 +108,7 @@ def exchange_s(
     """Seconds in which each worker sends `num_bytes` to `fan_out` peers; to all, itself among
     them, is a dense all-reduce.
     """
-    store = emulation.call_inside(lambda: StoreServer(emulation.store_address))
+    store = emulation.call_inside(lambda: serve_store(emulation.store_address))
     with ExitStack() as stack:
         stack.callback(store.close)
         workers = []

@@ -25,8 +25,8 @@ import numpy as np
 from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
 from offbeat.run.plan import script_command, script_config
-from offbeat.run.records import Record
 from offbeat.run.supervise import run_script
+from offbeat_lab.records import Record
 
 WORKERS = 4
 STEPS = 400

@@ -40,7 +40,6 @@ from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from links import Quiet
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
-from offbeat.run.records import Record
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
@@ -52,6 +51,7 @@ from offbeat_lab.plan.ceilings import (
     periodic,
     with_neighbours,
 )
+from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate, num_warm_up
 
 WORKERS = 8

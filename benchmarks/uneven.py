@@ -54,8 +54,6 @@ from rich.table import Table
 from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
 from links import Quiet
-from offbeat.megabatch.batch_sizes import spread
-from offbeat.run.records import MegaBatch, Record
 from offbeat.strategies.adaptive import AdaptiveSGD
 from offbeat_lab.analysis import analyse as analyse_records
 from offbeat_lab.breakdown import read_steps
@@ -63,6 +61,7 @@ from offbeat_lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison
 from offbeat_lab.plan.dispatch import dispatch
+from offbeat_lab.records import MegaBatch, Record
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.tasks import build_task
 
@@ -292,6 +291,11 @@ def analyse(
         spreads=tuple(map(spread_of, done)),
         batch_sizes=tuple(share.batch_size for share in done[-1].by_rank),
     )
+
+
+def spread(updates: Sequence[float]) -> float:
+    """How far workers' updates are apart: (largest - smallest) / mean; 0 where nobody made any."""
+    return (max(updates) - min(updates)) * len(updates) / (sum(updates) or 1)
 
 
 def spread_of(mega_batch: MegaBatch) -> float:

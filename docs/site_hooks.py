@@ -42,7 +42,7 @@ _REFERENCE: Final = {
         "Records and clusters",
         {
             "Cluster": "offbeat_lab.cluster.Cluster",
-            "Record": "offbeat.run.records.Record",
+            "Record": "offbeat_lab.records.Record",
             "write_report": "offbeat_lab.report.page.write_report",
         },
     ),

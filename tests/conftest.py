@@ -25,7 +25,7 @@ torch.set_num_threads(
 
 settings.register_profile(
     "ci",
-    max_examples=50,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     print_blob=True,

@@ -52,10 +52,11 @@ MAY_BLOCK = {
     },  # names the type of the user's group and asks whether there is one
     "offbeat/run/patches.py": {"torch.distributed"},  # what of it a script finds changed
     "offbeat/run/coupling.py": {"torch.distributed"},  # asks whether there is a process group
-    "offbeat/run/rendezvous.py": {
+    "offbeat/run/coordination.py": {
         "torch.distributed"
-    },  # is to the lab's workers what torchrun is to a user's
-    "offbeat/run/records/writing.py": {"socket"},  # the host's name
+    },  # serves the store, as torchrun does for a user's workers
+    "offbeat_lab/joining.py": {"torch.distributed"},  # makes the group of the lab's workers
+    "offbeat/run/records.py": {"socket"},  # the host's name
     "offbeat_lab/doctor/facts.py": {
         "torch.distributed",
         "subprocess",

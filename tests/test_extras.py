@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.run.records import Record
+from offbeat_lab.records import Record
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(offbeat.__file__).parents[1]

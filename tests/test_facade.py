@@ -27,10 +27,12 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "Crossbow",
         "DPSGD",
         "EF21",
+        "DeMo",
         "EagerSGD",
         "ElasticSGD",
         "GTopK",
         "LocalSGD",
+        "PowerSGD",
         "SGP",
     }
     strategies |= {"TopK", "WAGMA"}

@@ -90,8 +90,8 @@ def test_no_exception_outlives_its_use() -> None:
     [
         ("session._parts", ["_parts"]),
         ("a.b()[0]._c.d", ["_c"]),
-        ("from offbeat.codec.select import _by_digits, exact", ["_by_digits"]),
-        ("monkeypatch.setattr(select, '_by_digits', exact)", ["_by_digits"]),
+        ("from offbeat.codec.selectors import _by_digits, exact", ["_by_digits"]),
+        ("monkeypatch.setattr(selectors, '_by_digits', exact)", ["_by_digits"]),
         ("getattr(session, '_parts')", ["_parts"]),
         ("self._parts; cls._made; session.callbacks; a.__class__; _ = 1", []),
     ],

@@ -38,10 +38,10 @@ import _benchmarks  # noqa: F401
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from links import Quiet
-from offbeat.run.records import Record
 from offbeat_lab.cluster import Cluster, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate
 
 WORKERS = 8

@@ -57,7 +57,7 @@ from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.operations import Collective, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import Staging
 from offbeat_lab.cluster import Cluster, Straggling
 from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.statistics import Estimate

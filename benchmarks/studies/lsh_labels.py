@@ -36,8 +36,8 @@ from offbeat.xmc.label_loss import Candidates, draw_candidates
 from offbeat.xmc.metrics import RankingMetrics
 from offbeat.xmc.row_optimizers import RowAdagrad
 from offbeat.xmc.rows import Examples, SparseBatch
-from offbeat.xmc.synthetic import Synthetic
 from offbeat_lab.statistics import estimate
+from offbeat_lab.synthetic_rows import Synthetic
 from offbeat_lab.tasks.standard_library import load_standard_library
 
 SEEDS = range(3)

@@ -18,9 +18,9 @@ from contextlib import ExitStack
 
 import _benchmarks  # noqa: F401
 from _measure import Ratio, interleave, main
-from offbeat.transport.ciphers import Cipher
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
+from offbeat.transport.protection import Cipher
 from offbeat_lab.statistics import estimate
 
 NUM_BYTES = 1_000_000

@@ -61,7 +61,7 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
         attached = TaskModel(model=model, module=model, optimizer=optimizer, session=session)
         schedule = SimpleNamespace(position=SimpleNamespace(step=0), target=10 * NUM_STEPS)
         run = RankRun(
-            record=records.Record(path),
+            record=records.RunDirectory(path),
             coordinator=cast(Any, SimpleNamespace(rank=rank, restart=0)),
             attached=attached,
             schedule=cast(Any, schedule),

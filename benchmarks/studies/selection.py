@@ -13,7 +13,7 @@ import torch
 
 import _benchmarks  # noqa: F401
 from _measure import Ratio, interleave, main, ratio, timed
-from offbeat.codec import kernels
+from offbeat.codec import jit
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact, Selector, ThresholdReuse
 
@@ -66,7 +66,7 @@ def normal(device: str) -> Callable[[], torch.Tensor]:
 
 def on_cpu() -> Iterator[Ratio]:
     torch.set_num_threads(1)
-    kernels.warm()
+    jit.warm()
     draw = normal("cpu")
     gradients, residual = [draw() for _ in range(NUM_GRADIENTS)], draw()
     magnitudes = (residual + gradients[0]).abs()

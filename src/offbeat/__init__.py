@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.adpsgd import ADPSGD as ADPSGD
     from offbeat.strategies.allreduce import AllReduce as AllReduce
     from offbeat.strategies.crossbow import Crossbow as Crossbow
+    from offbeat.strategies.demo import DeMo as DeMo
     from offbeat.strategies.dpsgd import DPSGD as DPSGD
     from offbeat.strategies.eagersgd import EagerSGD as EagerSGD
     from offbeat.strategies.ef21 import EF21 as EF21
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.kfac import Curvature as Curvature
     from offbeat.strategies.localsgd import LocalSGD as LocalSGD
     from offbeat.strategies.localsgd import Outer as Outer
+    from offbeat.strategies.powersgd import PowerSGD as PowerSGD
     from offbeat.strategies.schedules import Schedule as Schedule
     from offbeat.strategies.sgp import SGP as SGP
     from offbeat.strategies.topk import TopK as TopK

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from offbeat.errors import ConfigError
 from offbeat.run.recipes import ScriptRecipe, StrategyRecipe
-from offbeat.run.records import Record
+from offbeat.run.records import RunDirectory
 from offbeat.run.step_recorder import AttachedModel
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Adopted, Session
@@ -27,6 +27,7 @@ from offbeat_lab.emulation.delaying import Delaying, Delivery
 from offbeat_lab.emulation.step_time import StepTimeEmulator
 from offbeat_lab.native import CommunicationMeter, Native, NativeSession
 from offbeat_lab.options import Recipe
+from offbeat_lab.records import emulation_of
 
 LinkDelay: TypeAlias = Callable[[Delivery], float]
 """How long a delivery occupies a rank's link, in seconds."""
@@ -98,10 +99,10 @@ def wrap_with(delay: LinkDelay | None) -> Callable[[Driver], Driver]:
     return (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
 
 
-def link_delay(record: Record, rank: int) -> LinkDelay | None:
+def link_delay(record: RunDirectory, rank: int) -> LinkDelay | None:
     """That of the link of `rank`; None where links are real, or the kernel imitates them."""
-    cluster = cluster_of(record.config)
-    if cluster is None or record.emulation is None or record.emulation.kind != "delaying":
+    cluster, emulation = cluster_of(record.config), emulation_of(record)
+    if cluster is None or emulation is None or emulation.kind != "delaying":
         return None
     link = cluster.link_of(rank)
     return lambda delivery: (
@@ -154,9 +155,10 @@ class NativeRecipe(ScriptRecipe):
         )
 
 
-def step_time(record: Record, rank: int) -> StepTimeEmulator:
+def step_time(record: RunDirectory, rank: int) -> StepTimeEmulator:
     """What makes the steps of `rank` as long as the cluster says."""
-    by_sleeping = record.emulation is not None and record.emulation.speeds == "sleeping"
+    emulation = emulation_of(record)
+    by_sleeping = emulation is not None and emulation.speeds == "sleeping"
     return StepTimeEmulator(cluster_of(record.config), rank, by_sleeping=by_sleeping)
 
 

@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.run.records import Record, StepEvent
+from offbeat.run.records import StepEvent
+from offbeat_lab.records import Record
 from offbeat_lab.statistics import block_slices, blocks, num_warm_up
 
 Matrix = NDArray[np.float64]

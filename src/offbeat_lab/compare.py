@@ -41,6 +41,7 @@ from offbeat_lab.config import task_of
 from offbeat_lab.emulated_workers import EmulatedGroup
 from offbeat_lab.emulation import Emulation, emulate
 from offbeat_lab.options import build_strategy
+from offbeat_lab.records import Record
 
 _POLL_S = 0.1
 _FIRST_TURN_STEPS = 3
@@ -313,7 +314,7 @@ def run_comparison(
 def _with_metric_of_runs(directory: Path, comparison: Comparison) -> Comparison:
     """`comparison` with what only the runs of a script tell: its metric and its model's size."""
     summaries = (
-        records.Record(directory / run).summary()
+        Record(directory / run).summary()
         for contestant in comparison.contestants
         if contestant.failure is None
         for run in contestant.runs

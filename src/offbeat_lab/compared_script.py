@@ -27,8 +27,8 @@ from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import Reporter
 from offbeat.run.recipes import ALONE
 from offbeat.run.recording import OpenRecord, ScriptRecorder
-from offbeat.run.records import Record
-from offbeat.run.step_recorder import RankRun, StepRecorder, StepTime
+from offbeat.run.records import RunDirectory
+from offbeat.run.step_recorder import StepRecorder, StepTime
 from offbeat_lab.attaching import step_time
 from offbeat_lab.pauses import Pauses, StepLimit
 
@@ -82,11 +82,11 @@ class EvaluationPause:
             if rank == coordinator.rank:
                 continue
             done, took_s = self._progress(rank)
-            while done < step and coordinator.takes_part(rank, step) and polls:
+            while done < step and coordinator.is_alive(rank, step) and polls:
                 polls -= 1
                 _never.wait(_LOOK_EVERY_S)
                 done, took_s = self._progress(rank)
-            if coordinator.takes_part(rank, step):
+            if coordinator.is_alive(rank, step):
                 seconds = max(seconds, took_s)
                 behind += [f"{done} steps of worker {rank}"] if done < step else []
         if behind and not self._was_told:
@@ -144,11 +144,12 @@ class ComparedScript(ScriptRecorder):
         self._pause: EvaluationPause | None = None
 
     @override
-    def _step_time(self, record: Record, rank: int) -> StepTime:
+    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
         return step_time(record, rank)
 
     @override
-    def _training_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+    def _training_begins(self, recorder: StepRecorder) -> None:
+        run = recorder.run
         alone = run.attached.session.averages_alone
         # Where ranks average alone they would wait for the leader's evaluation too.
         meets = run.record.config.strategy != ALONE and not alone
@@ -158,11 +159,11 @@ class ComparedScript(ScriptRecorder):
         self._pauses.wait_for_turn(run.schedule.position.step)
 
     @override
-    def _step_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+    def _step_begins(self, recorder: StepRecorder) -> None:
         if self._pause is not None:
             began_s = time.monotonic()
-            with run.attached.session.resting():
-                self._pause.wait(run.schedule.position.step)
+            with recorder.run.attached.session.resting():
+                self._pause.wait(recorder.run.schedule.position.step)
             recorder.leave_out(time.monotonic() - began_s)
 
     @override
@@ -180,11 +181,11 @@ class ComparedScript(ScriptRecorder):
             self._pauses.wait_for_turn(step)
 
     @override
-    def _evaluation_begins(self, run: RankRun, recorder: StepRecorder) -> float:
+    def _evaluation_begins(self, recorder: StepRecorder) -> float:
         if self._pause is None or self._pause.is_evaluating:
             return self._evaluated_s
-        with run.attached.session.resting():
-            return self._pause.begin(run.schedule.position.step, recorder.elapsed_s)
+        with recorder.run.attached.session.resting():
+            return self._pause.begin(recorder.run.schedule.position.step, recorder.elapsed_s)
 
     @override
     def _evaluation_ends(self) -> None:

@@ -15,8 +15,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, field_validator
 
 from offbeat.errors import RecordError
-from offbeat.run.records import EmulationReport, read_versioned
+from offbeat.run.records import read_versioned
 from offbeat_lab.cluster import Cluster
+from offbeat_lab.records import EmulationReport, check_numbers
 from offbeat_lab.statistics import Estimate, Ratio
 
 SCHEMA = 1
@@ -144,6 +145,7 @@ def read_comparison(directory: Path) -> Comparison:
 
 def _validated(content: object) -> Comparison:
     try:
+        check_numbers(content, FILE)
         return Comparison.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -8,14 +8,18 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from typing_extensions import override
 
+from offbeat.errors import PeerError
 from offbeat.run.config import RunConfig
+from offbeat.run.coordination import RunStore, serve_store
 from offbeat.run.local_worker import LocalWorker, Placement
-from offbeat.run.rendezvous import RunStore, StoreServer
+from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE
 from offbeat.run.supervisor import WorkerGroup
 from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
@@ -58,6 +62,7 @@ class EmulatedGroup(WorkerGroup):
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of the run's cluster, or of this machine as it is.
+        turns: whether workers train only up to the step that `run_until` names.
         options: further ones of `WorkerGroup`.
 
     Attributes:
@@ -69,13 +74,18 @@ class EmulatedGroup(WorkerGroup):
         run_directory: Path,
         config: RunConfig,
         emulation: Emulation,
+        *,
+        turns: bool = False,
         **options: Any,
     ) -> None:
+        program = worker_program(config)
+        if turns:
+            program = replace(program, environment={**program.environment, TURNS_VARIABLE: "1"})
         survives = strategy_type(config.strategy).survives_death
         super().__init__(
             run_directory,
             config,
-            program=worker_program(config),
+            program=program,
             survives_death=survives,
             **options,
         )
@@ -86,6 +96,43 @@ class EmulatedGroup(WorkerGroup):
         """Workers that the cluster's script has killed, and when."""
         self._held_up: set[tuple[str, int]] = set()
         self._heard_s = 0.0
+        self._until_step: int | None = None
+
+    @property
+    def paused_at(self) -> int | None:
+        """The step at which all living workers wait for the next turn; None while one of them still
+        trains.
+        """
+        living = [worker for worker in self._workers if worker.alive]
+        steps = [worker.paused_at for worker in living if worker.paused_at is not None]
+        return min(steps) if living and len(steps) == len(living) else None
+
+    @property
+    def met_s(self) -> float:
+        """For how long the first worker that came to the end of the last turn waited there."""
+        return max((worker.met_s for worker in self._workers if worker.alive), default=0.0)
+
+    def run_until(self, until_step: int) -> None:
+        """Let the workers train up to `until_step`."""
+        self._until_step = until_step
+        for worker in self._workers:
+            self._run_until(worker, until_step)
+
+    def has_finished(self) -> bool:
+        """Whether the run finished; False when it was interrupted and has written a checkpoint.
+
+        Raises:
+            PeerError: a worker died or failed; the message names it and says how to go on.
+        """
+        root_cause = self.root_cause()
+        if root_cause is None:
+            return all(w.process.returncode != EXIT_STOPPED for w in self._workers)
+        how_to_go_on = hint(self.run_directory) if self._config.script is None else ""
+        if self._num_interrupts and not any(worker.failure for worker in self._workers):
+            raise PeerError(
+                f"interrupted before the workers could write a checkpoint{how_to_go_on}"
+            )
+        raise PeerError(self.describe(root_cause) + how_to_go_on, rank=root_cause.rank)
 
     @override
     def poll(self, timeout_s: float) -> None:
@@ -93,6 +140,10 @@ class EmulatedGroup(WorkerGroup):
         super().poll(timeout_s)
         for action in self._events.due(self._event_time_s()):
             self._carry_out(action)
+
+    @override
+    def interrupt(self, number: int = signal.SIGTERM) -> None:
+        super().interrupt()  # a worker that has just begun ends by this signal without a traceback
 
     @override
     def root_cause(self) -> LocalWorker | None:
@@ -112,7 +163,7 @@ class EmulatedGroup(WorkerGroup):
 
     @override
     def _serve_store(self) -> RunStore:
-        return self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
+        return self._emulation.call_inside(lambda: serve_store(self._emulation.store_address))
 
     @override
     def _placement(self, local_rank: int) -> Placement:
@@ -123,10 +174,12 @@ class EmulatedGroup(WorkerGroup):
         super()._watch(worker)
         self._emulation.admit(worker.rank, worker.process.pid)
 
-    @override
     def _run_until(self, worker: LocalWorker, until_step: int) -> None:
         self._apply_speed(worker.rank)
-        super()._run_until(worker, until_step)
+        worker.paused_at = None
+        with suppress(OSError):  # a dead worker is noticed elsewhere
+            worker.stdin.write(f"{until_step}\n".encode())
+            worker.stdin.flush()
 
     @override
     def _read(self, worker: LocalWorker) -> bool:
@@ -150,6 +203,8 @@ class EmulatedGroup(WorkerGroup):
     def _start_again(self, old: LocalWorker) -> None:
         self._killed.pop(old.rank, None)
         super()._start_again(old)
+        if self._until_step is not None:
+            self._run_until(self._workers[old.rank], self._until_step)
 
     @override
     def _close(self) -> None:
@@ -215,3 +270,14 @@ class EmulatedGroup(WorkerGroup):
     def _apply_speed(self, rank: int) -> None:
         if self._cluster is not None:
             self._emulation.set_speed(rank, self._cluster.speed_at(rank, self.seconds))
+
+
+def hint(run_directory: Path) -> str:
+    """How to go on with a run that has ended before its time."""
+    steps = sorted(entry.name for entry in (run_directory / "checkpoint").glob("step-*"))
+    if not steps:
+        return "; there is no checkpoint yet"
+    return (
+        f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume"
+        f" {run_directory}"
+    )

@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
 from offbeat.callbacks.profile import FactorAssignment, Span
-from offbeat.run.records.profiles import Profiled
+from offbeat_lab.records import Profiled
 
 Intervals: TypeAlias = list[tuple[float, float]]
 """(began_s, ended_s), ascending and disjoint."""

@@ -150,7 +150,7 @@ def _missing(run: TaskRun, step: int) -> list[int]:
     return [
         rank
         for rank in range(run.coordinator.world_size)
-        if not _path(run, step, rank).exists() and run.coordinator.takes_part(rank, step)
+        if not _path(run, step, rank).exists() and run.coordinator.is_alive(rank, step)
     ]
 
 

@@ -13,9 +13,25 @@ import math
 import threading
 import time
 
+from offbeat.run.coordination import Coordinator
 from offbeat.run.step_recorder import RankRun, StepRecorder
 
 _POLL_S = 0.2
+_STOP = "offbeat-lab/stop"
+
+
+def stop_at(coordinator: Coordinator, step: int) -> None:
+    """Ask all ranks to stop once they have done `step` steps, unless a rank has already named a
+    step.
+    """
+    coordinator.store.compare_set(_STOP, "", str(step))
+
+
+def stop_step(coordinator: Coordinator) -> int | None:
+    """After how many steps all ranks are to stop, if a rank asked for it. One round trip to the
+    store.
+    """
+    return int(coordinator.store.get(_STOP)) if coordinator.store.check([_STOP]) else None
 
 
 class StepLimit:
@@ -103,9 +119,7 @@ class Pauses:
             coordinator.meet(
                 f"pause/{steps_done}",
                 steps_done,
-                give_up=lambda: (
-                    self._stop_requested.is_set() or coordinator.stop_step() is not None
-                ),
+                give_up=lambda: self._stop_requested.is_set() or stop_step(coordinator) is not None,
             )
         return time.monotonic() - begin_s
 
@@ -123,10 +137,10 @@ class Pauses:
         """
         self.wait_for_turn(steps_done)
         self.pass_on_request(steps_done)
-        stop_step = self._run.coordinator.stop_step()
-        if stop_step is None:
+        stops_at = stop_step(self._run.coordinator)
+        if stops_at is None:
             return False
-        return steps_done >= stop_step or self._run.attached.session.averages_alone
+        return steps_done >= stops_at or self._run.attached.session.averages_alone
 
     def pass_on_request(self, steps_done: int) -> None:
         """If this rank has been asked to stop, let all ranks do so after the coming step.
@@ -135,4 +149,4 @@ class Pauses:
         the request before the step after it.
         """
         if self._stop_requested.is_set():
-            self._run.coordinator.stop_at(steps_done + 1)
+            stop_at(self._run.coordinator, steps_done + 1)

@@ -22,7 +22,6 @@ import torch
 
 from offbeat.errors import CheckpointError, PeerError
 from offbeat.run.coordination import Coordinator
-from offbeat.run.records import Record
 from offbeat.run.step_recorder import Position
 from offbeat.session.checkpoint import (
     Manifest,
@@ -35,6 +34,7 @@ from offbeat.session.checkpoint import (
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
 from offbeat_lab.attaching import TaskModel
+from offbeat_lab.records import Record
 from offbeat_lab.schedule import position_from_json
 from offbeat_lab.task_recorder import TaskRun
 

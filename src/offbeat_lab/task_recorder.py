@@ -11,10 +11,11 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.megabatch.claims import MegaBatchShare
-from offbeat.run.records import Evaluation, MegaBatch, Share, StepEvent
+from offbeat.run.records import Evaluation, StepEvent
 from offbeat.run.step_recorder import RankRun, StepRecorder
 from offbeat_lab.attaching import TaskModel
 from offbeat_lab.breakdown import combine_events
+from offbeat_lab.records import MegaBatch, Record, Share, add_mega_batch
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule
 from offbeat_lab.tasks import Task
 
@@ -31,6 +32,7 @@ class TaskRun(RankRun):
             metric.
     """
 
+    record: Record
     attached: TaskModel
     task: Task
     schedule: BatchSchedule | ClaimedSchedule
@@ -47,17 +49,30 @@ class TaskRecorder(StepRecorder):
         options: of `StepRecorder`.
     """
 
-    _run: TaskRun
+    run: TaskRun
 
     def __init__(self, run: TaskRun, *options: Any, **named: Any) -> None:
         self._unmerged: list[StepEvent] = []
         self._merged_s = 0.0
         self._in_merge: MegaBatch | None = None
+        self._earlier_totals: tuple[float, int] | None = None
         super().__init__(run, *options, **named)
 
     @override
+    def _earlier(self) -> tuple[float, int]:
+        if self._earlier_totals is None:
+            record, start_step = self.run.record, self.run.record.attempts[-1].start_step
+            rank = self.run.coordinator.rank
+            events = [e for e in record.events(rank) if e.step <= start_step] if start_step else []
+            self._earlier_totals = (
+                sum(e.duration_s for e in events),
+                sum(e.bytes_sent for e in events),
+            )
+        return self._earlier_totals
+
+    @override
     def _add(self, event: StepEvent) -> None:
-        if isinstance(self._run.schedule, ClaimedSchedule):
+        if isinstance(self.run.schedule, ClaimedSchedule):
             self._unmerged.append(event)
         else:
             super()._add(event)
@@ -65,7 +80,7 @@ class TaskRecorder(StepRecorder):
     @property
     @override
     def _steps_done(self) -> int:
-        step, schedule = super()._steps_done, self._run.schedule
+        step, schedule = super()._steps_done, self.run.schedule
         if isinstance(schedule, ClaimedSchedule) and self._unmerged:
             # The last step is done when it is merged.
             return max(step, min(step + len(self._unmerged), schedule.step_of_next_merge - 1))
@@ -87,18 +102,18 @@ class TaskRecorder(StepRecorder):
             *self._unmerged[:-1],
             *(combine_events(batch, merge) for batch in self._unmerged[-1:]),
         ] or [merge]
-        num_steps = self._run.schedule.position.step - first_step + 1
+        num_steps = self.run.schedule.position.step - first_step + 1
         for place, event in enumerate(events, start=1):
             self._events.add(
                 replace(event, step=first_step - 1 + -(-place * num_steps // len(events)))
             )
-        if self._run.coordinator.leader == self._run.coordinator.rank:
+        if self.leads:
             # What the trainer does for a merge beside training, it does between its steps.
             beside_s = sum(event.encode_s for event in self._unmerged) if works is None else 0.0
             mega_batch = MegaBatch(
                 number=number,
                 epoch=epoch,
-                step=self._run.schedule.position.step,
+                step=self.run.schedule.position.step,
                 seconds=self._earlier()[0] + self.elapsed_s,
                 at_s=self._since_s,
                 duration_s=self.seconds - self._merged_s,
@@ -147,8 +162,7 @@ class TaskRecorder(StepRecorder):
             for work in works
         ]
         own_idle_s = next(
-            (share.idle_s for share in shares if share.rank == self._run.coordinator.rank), 0.0
+            (share.idle_s for share in shares if share.rank == self.run.coordinator.rank), 0.0
         )
-        self._events.add_mega_batch(
-            replace(mega_batch, merge_s=max(0.0, mega_batch.merge_s - own_idle_s), by_rank=shares)
-        )
+        merge_s = max(0.0, mega_batch.merge_s - own_idle_s)
+        add_mega_batch(self.run.record.path, replace(mega_batch, merge_s=merge_s, by_rank=shares))

@@ -20,14 +20,16 @@ from offbeat.run.progress import (
     ignore_notice,
 )
 from offbeat.run.recording import begun_by_first
-from offbeat.run.records import Record, Summary, add_to_summary, begin_attempt, create, lock
-from offbeat.run.rendezvous import Launch, join, launched, leave
+from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.session.checkpoint import latest, remove_partial, verify
+from offbeat.transport.connect import Launch, launched
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request, cluster_of, resolve, resolve_resume, task_of
 from offbeat_lab.emulated_workers import EmulatedGroup
 from offbeat_lab.emulation import emulate
+from offbeat_lab.joining import join, leave
 from offbeat_lab.memory import num_runs_that_fit
+from offbeat_lab.records import Record
 from offbeat_lab.schedule import position_from_json
 
 

@@ -21,7 +21,7 @@ from offbeat.run.coordination import Coordinator
 from offbeat.run.interrupts import stop_requests
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.recipes import ALONE
-from offbeat.run.records import Record, Summary
+from offbeat.run.records import Summary
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
 from offbeat.run.step_recorder import Position
 from offbeat.session.session import Session
@@ -30,6 +30,7 @@ from offbeat_lab.config import recipe_of, task_of
 from offbeat_lab.measuring import evaluate, keeps_models, measure_complete, measure_rest
 from offbeat_lab.native import NativeSession
 from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.records import Record
 from offbeat_lab.saving import restore, save
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, position_from_json
 from offbeat_lab.task_recorder import TaskRecorder, TaskRun
@@ -79,7 +80,7 @@ def train_rank(
         delay=link_delay(record, coordinator.rank),
     )
     stop_requested = threading.Event()
-    with attached.session as session, stop_requests(stop_requested.set):
+    with attached.session as session, stop_requests(lambda number: stop_requested.set()):
         loader = _loader(config, session, task)  # before what is saved of it is restored
         position = _position(record, coordinator, attached, task, loader)
         run = TaskRun(
@@ -316,7 +317,7 @@ def _summarize(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - recorder.first_step)
     notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
-    ends = gather_ends(run, recorder, notices, patience_s=HANGS_S if apart else None)
+    ends = gather_ends(recorder, notices, patience_s=HANGS_S if apart else None)
     if ends is None:
         return None
     measure_rest(run, recorder)
@@ -339,7 +340,7 @@ def _summarize(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
         higher_is_better=task.higher_is_better,
         others=others,
     )
-    return write_end(run, recorder, ends, measured, final, finished=not stopped)
+    return write_end(recorder, ends, measured, final, finished=not stopped)
 
 
 def _length_notices(run: TaskRun) -> list[str]:

@@ -11,21 +11,22 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
-from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
+from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe
-from offbeat.run.recording import OpenRecord, ScriptRecorder
-from offbeat.run.records import Record
-from offbeat.run.rendezvous import join, leave
+from offbeat.run.recording import OpenRecord
 from offbeat.run.worker import listen_to_supervisor, run_supervised
 from offbeat_lab.attaching import link_delay, script_recipe
 from offbeat_lab.compared_script import ComparedScript
 from offbeat_lab.config import recipe_of
+from offbeat_lab.joining import join, leave
 from offbeat_lab.pauses import StepLimit
+from offbeat_lab.records import Record
 from offbeat_lab.training import train_rank
 
 
@@ -49,17 +50,10 @@ def train_task(run_directory: Path, turns: StepLimit, obey: Callable[[str], None
 def run_script(turns: StepLimit, obey: Callable[[str], None]) -> int:
     """Run the script of the record that the command line names; returns the exit status."""
 
-    def recorder(
-        opened: OpenRecord, report: Reporter, stop_after: int | None, patience_s: float | None
-    ) -> ScriptRecorder:
-        return ComparedScript(
-            lambda: opened, report, turns=turns, stop_after=stop_after, patience_s=patience_s
-        )
-
     def recipe(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
         return script_recipe(recipe_of(config), link_delay(opened.record, opened.coordinator.rank))
 
-    return run_supervised(recorder, recipe, obey)
+    return run_supervised(partial(ComparedScript, turns=turns), recipe, obey)
 
 
 def main_and_exit() -> NoReturn:

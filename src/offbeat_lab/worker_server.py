@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from offbeat.codec import kernels
+from offbeat.codec import jit
 from offbeat.run.progress import PIPE_VARIABLE
 from offbeat_lab import worker  # noqa: F401 - what workers need
 from offbeat_lab.forking import import_where_possible, serve
@@ -23,7 +23,7 @@ def main() -> None:
     """Import what workers need, and be one whenever the supervisor asks for one."""
     for name in _IMPORTED_BY_A_FIRST_STEP:
         importlib.import_module(name)
-    kernels.warm()
+    jit.warm()
     import_where_possible(sys.argv[2:])
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)

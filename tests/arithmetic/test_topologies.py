@@ -4,8 +4,9 @@ reached.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -42,18 +43,18 @@ def push_matrix(world_size: int, round_number: int, out_degree: int) -> NDArray[
     return matrix
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_ring_is_symmetric_and_doubly_stochastic(world_size: int) -> None:
-    matrix = ring_matrix(world_size)
-    np.testing.assert_array_equal(matrix, matrix.T)
-    np.testing.assert_allclose(matrix.sum(axis=0), 1)
-    assert (np.diag(matrix) > 0).all()
+def test_the_ring_is_symmetric_and_doubly_stochastic() -> None:
+    for world_size in WORLD_SIZES:
+        matrix = ring_matrix(world_size)
+        np.testing.assert_array_equal(matrix, matrix.T)
+        np.testing.assert_allclose(matrix.sum(axis=0), 1)
+        assert (np.diag(matrix) > 0).all()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_ring_reaches_agreement(world_size: int) -> None:
-    magnitudes = np.sort(np.abs(np.linalg.eigvalsh(ring_matrix(world_size))))
-    assert world_size == 1 or magnitudes[-2] < 1 - 1e-6
+def test_the_ring_reaches_agreement() -> None:
+    for world_size in WORLD_SIZES:
+        magnitudes = np.sort(np.abs(np.linalg.eigvalsh(ring_matrix(world_size))))
+        assert world_size == 1 or magnitudes[-2] < 1 - 1e-6
 
 
 @given(graphs)
@@ -76,25 +77,22 @@ def test_pushing_is_column_stochastic(graph: tuple[int, int, int]) -> None:
     np.testing.assert_allclose(push_matrix(world_size, round_number, out_degree).sum(axis=0), 1)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "out_degree"),
-    [(p, d) for p in (2, 3, 5, 6, 7, 8, 17) for d in (1, 2, 4) if d < p],
-)
-def test_every_rank_hears_of_every_other_one_within_a_cycle(
-    world_size: int, out_degree: int
-) -> None:
-    reached = np.eye(world_size)
-    for round_number in range(len(exponential_hops(world_size, out_degree))):
-        reached = push_matrix(world_size, round_number, out_degree) @ reached
-    assert (reached > 0).all()
+def test_every_rank_hears_of_every_other_one_within_a_cycle() -> None:
+    for world_size, out_degree in product((2, 3, 5, 6, 7, 8, 17), (1, 2, 4)):
+        if out_degree >= world_size:
+            continue
+        reached = np.eye(world_size)
+        for round_number in range(len(exponential_hops(world_size, out_degree))):
+            reached = push_matrix(world_size, round_number, out_degree) @ reached
+        assert (reached > 0).all()
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8, 16, 32])
-def test_one_peer_and_a_power_of_two_average_exactly_in_log_rounds(world_size: int) -> None:
-    product = np.eye(world_size)
-    for round_number in range(num_rounds(world_size)):
-        product = push_matrix(world_size, round_number, 1) @ product
-    np.testing.assert_allclose(product, 1 / world_size)
+def test_one_peer_and_a_power_of_two_average_exactly_in_log_rounds() -> None:
+    for world_size in (2, 4, 8, 16, 32):
+        shares = np.eye(world_size)
+        for round_number in range(num_rounds(world_size)):
+            shares = push_matrix(world_size, round_number, 1) @ shares
+        np.testing.assert_allclose(shares, 1 / world_size)
 
 
 def test_alone_there_is_nobody_to_send_to() -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 import offbeat
+from offbeat import TopKCodec, WeightCodec
 from offbeat.averaging.adaptive_period import AdaptivePeriod
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import (
@@ -28,7 +29,6 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import TopKCodec, WeightCodec
 from offbeat.codec.value_codecs import ValueCodec, WireValues
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.strategies.averaging import AveragingStrategy

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 import offbeat
-from offbeat.session.state import reshard
+from offbeat import reshard
 
 
 def make_net(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

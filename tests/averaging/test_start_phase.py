@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.averaging.start_phase import StartPhase
+from offbeat.averaging.periodic import StartPhase
 from offbeat.callbacks.callback import EVENTS, Callback
 
 PUBLIC = [

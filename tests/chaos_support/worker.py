@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from chaos_support.matrix import FAULTS, STEP_S, STRATEGIES, Cell, Drawn
+from offbeat import Session
 from offbeat.errors import OffbeatError
 from offbeat.session.attach import attach_through
 from offbeat.session.checkpoint import save
-from offbeat.session.session import Session
 from offbeat.transport import connect as connecting
 from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.interface import bound_socket

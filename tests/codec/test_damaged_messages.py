@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
+from offbeat import TopKCodec
 from offbeat.codec.model_wire import MessageKind, ModelMessage, Note
 from offbeat.codec.row_sets import decode_rows, encode_rows
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.topk_codec import TopKCodec
-from offbeat.codec.value_codecs import VALUE_CODECS, Float64Values
+from offbeat.codec.topk_codec import VALUE_CODECS
+from offbeat.codec.value_codecs import Float64Values
 from offbeat.codec.wire import Wire
 from offbeat.errors import WireError
 from offbeat.strategies.registry import WEIGHT_CODECS

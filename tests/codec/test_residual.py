@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat.codec import cuda, selectors
 from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.select import THRESHOLD
+from offbeat.codec.selectors import THRESHOLD
 from offbeat.codec.sparse import Sparse, keep_largest
 from offbeat.codec.topk_codec import SELECTORS
 
@@ -44,7 +44,8 @@ def nothing(num_elements: int, dtype: torch.dtype) -> Sparse:
 @pytest.fixture(params=["kernels", "torch"])
 def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(selectors, "select", cuda)
+        monkeypatch.setattr(selectors, "exact", cuda.exact)
+        monkeypatch.setattr(selectors, "reuse", cuda.reuse)
 
 
 @pytest.mark.usefixtures("either_path")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.codec.row_sets import decode_rows, encode_rows
 from offbeat.errors import WireError
-from offbeat.megabatch.touched_rows import index_bytes
+from offbeat.megabatch.merge import index_bytes
 
 
 @given(st.integers(1, 300), st.data())

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.codec import kernels
+from offbeat.codec import jit
 from offbeat.codec.histogram import histogram, quotas
 from offbeat.codec.jit import COMPILED
 from offbeat.codec.sparse import Sparse, add, keep_largest, partition, split_by_index
@@ -40,7 +40,7 @@ def test_long_lists_are_added(a: set[int], b: set[int], sign: float) -> None:
 
 
 def test_warming_up_compiles_all_that_is_used() -> None:
-    kernels.warm()
+    jit.warm()
     before = [len(kernel.signatures) for kernel in COMPILED]  # type: ignore[attr-defined]
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
     codecs: dict[type[np.floating], list[ValueCodec]] = {

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.codec.few_bits import LevelValues
 from offbeat.codec.sparse import Sparse
-from offbeat.codec.sparseloco import ChunkIndices, ChunkSelector, LevelValues, SparseLoCo
+from offbeat.codec.sparseloco import ChunkIndices, ChunkSelector, SparseLoCo
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import pack, unpack
 from offbeat.errors import WireError
 
 TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, np.bool_))
@@ -46,14 +46,6 @@ def test_zeros_are_not_picked_and_what_is_not_finite_is_said() -> None:
     assert not len(selector.select(zeros, torch.zeros(100), k=10, weight=1.0, state={}).sparse)
     zeros[3] = float("nan")
     assert not selector.select(zeros, torch.zeros(100), k=10, weight=1.0, state={}).finite
-
-
-@given(st.integers(1, 16), st.data())
-def test_codes_of_any_width_are_packed(bits: int, data: st.DataObject) -> None:
-    codes = data.draw(st.lists(st.integers(0, (1 << bits) - 1), max_size=40))
-    packed = pack(np.array(codes, np.uint16), bits)
-    assert packed.size == -(-len(codes) * bits // 8)
-    assert unpack(packed, bits, len(codes)).tolist() == codes
 
 
 @given(

@@ -18,8 +18,7 @@ from typing_extensions import override
 import offbeat
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.select import Selection
-from offbeat.codec.selectors import Selector
+from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec, WireValues

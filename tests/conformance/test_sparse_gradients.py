@@ -14,9 +14,9 @@ import torch
 import offbeat
 from conformance_support.nets import assert_same
 from conformance_support.sparse_nets import MakeOptimizer, SparseNet, batch, train
+from offbeat import Session
 from offbeat.errors import UnsupportedError
 from offbeat.session.checkpoint import load, save
-from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import stored_entries
 from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD

@@ -18,6 +18,7 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
+from offbeat import Session
 from offbeat.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +27,6 @@ from offbeat.errors import (
     UnsupportedError,
 )
 from offbeat.session.checkpoint import load, save
-from offbeat.session.session import Session
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import SCHEDULES, WEIGHT_CODECS
 
@@ -57,6 +57,10 @@ PLAIN |= {f"local sgd, {name}": offbeat.LocalSGD(period=name) for name in SCHEDU
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
     "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
+    "streaming diloco": offbeat.LocalSGD(
+        period=4, outer="diloco", codec="e3m0", streaming="2x1x0.5"
+    ),
+    "dasgd": offbeat.LocalSGD(period=3, streaming="1x2"),
     "local sgd with an outer adam": offbeat.LocalSGD(
         period=2, outer=functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True)
     ),
@@ -70,7 +74,8 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     ),
 }
 STRATEGIES |= {
-    f"local sgd over {name}": offbeat.LocalSGD(period=2, codec=name) for name in WEIGHT_CODECS
+    f"local sgd over {name}": offbeat.LocalSGD(period=2, codec=name)
+    for name in (*WEIGHT_CODECS, "linear4", "e3m0")
 }
 
 

@@ -9,8 +9,12 @@ from typing_extensions import override
 
 from offbeat.errors import NonFiniteError
 from offbeat.gradients.buckets import make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientExchange
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.exchange import (
+    ExchangeCounts,
+    ExchangeListener,
+    GradientExchange,
+    LaunchOrder,
+)
 from offbeat.gradients.reductions import DenseReduction
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.strategies.sparse_gradient import SparseGradientStrategy
+from offbeat.strategies.gradient import GradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 NUM_RANKS, NUM_STEPS = 3, 6  # a third is not exact in any binary type
 
-STRATEGIES: dict[str, SparseGradientStrategy] = {
+STRATEGIES: dict[str, GradientStrategy] = {
+    "powersgd": offbeat.PowerSGD(rank=1),
+    "allreduce in 4 bits": offbeat.AllReduce(codec="linear4"),
     "topk": offbeat.TopK(density=0.1),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.1, collective="reduce_scatter"),
     "gtopk by all-gather": offbeat.GTopK(

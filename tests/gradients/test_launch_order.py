@@ -7,7 +7,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.gradients.launch_order import LaunchKey, LaunchOrder
+from offbeat.gradients.exchange import LaunchKey, LaunchOrder
 
 ORDER: list[LaunchKey] = [
     ("factors", 0),

@@ -4,7 +4,7 @@ of its gradients.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from offbeat.codec.sparse import Sparse
 from offbeat.codec.topk_codec import SELECTORS
 from offbeat.gradients import optimizer_momentum
 from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum, mix_by_kernel, mix_by_torch
 
 N = 100
@@ -47,10 +48,12 @@ class Momentum:
         self.transform = OptimizerMomentum(self.optimizer, world_size=1, inform=lambda text: None)
         self.transform.init(self.bucket, None)
         self.few = few
-        self.transform.follow(
-            sends_few=lambda: self.few, sends_entries=lambda: True, when_taken=lambda: None
-        )
+        self.transform.follow(cast(DensitySchedule, self))
         self.transform.take()
+
+    def sends_few(self) -> bool:
+        """As a schedule of densities says it."""
+        return self.few
 
     def update(
         self, gradient: torch.Tensor, *, weight: float = 1.0, continues: bool = False

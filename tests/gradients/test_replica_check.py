@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import DivergedError
-from offbeat.session.session import Session
 from thread_support.world import ThreadDriver, in_threads, results_of, session_on
 
 Loop = Callable[[int, int, torch.nn.Linear, torch.optim.Optimizer], None]

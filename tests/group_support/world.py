@@ -34,9 +34,10 @@ from offbeat.averaging.background.protocol_member import arrive, fetch_model, fi
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import OffbeatError, PeerError
-from offbeat.transport.driver import Counting, Driver, Finished, Raised, Ticket, Wrapper
+from offbeat.transport.driver import Counting, Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.emulation.delaying import Raised
 
 SERVE, TRAIN = 1 << 32, 2 << 32
 GENERATION = 3

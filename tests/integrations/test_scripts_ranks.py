@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 from integrations_support.ranks import as_launched
 from offbeat.run.config import ScriptCommand
+from offbeat.run.coordination import serve_store
 from offbeat.run.coupling import ModelListener, ScriptSessions
-from offbeat.run.rendezvous import StoreServer
 from offbeat.run.worker import patched_for, run_as_main
 from offbeat_lab.attaching import script_recipe
 from offbeat_lab.options import build_strategy, parse_spec
@@ -92,7 +92,7 @@ def test_a_script_reaches_the_loss_that_it_reaches_with_ddp(
 ) -> None:
     for number in range(len(STRATEGIES)):
         (tmp_path / str(number)).mkdir()
-    servers = [StoreServer() for _ in STRATEGIES]  # the keys of a group can be used once
+    servers = [serve_store() for _ in STRATEGIES]  # the keys of a group can be used once
     results = run_ranks(
         run_with_each,
         2,

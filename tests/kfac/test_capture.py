@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kfac_maths_support.reference import capture_all, take_all, take_square
+from offbeat import Curvature
 from offbeat.kfac.blocks import Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.survey import survey
 
 

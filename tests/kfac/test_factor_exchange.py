@@ -14,6 +14,7 @@ from torch import nn
 import offbeat
 from kfac_support import reference
 from kfac_support.plans import Unfused
+from offbeat import Session
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.kfac.callback import KFACCallback
@@ -22,7 +23,6 @@ from offbeat.kfac.curvature import Grafting
 from offbeat.kfac.inverses import InversionTask, Inverter, has_inverse
 from offbeat.kfac.placement import InverseCosts
 from offbeat.kfac.plans import FactorCosts, PlanInputs
-from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat_lab.plan.kfac_iteration import PolynomialInversion
 

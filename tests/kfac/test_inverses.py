@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offbeat
+from offbeat import Curvature
 from offbeat.kfac import inverses
 from offbeat.kfac.blocks import FactorSlot, slots_of
-from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import FactorShape, pack, unpack
 from offbeat.kfac.inverses import (
     InverseForm,

@@ -19,8 +19,8 @@ from kfac_maths_support.reference import (
     take_all,
     take_square,
 )
+from offbeat import Curvature
 from offbeat.kfac.capture import Increment
-from offbeat.kfac.curvature import Curvature
 
 # PyTorch says so of kernels of even size.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.arithmetic.costs import LinkCost
-from offbeat.errors import ConfigError
 from offbeat.kfac.overlap import fuse_for_earliest_end
 from offbeat_lab.plan.kfac_iteration import fuse_by_rule, last_end_s
 
@@ -123,13 +122,6 @@ def test_free_start_up_needs_no_fusion_and_free_bytes_need_no_hurry() -> None:
     assert fuse_for_earliest_end(
         ready_s, sizes_bytes, LinkCost(alpha_s=10.0, beta_s_per_byte=0.0)
     ) == [[0, 1, 2]]
-
-
-def test_messages_out_of_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match="sort them"):
-        fuse_for_earliest_end([1.0, 0.0], [1, 1], LinkCost(alpha_s=1.0, beta_s_per_byte=1.0))
-    with pytest.raises(ConfigError, match="2 messages .* 1 have a size"):
-        fuse_for_earliest_end([0.0, 1.0], [1], LinkCost(alpha_s=1.0, beta_s_per_byte=1.0))
 
 
 def test_nothing_to_send_is_no_group() -> None:

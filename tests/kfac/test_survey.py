@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from offbeat import Curvature
 from offbeat.errors import ConfigError
-from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import FactorShape
 from offbeat.kfac.survey import survey
 

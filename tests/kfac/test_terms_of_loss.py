@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_maths_support.reference import capture_all, square, take_square
-from offbeat.kfac.curvature import Curvature
+from offbeat import Curvature
 
 NUM_EXAMPLES, NUM_POSITIONS, NUM_TOKENS, WIDTH = 16, 6, 11, 4
 POSITION_BLOCK, HEAD_BLOCK = 1, 2

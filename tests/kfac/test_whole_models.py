@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from offbeat.kfac.curvature import Curvature
+from offbeat import Curvature
 from offbeat.kfac.survey import survey
 
 OPTIONS: dict[str, Any] = {"factor_interval": 1, "inverse_interval": 2, "damping": 0.05}

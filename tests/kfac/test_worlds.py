@@ -17,8 +17,8 @@ import offbeat
 from kfac_support import reference
 from kfac_support.plans import FactorsOfEveryone, InTurnWithoutPipelining, WithoutLoadBalancing
 from kfac_support.reference import batch_of, loss_of, make_net
+from offbeat import Session
 from offbeat.kfac.curvature import Grafting
-from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 

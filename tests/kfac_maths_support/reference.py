@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offbeat import Curvature
 from offbeat.kfac.blocks import Block, Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import unpack
 from offbeat.kfac.survey import survey
 

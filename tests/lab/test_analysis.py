@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from lab_support.made import comparison, contestant, write_run
 from offbeat.callbacks.profile import Span, StepProfile
 from offbeat.errors import RecordError
-from offbeat.run.records import Evaluation, Record
-from offbeat.run.records.profiles import ProfileWriter
+from offbeat.run.records import Evaluation, ProfileWriter
 from offbeat_lab.analysis import AnalysedRun, analyse, common_level, reach
 from offbeat_lab.comparison import Comparison, Measure, read_comparison, write_comparison
+from offbeat_lab.records import Record
 from offbeat_lab.report.data_records import report_of_comparison
 from offbeat_lab.report.page_sections import lateness_bars
 

@@ -18,16 +18,9 @@ from numpy.typing import ArrayLike
 
 from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig
-from offbeat.run.records import (
-    EventWriter,
-    MegaBatch,
-    Record,
-    Share,
-    StepEvent,
-    begin_attempt,
-    create,
-)
+from offbeat.run.records import EventWriter, StepEvent, begin_attempt, create
 from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.records import MegaBatch, Record, Share, add_mega_batch
 
 EVENT = StepEvent(
     step=1,
@@ -257,7 +250,8 @@ def write_claimed(
     writer = EventWriter(run, rank=0, attempt=0)
     for number, of_ranks in enumerate(updates, start=1):
         step = number * steps_each
-        writer.add_mega_batch(
+        add_mega_batch(
+            run,
             MegaBatch(
                 number=number,
                 epoch=0,
@@ -279,7 +273,7 @@ def write_claimed(
                     )
                     for rank, made in enumerate(of_ranks)
                 ],
-            )
+            ),
         )
     writer.close()
     return run

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from offbeat.run.progress import WorkerProgress
-from offbeat.run.records import Record, Summary
+from offbeat.run.records import Summary
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request
+from offbeat_lab.records import Record
 from offbeat_lab.train import plan, train
 
 pytestmark = pytest.mark.ranks

@@ -42,11 +42,11 @@ from offbeat.run.progress import (
     decode,
     encode,
 )
-from offbeat.run.records import Record, last_step
-from offbeat.run.records.profiles import read_profiles
+from offbeat.run.records import last_step
 from offbeat.run.step_recorder import Position
 from offbeat_lab import cluster
 from offbeat_lab.comparison import FILE, read_comparison
+from offbeat_lab.records import Record, read_profiles
 from offbeat_lab.schedule import position_from_json
 from offbeat_lab.tasks.images import read_arrays
 from report_support.synthetic import mega_batch_of

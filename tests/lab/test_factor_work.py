@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.callbacks.profile import FactorAssignment, Span
-from offbeat.run.records.profiles import Profiled
 from offbeat_lab.factor_work import factor_work, under_way
+from offbeat_lab.records import Profiled
 
 KINDS = st.sampled_from(
     ["sum", "broadcast", "wait for factors", "wait for gradients", "wait for inverses", "invert"]

@@ -16,7 +16,7 @@ from offbeat.strategies.docstrings import first_sentence
 from offbeat_lab.attaching import attach_recipe
 from offbeat_lab.config import Request, resolve, resolve_resume
 from offbeat_lab.native import NATIVE, Native
-from offbeat_lab.native.ddp import PowerSGD
+from offbeat_lab.native.ddp import PowerSGDHook
 from offbeat_lab.native.local import PostLocalSGD
 from offbeat_lab.options import RECIPES, build_strategy, strategy_options
 from offbeat_lab.tasks import TASKS
@@ -81,7 +81,7 @@ def test_what_torch_does_not_let_anybody_save_is_not_resumed(name: str) -> None:
 
 def test_state_that_would_be_lost_is_known() -> None:
     """Error feedback and the averager's count are the hooks' own; plain reductions keep nothing."""
-    assert not PowerSGD.resumable
+    assert not PowerSGDHook.resumable
     assert not PostLocalSGD.resumable
     assert [name for name in HERE if NATIVE[name].resumable] == [
         "ddp",

@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 
 from offbeat.errors import CheckpointError, PeerError, RecordError
+from offbeat.run.coordination import serve_store
 from offbeat.run.progress import WorkerProgress
-from offbeat.run.records import Record, Summary
-from offbeat.run.rendezvous import StoreServer
+from offbeat.run.records import Summary
 from offbeat.session.checkpoint import latest, verify
 from offbeat_lab.cli import main as command_line
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request
 from offbeat_lab.forked_workers import WorkerForks
 from offbeat_lab.forking import ForkServerError
+from offbeat_lab.records import Record
 from offbeat_lab.train import plan, train
 from ranks_support.launch import Place, launch_in_places
 from ranks_support.process import StartProcess, start_process
@@ -146,7 +147,8 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_good_checkpoint(
     with pytest.raises(
         PeerError,
         match=(
-            r"worker 1 \(pid \d+\) was killed by SIGKILL after step \d+.*resume from step \d+ with"
+            r"worker 1 \(pid \d+\) was killed by SIGKILL after step \d+ was recorded"
+            r".*resume from step \d+ with"
         ),
     ) as caught:
         run(npz, tmp_path / "run", kill_rank_1, steps=ENDLESS, checkpoint_every=2)
@@ -164,7 +166,10 @@ def test_a_worker_that_fails_says_why(npz: Path, tmp_path: Path) -> None:
     np.savez(npz, **(good | {"y_test": np.full(10, -1)}))
     with pytest.raises(
         PeerError,
-        match=r"worker \d \(pid \d+\) failed before its first step: labels in .*no checkpoint yet",
+        match=(
+            r"worker \d \(pid \d+\) failed before its first step was recorded: labels in"
+            r" .*no checkpoint yet"
+        ),
     ):
         train(planned, lambda progress: None)
 
@@ -254,7 +259,7 @@ def test_launched_ranks_join_each_other(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Stands in for the agent's: torchrun itself would listen on every interface.
-    store = StoreServer()
+    store = serve_store()
     names = ("RANK", "WORLD_SIZE") if launcher == "torchrun" else ("SLURM_PROCID", "SLURM_NTASKS")
     places = [
         Place(
@@ -277,7 +282,6 @@ def test_launched_ranks_join_each_other(
         directory=tmp_path,
         arguments={"command": command},
     )
-    store.close()
     assert [status for status, _ in outcomes] == [0, 0]
     assert outcomes[1][1] == ""
     assert json.loads(outcomes[0][1])["world_size"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +33,7 @@ class Numbers(TASKS["digits"]):  # type: ignore[misc, valid-type]
 TASK = Numbers(Numbers.options_type(batch_size=4))
 
 
+@cache
 def config(**length: int) -> RunConfig:
     run = resolve(Request(task="digits", strategy="allreduce", workers=2, **length))
     return replace(run, task_options={})

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from offbeat.run.coordination import Coordinator, record_death
 from offbeat_lab.compare import turn_steps
-from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.pauses import Pauses, StepLimit, stop_at
 
 AT_MOST_S = 60.0
 
@@ -142,7 +142,7 @@ def test_a_turn_ends_when_the_last_rank_has_done_its_steps() -> None:
     [
         lambda store, peer: record_death(store, 1, deaths=1),
         lambda store, peer: peer.take_no_more_steps(),
-        lambda store, peer: peer.stop_at(3),
+        lambda store, peer: stop_at(peer, 3),
     ],
     ids=["dies", "is done", "stops"],
 )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from offbeat.run.config import RunConfig
 from offbeat.run.records import (
-    EmulationReport,
     Evaluation,
     EventWriter,
     StepEvent,
@@ -18,6 +17,7 @@ from offbeat.run.records import (
 )
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
+from offbeat_lab.records import EmulationReport
 from offbeat_lab.statistics import Estimate, estimate
 
 _ALWAYS: Sequence[Measure] = ("time_to_target_s", "step_s", "final_metric")

@@ -7,17 +7,20 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from offbeat.callbacks.context import Notices
+from offbeat.callbacks.context import Context, Notices
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import RateScaling
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.membership.agreement import Generation, Member
+from offbeat.transport.driver import Driver, Stream
 from offbeat.weights.model_weights import BufferNames, ModelWeights
 from thread_support.world import ThreadDriver, results_of
 
@@ -66,7 +69,7 @@ class Run:
         results_of(len(ranks), begin)
 
     def _is_new(self, rank: int) -> bool:
-        return rank not in self.callbacks or self.callbacks[rank].is_left_out
+        return rank not in self.callbacks or self.callbacks[rank].group.is_new
 
     def merge(self, updates: Mapping[int, int], *, ends: bool = False) -> None:
         """A round is over, and with it the mega-batch if it `ends`."""
@@ -90,7 +93,15 @@ class Run:
 
     def _callback(self, rank: int, world_size: int) -> MegaBatchCallback:
         weight = torch.nn.Parameter(torch.ones(2))
+        context = Context(
+            parameters={"weight": weight},
+            driver=cast(Driver, SimpleNamespace(rank=rank, world_size=world_size)),
+            new_stream=lambda: Stream(0),
+            notices=self.notices,
+            optimizer=getattr(torch.optim, self._kind)([weight], lr=0.1),
+        )
         return MegaBatchCallback(
+            context,
             ModelWeights(parameters={"weight": weight}, buffers=dict, chosen=BufferNames()),
             plan=MegaBatchPlan(
                 mega_batch=250,
@@ -99,14 +110,7 @@ class Run:
                 warmup=1,
                 rate_scaling=self._scaling,
             ),
-            optimizer=getattr(torch.optim, self._kind)([weight], lr=0.1),
             group=self.groups[rank],
-            enter=lambda: None,
-            rank=rank,
-            world_size=world_size,
-            notices=self.notices,
-            record_wait=lambda begin_s, end_s: None,
-            on_merge=(),
         )
 
     def sizes(self) -> list[tuple[int, ...]]:

@@ -142,6 +142,23 @@ def test_no_claim_is_smaller_than_the_smallest_unless_the_round_is(
     assert sorted(taken) == list(range(num_samples))
 
 
+@given(disjoint_spans, st.integers(1, 30), st.integers(1, 4))
+def test_where_each_has_a_share_of_its_own_all_of_them_have_everything(
+    spans: tuple[SampleRange, ...], size: int, num_workers: int
+) -> None:
+    taken: list[int] = []
+    shares: list[int] = []
+    for place in range(num_workers):
+        log = ClaimLog(HashStore())
+        log.open(0, spans, share=(place, num_workers), smallest=min(size, 2))
+        before = len(taken)
+        while batches := log.claim_batches(size, largest=size + 1, samples_of_all=size):
+            taken += [p for batch in batches for p in positions(batch.spans)]
+        shares.append(len(taken) - before)
+    assert taken == positions(spans)
+    assert max(shares) - min(shares) <= 1
+
+
 @given(disjoint_spans.filter(bool), st.integers(1, 20))
 def test_a_claim_is_split_evenly(spans: tuple[SampleRange, ...], largest: int) -> None:
     parts = list(Claim(spans).split(largest))
@@ -156,7 +173,7 @@ def test_a_claim_of_several_batches_is_divided_into_full_ones_but_for_the_last(
     spans: tuple[SampleRange, ...], size: int, smallest: int
 ) -> None:
     smallest = min(size, smallest)
-    parts = list(Claim(spans).batches(size, smallest=smallest))
+    parts = Claim(spans).batches(size, smallest=smallest, largest=size + smallest)
     assert [p for part in parts for p in positions(part.spans)] == positions(spans)
     *full, last = (part.num_samples for part in parts)
     assert all(samples == size for samples in full)

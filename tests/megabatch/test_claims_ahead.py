@@ -10,11 +10,13 @@ from itertools import count, islice
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 from typing_extensions import override
 
+from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
@@ -114,8 +116,7 @@ class Policy(MegaBatchCallback):
     batch_size = 3
     largest_batch = 4
     shares_equally = False
-    is_left_out = False
-    has_newcomers = False
+    device = torch.device("cpu")
     samples_of_mega_batch = 12
     merge_is_taken = False
     merge_is_over = False
@@ -126,6 +127,7 @@ class Policy(MegaBatchCallback):
         self.rounds: list[ClaimRound] = []
         self.ranks = tuple(sorted(peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
+        self.group = AtomicGroup(peers.store, count=lambda driver: driver, notify=lambda _: None)
         self._rank, self._peers = rank, peers
 
     @override
@@ -135,10 +137,6 @@ class Policy(MegaBatchCallback):
     @override
     def samples_of_round(self, samples_before: int) -> int | None:
         return (None, 4, 7)[samples_before % 3]
-
-    @override
-    def synchronize(self) -> None:
-        """Nothing is computed."""
 
     @override
     def mega_batches_merged(self, count: int) -> None:
@@ -161,7 +159,7 @@ class Policy(MegaBatchCallback):
 
     @override
     def end_merge(self) -> MergedRound | None:
-        was_left_out = self.is_left_out
+        was_left_out = self.group.is_new
         told = [
             theirs
             for theirs in self._peers.exchange(
@@ -169,7 +167,7 @@ class Policy(MegaBatchCallback):
             ).values()
             if theirs is not None
         ]
-        self.is_left_out = self.has_newcomers = False
+        self.group.is_new = self.group.has_newcomers = False
         self.rounds.append(self._begun[1])
         self.ranks = tuple(sorted(self._peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
@@ -250,7 +248,7 @@ def test_every_sample_is_merged_once_whoever_dies_or_stops(
         Worker(rank, peers, num_samples=num_samples, ahead=by) for rank, by in enumerate(ahead)
     ]
     while True:
-        knowing = [rank for rank in peers.living if not workers[rank].policy.is_left_out]
+        knowing = [rank for rank in peers.living if not workers[rank].policy.group.is_new]
         if all(workers[rank].loader.epoch for rank in knowing):
             break
         rank = data.draw(
@@ -272,12 +270,12 @@ def test_every_sample_is_merged_once_whoever_dies_or_stops(
         if fate == "stops":
             worker.stop()
         elif fate == "hears of a newcomer":
-            worker.policy.has_newcomers = True
+            worker.policy.group.has_newcomers = True
         elif fate == "dies" and can_be_spared:
             peers.die(rank)
             continue
         elif fate == "is left out" and can_be_spared and worker.has_begun:
-            worker.policy.is_left_out = True
+            worker.policy.group.is_new = True
             peers.leave_out(rank)
         worker.advance()
     assert peers.merged == Counter(range(num_samples))
@@ -346,7 +344,7 @@ def test_nothing_more_is_claimed_while_a_worker_is_on_its_way_in(ahead: int) -> 
         worker.advance()
     claimed = peers.store.add("claims/given/0", 0)
     for worker in workers:
-        worker.policy.has_newcomers = True
+        worker.policy.group.has_newcomers = True
     while not all(worker.policy.rounds for worker in workers):
         for worker in workers:
             worker.advance()
@@ -364,7 +362,7 @@ def test_each_worker_has_a_batch_first_where_another_one_waits_from_the_beginnin
     peers = Peers(2)
     workers = [Worker(rank, peers, num_samples=24, ahead=0) for rank in range(2)]
     for worker in workers:
-        worker.policy.has_newcomers = True
+        worker.policy.group.has_newcomers = True
     while not all(worker.policy.rounds for worker in workers):
         for worker in workers:
             worker.advance()

@@ -25,8 +25,8 @@ PROPOSAL = MergeProposal(
         memory_limit=8,
         num_steps=7,
         since_merge=2,
+        norm=1.5,
     ),
-    norm=1.5,
     num_elements=100,
     dtype="float32",
     num_counters=1,
@@ -56,7 +56,7 @@ def test_a_proposal_is_read_or_refused(payload: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("norm", "1.5"),
+        ("dtype", 1.5),
         ("num_elements", 1.5),
         ("num_elements", True),
         ("num_merges", 1 << 64),

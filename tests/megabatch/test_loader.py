@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import CheckpointError, ConfigError, OffbeatWarning
 from offbeat.megabatch.loader import (
     DispatchLoader,
@@ -23,8 +24,7 @@ from offbeat.megabatch.loader import (
     num_mega_batches,
     order_of,
 )
-from offbeat.session.lockstep_loader import LockstepLoader, num_steps, spans_of
-from offbeat.session.session import Session
+from offbeat.session.loaders import LockstepLoader, num_steps, spans_of
 
 Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
 

@@ -15,7 +15,8 @@ import torch
 from offbeat.errors import ConfigError, MismatchError, NonFiniteError, OffbeatError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup, GroupWork
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
-from offbeat.megabatch.merge import MergeMomentum, MergeOutcome, MergeProtocol, ModelSnapshot
+from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
+from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
 from offbeat.transport.driver import Counting
@@ -39,7 +40,6 @@ def proposal(
         kind=kind,
         is_new=is_new,
         report=report_of(rank),
-        norm=0.0,
         num_elements=1,
         dtype="float32",
         num_counters=0,
@@ -188,7 +188,6 @@ def protocol_of(rank: Rank) -> MergeProtocol:
         group=cast(AtomicGroup, rank.group),
         weigh=lambda proposals: [each.report.share.updates for each in proposals],
         momentum=rank.momentum,
-        norm=lambda: 0.0,
         rank=rank.number,
         states=OptimizerStates(rank.optimizer, list(rank.parameters.values())),
     )
@@ -496,9 +495,15 @@ def test_a_model_that_is_not_finite_reaches_nobody() -> None:
 # Beside training
 
 
+FOLLOWING = ClaimRound(epoch=0, mega_batch=1, round=1, retry=0, spans=(SampleRange(0, 1),))
+
+
 def freeze(ranks: Sequence[Rank], updates: Sequence[int]) -> list[ModelSnapshot]:
+    """Of ranks that go on."""
     return [
-        rank.protocol.freeze(report_of(rank.number, updates=number, since_merge=1))
+        rank.protocol.freeze(
+            replace(report_of(rank.number, updates=number, since_merge=1), following=FOLLOWING)
+        )
         for rank, number in zip(ranks, updates, strict=True)
     ]
 
@@ -658,8 +663,7 @@ def test_a_variance_that_fell_meanwhile_stays_positive() -> None:
 
 def test_all_wait_for_a_merge_or_none_does() -> None:
     waits, goes_on = proposal("merge"), proposal("merge", rank=1)
-    following = ClaimRound(epoch=0, mega_batch=1, round=1, retry=0, spans=(SampleRange(0, 1),))
-    goes_on = replace(goes_on, report=replace(goes_on.report, following=following))
+    goes_on = replace(goes_on, report=replace(goes_on.report, following=FOLLOWING))
     with pytest.raises(MismatchError, match="some ranks wait for this merge"):
         agreed_kind([waits, goes_on])
     assert MergeProposal.from_bytes(goes_on.to_bytes()) == goes_on

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.errors import ConfigError, WireError
+from offbeat.errors import WireError
 from offbeat.megabatch.batch_sizes import merge_weights, normalised, perturbed
-from offbeat.megabatch.merge import MergeMomentum, with_momentum
+from offbeat.megabatch.merge_momentum import MergeMomentum, with_momentum
 
 workers = st.lists(
     st.tuples(st.integers(0, 100), st.integers(1, 100)), min_size=1, max_size=8
@@ -77,12 +77,6 @@ def test_momentum_goes_on_in_the_last_direction() -> None:
         np.array([2.0, 0.0]), np.array([1.0, 0.0]), np.array([0.0, 0.0]), gamma=0.5
     )
     np.testing.assert_allclose(moved, [2.5, 0.0])
-
-
-@pytest.mark.parametrize("shares", [[0.0, 0.0], [-1.0, 2.0], [float("inf"), 1.0], []])
-def test_shares_that_are_no_weights_are_refused(shares: list[float]) -> None:
-    with pytest.raises(ConfigError, match="merge weights are"):
-        normalised(shares)
 
 
 def momentum_of(num_merges: int, dtypes: list[torch.dtype]) -> MergeMomentum:

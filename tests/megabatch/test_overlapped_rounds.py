@@ -16,11 +16,13 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 from typing_extensions import override
 
 from offbeat.errors import CheckpointError
 from offbeat.megabatch import claims
+from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
@@ -139,11 +141,28 @@ class Run:
         self.conclude()
 
 
+class Group(AtomicGroup):
+    """The members, as the policy of one of them knows them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    @property
+    def is_new(self) -> bool:  # type: ignore[override]
+        return self._policy.was_stopped
+
+    @property
+    def has_newcomers(self) -> bool:  # type: ignore[override]
+        run = self._policy.run
+        return bool(run.joining) and run.turns.random.random() < 0.5
+
+
 class Policy(MegaBatchCallback):
     """Merges nothing, and may take its time to notice that a merge is over."""
 
     def __init__(self, run: Run, rank: int, *, warmup: bool, dies: float) -> None:
         self.run, self.rank, self.warmup, self.dies = run, rank, warmup, dies
+        self.group, self.device = Group(self), torch.device("cpu")
         self.shares_equally = False
         self.batch_sizes = (2,) * len(run.living)
         self.ranks = tuple(sorted(run.living))
@@ -197,16 +216,6 @@ class Policy(MegaBatchCallback):
     def largest_batch(self) -> int:
         return 4
 
-    @property
-    @override
-    def is_left_out(self) -> bool:
-        return self.was_stopped
-
-    @property
-    @override
-    def has_newcomers(self) -> bool:
-        return bool(self.run.joining) and self.run.turns.random.random() < 0.5
-
     @override
     def gather(self, value: Any) -> Mapping[int, Any]:
         outcome = self._met(("agree", value))
@@ -216,9 +225,6 @@ class Policy(MegaBatchCallback):
     @override
     def samples_of_round(self, samples_before: int) -> int | None:
         return 2 * len(self.ranks) if self.warmup and samples_before < 30 else None
-
-    @override
-    def synchronize(self) -> None: ...
 
     @override
     def on_batch_claimed(self, num_samples: int) -> None: ...

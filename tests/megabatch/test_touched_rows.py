@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.megabatch.touched_rows import index_bytes, rows_are_cheaper, touched_rows
+from offbeat.megabatch.merge import index_bytes, rows_are_cheaper, touched_rows
 
 shapes = st.tuples(st.integers(1, 500), st.sampled_from([4, 64, 512]))
 

@@ -437,11 +437,6 @@ def test_when_the_store_ends_the_members_are_told_once_and_go_on(run: Run) -> No
         assert len(worker.told) == len(worker.begun) == 1
 
 
-def test_intervals_that_are_none_are_refused(run: Run) -> None:
-    with pytest.raises(ConfigError, match="silence_s 0"):
-        run.worker(0, 1, silence_s=0)
-
-
 @pytest.mark.ranks
 def test_a_killed_process_leaves_the_membership_and_the_one_that_takes_its_place_joins(
     run: Run, start_process: StartProcess

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -174,6 +175,7 @@ they train the same model with correction and without.
 IN_SHORT = {("subclass", "warm restarts")}
 
 
+@cache
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

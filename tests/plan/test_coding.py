@@ -8,7 +8,7 @@ import pytest
 
 from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.json_objects import build
-from offbeat.codec.value_codecs import VALUE_CODECS
+from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.errors import ConfigError
 from offbeat_lab.cluster import from_flags
 from offbeat_lab.plan.coding import time_codecs

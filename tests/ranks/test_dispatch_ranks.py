@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import OffbeatError, OffbeatWarning
 from offbeat.megabatch.loader import DispatchLoader
-from offbeat.session.session import Session
 from rank_jobs.megabatch import NUM_SAMPLES, Numbers, make_net, sgd, step
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks

@@ -12,7 +12,7 @@ import torch
 
 import offbeat
 from offbeat.errors import NonFiniteError, OffbeatError
-from offbeat.session.at_exit import close_open_sessions
+from offbeat.session.metrics import close_open_sessions
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.link import SILENCE_VARIABLE
 from rank_jobs import megabatch

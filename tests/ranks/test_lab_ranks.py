@@ -25,12 +25,13 @@ from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.run import supervisor
 from offbeat.run.local_worker import LocalWorker
 from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.records import Record, StepEvent
+from offbeat.run.records import StepEvent
 from offbeat_lab.cli.common import EXIT_INTERRUPTED
 from offbeat_lab.cluster import Cluster, ClusterFault
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison, Measure, read_comparison
 from offbeat_lab.config import Request
+from offbeat_lab.records import Record
 from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters
 from ranks_support.launch import RunRanks

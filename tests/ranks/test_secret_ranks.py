@@ -10,8 +10,8 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.transport.ciphers import CIPHER_VARIABLE
 from offbeat.transport.connect import SECRET_VARIABLE
+from offbeat.transport.protection import CIPHER_VARIABLE
 from rank_jobs.regression import make_net
 from ranks_support.launch import RunRanks
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import offbeat
+from offbeat import Session
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import Claim, ClaimLog, MergedRound
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
 from offbeat.session.attach import attach_through
-from offbeat.session.session import Session
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import PeerLimits

@@ -8,33 +8,33 @@ import atexit
 import importlib
 import json
 import os
+import pkgutil
 import socket
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import NoReturn
 
-from offbeat.strategies import REGISTRY
+import offbeat
 from offbeat_lab.forking import serve
 
-PRELOADED = (
-    "torch._dynamo",
-    "offbeat.session.attach",
-    *(entry.module for entry in REGISTRY.entries.values()),
-    "offbeat_lab.native",
-    "offbeat.megabatch.loader",
-    "pytest",
-)
-"""What most ranks import sooner or later; optimizers import the first in their first step."""
+PRELOADED = ("torch._dynamo", "scipy.optimize", "offbeat_lab.native", "pytest")
+"""What most ranks import sooner or later, beside offbeat: optimizers the first in their first step,
+K-FAC the second where it fits what links cost.
+"""
+
+NOT_PRELOADED = ("integrations", "triton_kernels", "__main__")
+"""Parts of offbeat that need packages which may be missing, or run when they are imported."""
 
 
 def main() -> None:
-    for name in PRELOADED:
+    for name in (*PRELOADED, *modules_of_offbeat()):
         importlib.import_module(name)
-    from offbeat.codec import kernels
+    from offbeat.codec import jit
     from ranks_support import rank
 
-    kernels.warm()
+    jit.warm()
     forget_finalizers()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)
@@ -42,6 +42,13 @@ def main() -> None:
         orders = json.loads(order.arguments[0])
         rank.run(rank.Orders(**orders | {"result_fd": order.descriptors[0]}))
         end()
+
+
+def modules_of_offbeat() -> Iterator[str]:
+    """All that a session may import when it needs it."""
+    for module in pkgutil.walk_packages(offbeat.__path__, "offbeat."):
+        if not set(module.name.split(".")) & set(NOT_PRELOADED):
+            yield module.name
 
 
 def forget_finalizers() -> None:

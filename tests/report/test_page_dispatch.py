@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.run.records import Record
+from offbeat_lab.records import Record
 from offbeat_lab.report.charts_dispatch import Dispatch, dispatches, own_speeds, reached
 from offbeat_lab.report.data import PageContent, RunResults
 from offbeat_lab.report.data_records import read_run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.run.records import Record
+from offbeat_lab.records import Record
 from offbeat_lab.report.data import PageContent
 from offbeat_lab.report.data_records import read_run
 from offbeat_lab.report.page import read_report, write_report

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offbeat.run.records import Evaluation, EventWriter, Record
+from offbeat.run.records import Evaluation, EventWriter
+from offbeat_lab.records import Record
 from offbeat_lab.report.data_records import report_of_comparison, report_of_run
 from report_support.synthetic import Made, write_comparison_of, write_run
 

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run.records import Evaluation, EventWriter, Record, StepEvent, begin_attempt, create
-from offbeat.run.records.profiles import read_profiles
+from offbeat.run.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
 from offbeat.transport.driver import Arrival
 from offbeat_lab.config import Request, resolve
+from offbeat_lab.records import Record, read_profiles
 from offbeat_lab.report import trace
 from offbeat_lab.report.trace import write_trace
 from offbeat_lab.train import plan, train

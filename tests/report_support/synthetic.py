@@ -14,22 +14,19 @@ import numpy as np
 from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
 from offbeat.run.config import RunConfig
 from offbeat.run.records import (
-    EmulationReport,
     Evaluation,
     EventWriter,
-    LinkCheck,
-    MegaBatch,
-    Share,
+    ProfileWriter,
     StepEvent,
     Summary,
     begin_attempt,
     create,
     write_summary,
 )
-from offbeat.run.records.profiles import ProfileWriter
 from offbeat_lab.analysis import analyse
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison
+from offbeat_lab.records import EmulationReport, LinkCheck, MegaBatch, Share, add_mega_batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +137,11 @@ def write_run(
         if step % every == 0 or step == made.steps:
             _evaluate(writers[0], made, step, seconds, rng)
     for number in range(1, made.mega_batches + 1):
-        writers[0].add_mega_batch(
+        add_mega_batch(
+            path,
             mega_batch_of(
                 number, step=made.steps * number // made.mega_batches, workers=made.workers
-            )
+            ),
         )
     for writer in writers:
         writer.close()

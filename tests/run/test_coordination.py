@@ -64,7 +64,7 @@ def test_the_living_gather_without_the_dead(case: tuple[int, set[int]]) -> None:
 
 def test_what_one_said_before_it_died_counts() -> None:
     store, (first, second) = coordinators(2)
-    store.set("offbeat-lab/point/0", "my last words")
+    store.set("offbeat-run/point/0", "my last words")
     record_death(store, first.rank, deaths=1)
     assert second.gather_living("point", "mine") == {0: "my last words", 1: "mine"}
 

@@ -19,12 +19,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
 from offbeat.run.carried_state import KEY, share_of
 from offbeat.run.coupling import ModelListener, ScriptSessions
-from offbeat.run.recipes import ScriptSession, StrategyRecipe
+from offbeat.run.recipes import StrategyRecipe
+from offbeat.run.step_recorder import ExchangeSession
 from offbeat.run.worker import patched_for
-from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 
 
@@ -37,7 +38,7 @@ class Sessions(ModelListener):
         self.losses: list[float] = []
 
     def attached(
-        self, session: ScriptSession, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, session: ExchangeSession, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         assert isinstance(session, Session)
         self.sessions.append(session)

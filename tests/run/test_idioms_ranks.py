@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from offbeat.run.config import ScriptCommand
+from offbeat.run.coordination import serve_store
 from offbeat.run.coupling import ModelListener, ScriptSessions
-from offbeat.run.rendezvous import StoreServer
 from offbeat.run.worker import patched_for, run_as_main
 from offbeat_lab.attaching import script_recipe
 from offbeat_lab.options import build_strategy, parse_spec
@@ -57,7 +57,7 @@ def checkpoints(
     """What rank 0 has saved, by strategy."""
     for number in range(len(STRATEGIES)):
         (directory / str(number)).mkdir()
-    servers = [StoreServer() for _ in STRATEGIES]  # the keys of a group can be used once
+    servers = [serve_store() for _ in STRATEGIES]  # the keys of a group can be used once
     results = run_ranks(
         run_with_each,
         2,

@@ -40,12 +40,13 @@ def test_it_is_said_where_a_traceback_is(tmp_path: Path) -> None:
     def said(failure: Failure | None, *, code: int = 1, is_shown: bool = False) -> str:
         return description_of_end(tmp_path, 2, 77, code, failure, is_shown=is_shown)
 
-    assert said(None, code=4).endswith("with status 4 before its first step")  # it has no log
+    before = "before its first step was recorded"
+    assert said(None, code=4).endswith(f"with status 4 {before}")  # it has no log
     log = tmp_path / "logs" / "rank-2.log"
     log.parent.mkdir()
     log.write_text("what it printed")
-    assert said(failure).endswith(f"before its first step: ValueError: no (see {log})")
+    assert said(failure).endswith(f"before its first step was recorded: ValueError: no (see {log})")
     assert said(failure, is_shown=True).endswith("ValueError: no (see what it printed above)")
-    assert said(silent) == "worker 2 (pid 77) failed before its first step: no"
-    assert said(None, code=4).endswith(f"with status 4 before its first step; see {log}")
-    assert said(None, code=-11).endswith(f"by SIGSEGV before its first step; see {log}")
+    assert said(silent) == "worker 2 (pid 77) failed before its first step was recorded: no"
+    assert said(None, code=4).endswith(f"with status 4 {before}; see {log}")
+    assert said(None, code=-11).endswith(f"by SIGSEGV {before}; see {log}")

@@ -11,7 +11,7 @@ from torch import nn
 import offbeat
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.recording import higher_is_better
-from offbeat.run.records import Record
+from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
 
 

@@ -18,13 +18,13 @@ from offbeat.run import supervisor
 from offbeat.run.children import CHILD_VARIABLE, ChildFunction
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.records import Record
 from offbeat.run.supervise import SCRIPT_WORKER, ScriptOutcome, run_script
 from offbeat.transport.interface import PORTS_VARIABLE
 from offbeat_lab.cli.comparing import comparison_display
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.forked_workers import forking
+from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
 from rank_jobs.script import name_of_ddps_reducer, step_around_the_wrapper, step_by_hand
 from ranks_support.launch import RanksError, RunRanks

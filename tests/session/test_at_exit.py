@@ -13,7 +13,7 @@ import torch
 
 import offbeat
 from offbeat.errors import ConfigError
-from offbeat.session.at_exit import close_open_sessions
+from offbeat.session.metrics import close_open_sessions
 
 
 def attached() -> offbeat.Session:

@@ -26,6 +26,7 @@ from fuzz_support import (
     places_in,
     succeeds_or_refuses,
 )
+from offbeat import reshard
 from offbeat.errors import CheckpointError
 from offbeat.session.checkpoint import (
     latest,
@@ -35,7 +36,6 @@ from offbeat.session.checkpoint import (
     verify,
     write_checkpoint,
 )
-from offbeat.session.state import reshard
 
 TREE = {"model": {"weight": torch.ones(2, 3)}, "step": 3, "pair": (1, None), "more": [float("inf")]}
 

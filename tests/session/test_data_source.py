@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import ConfigError
-from offbeat.session.session import Session
 
 Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import offbeat
+from offbeat import Session
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 
 

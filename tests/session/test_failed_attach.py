@@ -12,9 +12,10 @@ import offbeat
 from offbeat.errors import PeerError
 from offbeat.session import attach as attach_module
 from offbeat.transport.connect import Connection
-from offbeat.transport.driver import Driver, Raised, Ticket, Wrapper
+from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.operations import DenseOperation, Operation, Recv
 from offbeat.transport.peers import Peers
+from offbeat_lab.emulation.delaying import Raised
 
 VICTIM = 1
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import offbeat
+from offbeat import Session
 from offbeat.errors import ConfigError
 from offbeat.session import loggers as loggers_module
-from offbeat.session.live_metrics import LiveMetrics
 from offbeat.session.loggers import (
+    LiveMetrics,
     MLflowLogger,
     TensorBoardLogger,
     WandbLogger,
     named_loggers,
 )
-from offbeat.session.session import Session
 
 
 class Remembering:

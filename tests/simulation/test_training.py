@@ -10,9 +10,9 @@ import pytest
 import torch
 from typing_extensions import override
 
+from offbeat import TopKCodec
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.dense import dense_all_reduce

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from offbeat.codec import kernels
+from offbeat import Session
+from offbeat.codec import jit
 from offbeat.errors import PeerError, UnsupportedError
-from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Driver, Finished, Ticket
@@ -124,7 +124,7 @@ def _compile_kernels() -> None:
     """Once, before ranks are threads: on a busy machine with nothing in numba's cache one of them
     would wait for its peers as long as that takes.
     """
-    kernels.warm()
+    jit.warm()
 
 
 def in_threads(

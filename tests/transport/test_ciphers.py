@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, WireError
-from offbeat.transport.ciphers import (
+from offbeat.transport.operations import Recv, Send
+from offbeat.transport.peers import Peers
+from offbeat.transport.protection import (
     CIPHER_VARIABLE,
     SALT_BYTES,
     Opener,
@@ -19,8 +21,6 @@ from offbeat.transport.ciphers import (
     cipher_from_environment,
     connection_key,
 )
-from offbeat.transport.operations import Recv, Send
-from offbeat.transport.peers import Peers
 
 SECRET = b"a secret of this test run only"
 RECEIVER_SALT, SENDER_SALT = bytes(SALT_BYTES), b"s" * SALT_BYTES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from offbeat.transport.operations import (
     AllReduceTensor,
     Collective,
     Now,
-    Payload,
     Recv,
     Send,
 )
 from offbeat.transport.peers import Peers
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.emulation.delaying import Delaying, Delivery
+from transport_support.protocols import clock, receive, send
 
 LATENCY_S = 0.5
 BYTES_PER_S = 100.0
@@ -32,27 +32,6 @@ def alpha_beta(delivery: Delivery) -> float:
 
 def delayed(driver: Driver) -> Driver:
     return Delaying(driver, alpha_beta)
-
-
-def send(peer: int, payloads: Sequence[Payload]) -> Collective[float]:
-    for payload in payloads:
-        yield Send(peer, payload)
-    return (yield Now())
-
-
-def clock() -> Collective[float]:
-    return (yield Now())
-
-
-def receive(
-    peer: int, count: int, timeout_s: float | None = None
-) -> Collective[list[tuple[float, bytes]]]:
-    """The messages, each with the time at which it was taken."""
-    taken = []
-    for _ in range(count):
-        payload = yield Recv(peer, timeout_s)
-        taken.append(((yield Now()), bytes(payload)))
-    return taken
 
 
 def test_results_are_those_of_the_bare_driver() -> None:

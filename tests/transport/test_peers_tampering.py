@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import OffbeatError, PeerError, PeerTimeoutError
-from offbeat.transport.ciphers import Cipher
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import PeerLimits, Peers
+from offbeat.transport.protection import Cipher
 from transport_support import Alter, Proxy, unaltered
 
 SECRET = b"a secret of this test run only"

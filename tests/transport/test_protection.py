@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from offbeat.errors import ConfigError
-from offbeat.transport.protection import Roster, key_pair
+from offbeat.transport.protection import CurveProtection, key_pair
 
 SECRET = bytes(range(32))
 
@@ -42,12 +42,13 @@ def test_printing_a_key_pair_does_not_show_its_secret() -> None:
     assert pair.secret.decode() not in repr(pair)
 
 
-def test_the_roster_knows_its_ranks_and_nobody_else() -> None:
-    roster = Roster(SECRET, generation=3, world_size=4)
-    for rank, pair in enumerate(roster.pairs):
-        assert roster.rank_of(pair.public) == rank
+def test_a_rank_knows_the_keys_of_its_peers_and_nobody_elses() -> None:
+    protection = CurveProtection(run_secret=SECRET, generation=3, world_size=4, rank=0)
+    for rank in range(4):
+        pair = key_pair(SECRET, generation=3, rank=rank)
+        assert protection.rank_of(pair.public) == rank
     for stranger in (
         key_pair(SECRET, generation=2, rank=0),
         key_pair(SECRET, generation=3, rank=4),
     ):
-        assert roster.rank_of(stranger.public) is None
+        assert protection.rank_of(stranger.public) is None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,8 +19,6 @@ from offbeat.transport.operations import (
     Broadcast,
     Collective,
     DenseOperation,
-    Now,
-    Payload,
     Recv,
     Send,
     Sleep,
@@ -31,28 +26,12 @@ from offbeat.transport.operations import (
 )
 from offbeat.transport.peers import Peers
 from offbeat.transport.virtual import VirtualCluster
+from rank_jobs.fault import killed
+from ranks_support.process import StartProcess, start_process
+from transport_support.protocols import clock, receive, send
 from transport_support.wrappers import Failing, Recorded, RecordingDriver, ScriptedFault
 
-
-def send(peer: int, payloads: Sequence[Payload]) -> Collective[float]:
-    for payload in payloads:
-        yield Send(peer, payload)
-    return (yield Now())
-
-
-def clock() -> Collective[float]:
-    return (yield Now())
-
-
-def receive(
-    peer: int, count: int, timeout_s: float | None = None
-) -> Collective[list[tuple[float, bytes]]]:
-    """The messages, each with the time at which it was taken."""
-    taken = []
-    for _ in range(count):
-        payload = yield Recv(peer, timeout_s)
-        taken.append(((yield Now()), bytes(payload)))
-    return taken
+__all__ = ["start_process"]
 
 
 def everything(
@@ -244,17 +223,8 @@ def test_a_corrupted_message_differs_by_one_bit_and_the_senders_own_bytes_do_not
     assert mine == payload
 
 
-def test_a_killed_rank_dies_as_from_outside() -> None:
-    script = (
-        "from offbeat.transport.operations import Now\n"
-        "from offbeat.transport.virtual import VirtualCluster\n"
-        "from transport_support.wrappers import Failing, ScriptedFault\n"
-        "fault = ScriptedFault(rank=0, step=0, operation=Now, action='kill')\n"
-        "Failing(VirtualCluster(1).drivers[0], [fault]).start(Now(), 0)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.run([sys.executable, "-c", script], check=False, env=environment)
-    assert killed.returncode == -signal.SIGKILL
+def test_a_killed_rank_dies_as_from_outside(start_process: StartProcess) -> None:
+    assert start_process(killed, 0, 1).wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

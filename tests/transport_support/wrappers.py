@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from offbeat.errors import ConfigError, PeerError
-from offbeat.transport.driver import Driver, Finished, Raised, Ticket, Wrapper
+from offbeat.transport.driver import Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import (
     DenseOperation,
     Now,
@@ -23,6 +23,7 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
+from offbeat_lab.emulation.delaying import Raised
 
 Action = Literal["raise", "drop", "corrupt", "kill"]
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.weights.model_weights import BufferNames, ModelWeights
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import BufferNames, ModelWeights, Staging
 from offbeat.weights.statistics import merge_statistics, merge_sums_
 
 statistic = st.floats(0, 1e6, width=32)

@@ -147,7 +147,7 @@ def test_columns_out_of_range_are_refused(column: int) -> None:
     batch = SparseBatch(
         torch.tensor([0, 1]), torch.tensor([column], dtype=torch.int32), torch.ones(1)
     )
-    with pytest.raises(ConfigError, match="the layer has 30: was it made for these data"):
+    with pytest.raises(ConfigError, match="there are 30 of them: was the model made"):
         SparseLinear(NUM_FEATURES, NUM_OUTPUTS)(batch)
 
 

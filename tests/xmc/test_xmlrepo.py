@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from offbeat.errors import ConfigError
 from offbeat.xmc import text_rows
 from offbeat.xmc.rows import Examples, SparseRows
-from offbeat.xmc.xmlrepo import XmlFiles, convert, inspect, load, read, write
+from offbeat.xmc.xmlrepo import XmlFiles, load, read
+from offbeat_lab.sparse_files import convert, inspect, write
 
 NUM_FEATURES, NUM_LABELS = 40, 12
 

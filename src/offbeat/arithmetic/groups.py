@@ -26,8 +26,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.errors import ConfigError
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionGroup:
@@ -46,13 +44,6 @@ class VersionGroup:
     ranks: tuple[int, ...]
     min_arrivals: int = 1
     catch_up: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_arrivals <= len(self.ranks):
-            raise ConfigError(
-                f"min_arrivals is {self.min_arrivals}, allowed is 1 to {len(self.ranks)}, the size"
-                " of the group"
-            )
 
 
 def group_of_version(
@@ -81,9 +72,6 @@ def group_of_version(
             the one that lies `max_ahead`, less a period, before. It is rounded down to whole
             periods.
 
-    Raises:
-        ConfigError: an argument is out of range.
-
     >>> group_of_version(1, 5, range(8), group_size=4, period=3)
     VersionGroup(ranks=(0, 1, 4, 5), min_arrivals=1, catch_up=None)
     >>> group_of_version(2, 5, range(8), group_size=4, period=3)
@@ -91,28 +79,14 @@ def group_of_version(
     >>> group_of_version(8, 5, range(8), group_size=4, period=3, max_ahead=6).catch_up
     5
     """
-    if period is not None and period < 1:
-        raise ConfigError(f"period is {period}, allowed is 1 or more, or None for never")
-    if max_ahead is not None and max_ahead < (period or 1):
-        raise ConfigError(
-            f"max_ahead is {max_ahead}, allowed is {period or 1}, the period, or more"
-        )
-    if not 0 < quorum <= 1:
-        raise ConfigError(
-            f"quorum is {quorum}, allowed is above 0 and up to 1, the fraction of members that has"
-            " to arrive"
-        )
     if period is not None and (version + 1) % period == 0:
-        _check(version, members, group_size)
         min_arrivals = size_of_quorum(quorum, len(members))
         # A member that is late at a global synchronization has ended a step since the one before,
         # or it would have been late there. So the versions that may still pass are fewer by one
         # period.
         catch_up = None if max_ahead is None else version - (max_ahead // period - 1) * period
         return VersionGroup(ranks=tuple(members), min_arrivals=min_arrivals, catch_up=catch_up)
-    mine = next((group for group in groups(version, members, group_size) if rank in group), None)
-    if mine is None:
-        raise ConfigError(f"rank {rank} is no member; members are {list(members)}")
+    (mine,) = (group for group in groups(version, members, group_size) if rank in group)
     return VersionGroup(ranks=mine)
 
 
@@ -143,15 +117,11 @@ def groups(version: int, members: Sequence[int], group_size: int) -> list[tuple[
     Returns:
         The groups, in no particular order.
 
-    Raises:
-        ConfigError: an argument is out of range.
-
     >>> groups(1, range(8), 4)
     [(0, 1, 4, 5), (2, 3, 6, 7)]
     >>> groups(0, [3, 4, 6, 8, 9], 2), groups(1, [3, 4, 6, 8, 9], 2)
     ([(3, 4, 6), (8, 9)], [(3, 4, 8), (6, 9)])
     """
-    _check(version, members, group_size)
     groups_of_positions = _groups_of_positions(len(members), min(group_size, len(members)), version)
     return [tuple(members[position] for position in group) for group in groups_of_positions]
 
@@ -176,20 +146,6 @@ def num_groups(num_members: int, group_size: int) -> int:
     (4, 5, 2, 1)
     """
     return max(1, min(-(-num_members // group_size), num_members // 2))
-
-
-def _check(version: int, members: Sequence[int], group_size: int) -> None:
-    if version < 0:
-        raise ConfigError(f"version is {version}, allowed is 0 or more")
-    if not members:
-        raise ConfigError("there are no members; a rank that averages is a member itself")
-    if len(set(members)) != len(members):
-        raise ConfigError(f"members are {list(members)}, allowed is each rank once")
-    if group_size < 2:
-        raise ConfigError(
-            f"group_size is {group_size}, allowed is 2 or more; to average with nobody, use another"
-            " strategy"
-        )
 
 
 @lru_cache(maxsize=64)

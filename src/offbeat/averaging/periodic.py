@@ -4,7 +4,8 @@
 
     schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
     exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
-                                                  `PushSum`; `averaging.central_model.CentralModel`
+                                                  `PushSum`; `averaging.central_model.CentralModel`;
+                                                  `averaging.streaming.StreamingMean`
 
 and `MeanOfAll` from a codec and a rule:
 
@@ -33,7 +34,13 @@ from offbeat.collectives.dense import gather_values
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.reductions import ExchangePlan, SparseReduction
+from offbeat.gradients.coded_reduction import CodedReduction
+from offbeat.gradients.reductions import (
+    DenseReduction,
+    ExchangePlan,
+    Reduction,
+    SparseReduction,
+)
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import ModelWeights, average_, non_finite_weights
@@ -132,39 +139,39 @@ class EncodedChanges:
 
     Args:
         anchor: from where, by name: float32 or float64.
-        codec: how changes travel.
+        codec: how changes travel; None: as they are.
         peers: who takes part.
     """
 
     def __init__(
-        self, anchor: Mapping[str, torch.nn.Parameter], codec: WeightCodec, peers: Everyone
+        self, anchor: Mapping[str, torch.nn.Parameter], codec: WeightCodec | None, peers: Everyone
     ) -> None:
         self._rank = peers.driver.rank
         self._buckets = make_buckets(anchor, cap_bytes=None)
         self.reductions = [_reduction(bucket, codec, peers) for bucket in self._buckets]
-
-    def mean(self, changes: Iterator[torch.Tensor]) -> list[torch.Tensor]:
-        """The mean, with the same bits on every rank, in the order of `changes`.
-        Collective.
-
-        Args:
-            changes: of each parameter.
-
-        Raises:
-            NonFiniteError: some rank's changes hold an infinity or a NaN; every rank raises.
-        """
-        places = {
+        self._places = {
             index: (bucket, position)
             for bucket in self._buckets
             for position, index in enumerate(bucket.indices)
         }
+
+    def launch(self, changes: Iterator[torch.Tensor]) -> None:
+        """Let `changes` of each parameter, in the order of the anchor, leave. Collective."""
         for index, change in enumerate(changes):
-            bucket, position = places[index]
+            bucket, position = self._places[index]
             bucket.copy_in(position, change)
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             used = np.ones(len(bucket.indices), dtype=np.bool_)
             tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
             reduction.launch(bucket.flat, tally, weight=1.0, grad_scale=1.0)
+
+    def mean(self) -> list[torch.Tensor]:
+        """The mean of what `launch` let leave, with the same bits on every rank, in the order of
+        `changes`.
+
+        Raises:
+            NonFiniteError: some rank's changes hold an infinity or a NaN; every rank raises.
+        """
         tallies = [reduction.wait() for reduction in self.reductions]
         if not all(tally.good for tally in tallies):
             for reduction in self.reductions:
@@ -172,10 +179,42 @@ class EncodedChanges:
             raise non_finite_weights(self._rank)
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             bucket.flat = reduction.commit()
-        return [bucket.views[position] for _, (bucket, position) in sorted(places.items())]
+        return [bucket.views[position] for _, (bucket, position) in sorted(self._places.items())]
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds spent on codes, so far."""
+        return sum(reduction.encode_s for reduction in self.reductions)
+
+    def state(self) -> CallbackState:
+        """What is owed, and what selection remembers."""
+        state: CallbackState = {"additive": {}, "local": {}, "replicated": {}}
+        for reduction in self.reductions:
+            state["additive"] |= reduction.additive_state()
+            state["local"] |= reduction.local_state()
+        return state
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Inverse of `state`; of what is additive or local there may be other keys too. Raises
+        `CheckpointError`.
+        """
+        owed = {key: value.shape for key, value in self.state()["additive"].items()}
+        saved = state["additive"]
+        if any(key not in saved or saved[key].shape != shape for key, shape in owed.items()):
+            raise CheckpointError(
+                "what is owed of changes was saved with another model or codec; resume with the"
+                " same ones"
+            )
+        for reduction in self.reductions:
+            reduction.load(saved, state["local"])
 
 
-def _reduction(bucket: Bucket, codec: WeightCodec, peers: Everyone) -> SparseReduction:
+def _reduction(bucket: Bucket, codec: WeightCodec | None, peers: Everyone) -> Reduction:
+    if codec is None:
+        return DenseReduction(bucket, peers.driver, peers.stream)
+    if codec.density == 1:
+        values = codec.entries.values
+        return CodedReduction(bucket, values, peers.driver, peers.stream, decay=codec.decay)
     flat, entries, n = bucket.flat, codec.entries, bucket.num_elements
     plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=topk_sum)
     feedback = ErrorFeedback(
@@ -239,6 +278,8 @@ class WeightExchange:
     """When weights leave: as a backward pass begins, before the optimizer's step, or after it."""
     brings_together: ClassVar[bool] = False
     """Whether all ranks hold the same weights afterwards."""
+    delay: int = 0
+    """Steps that lie between `launch` and `merge`."""
 
     weight: float = 1.0
     encode_s: float = 0.0
@@ -252,6 +293,11 @@ class WeightExchange:
         Args:
             number: of averages before this one.
         """
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something is between `launch` and `merge`, and part of `state`."""
+        return False
 
     @abstractmethod
     def merge(self, *, measures_drift: bool) -> Drift:
@@ -320,9 +366,10 @@ class MeanOfAll(WeightExchange):
         tensors, changes = self._weights.tensors(), None
         before = self._copies() if measures_drift else []
         if self._codec is not None:
-            spent_s = sum(each.encode_s for each in self._reductions)
-            changes = self._codec.mean(self.rule.changes())
-            self.encode_s += sum(each.encode_s for each in self._reductions) - spent_s
+            spent_s = self._codec.encode_s
+            self._codec.launch(self.rule.changes())
+            changes = self._codec.mean()
+            self.encode_s += self._codec.encode_s - spent_s
             # Statistics travel as they are: a difference could take them out of their range.
             tensors = [tensors[place] for place in self._weights.positions_of_statistics()]
         if tensors:
@@ -367,29 +414,18 @@ class MeanOfAll(WeightExchange):
             self._was_told = True
             self._notify(remark)
 
-    @property
-    def _reductions(self) -> list[SparseReduction]:
-        return [] if self._codec is None else self._codec.reductions
-
     @override
     def state(self) -> CallbackState:
-        state: CallbackState = {"additive": {}, "local": {}, "replicated": self.rule.state()}
-        for reduction in self._reductions:
-            state["additive"] |= reduction.additive_state()
-            state["local"] |= reduction.local_state()
-        return state
+        owed: CallbackState = {} if self._codec is None else self._codec.state()
+        return {"additive": {}, "local": {}, **owed, "replicated": self.rule.state()}
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        owed = {k: v.shape for each in self._reductions for k, v in each.additive_state().items()}
-        if owed != {key: value.shape for key, value in state["additive"].items()}:
-            raise CheckpointError(
-                "what is owed of changes was saved with another model or codec; resume with the"
-                " same ones"
-            )
+        if self._codec is not None:
+            self._codec.load(state)
+        elif state["additive"]:
+            raise CheckpointError("the state was saved with a codec; resume with the same one")
         self.rule.load(state["replicated"])
-        for reduction in self._reductions:
-            reduction.load(state["additive"], state["local"])
 
 
 class PeriodicAverage(Callback):
@@ -412,7 +448,7 @@ class PeriodicAverage(Callback):
         self._schedule, self._schedule_state = schedule, dict(schedule.initial_state())
         self._start_step = self._averaged_at_step = start_step
         self._num_steps = self._num_averages = 0
-        self._launched = False
+        self._launched_for: int | None = None  # the step after which the average is due
 
     @override
     def averaging_weight(self) -> float:
@@ -442,19 +478,31 @@ class PeriodicAverage(Callback):
         if self._num_steps >= self._start_step:
             self.exchange.begin()
             if self.exchange.leaves_at in moments and self._is_due(self._num_steps + 1):
-                self._launch()
+                self._launch(self._num_steps + 1)
 
     @override
     def on_after_step(self) -> None:
         self._num_steps += 1
-        if not self._is_due(self._num_steps):
+        if self._is_due(self._num_steps):
+            if self._launched_for != self._num_steps:
+                self._merge()  # the last average, if the next one is due before it
+            self._launch(self._num_steps)
+            self._averaged_at_step = self._num_steps
+        launched_for = self._launched_for
+        if launched_for is not None and self._num_steps >= launched_for + self.exchange.delay:
+            self._merge()
+
+    @override
+    def on_finish(self) -> None:
+        self._merge()
+
+    def _merge(self) -> None:
+        if self._launched_for is None:
             return
-        self._launch()
         drift = self.exchange.merge(measures_drift=self._schedule.measures_drift)
-        self._launched = False
+        self._launched_for = None
         self._schedule_state = dict(self._schedule.after_average(self._schedule_state, drift))
         self._num_averages += 1
-        self._averaged_at_step = self._num_steps
 
     def _is_due(self, num_steps: int) -> bool:
         num_local = num_steps - self._start_step
@@ -462,10 +510,10 @@ class PeriodicAverage(Callback):
             num_local, self._schedule_state
         )
 
-    def _launch(self) -> None:
-        if not self._launched:
+    def _launch(self, due: int) -> None:
+        if self._launched_for is None:
             self.exchange.launch(self._num_averages)
-            self._launched = True
+            self._launched_for = due
 
     @override
     def counters(self) -> dict[str, float]:
@@ -478,6 +526,7 @@ class PeriodicAverage(Callback):
             "num_steps": self._num_steps,
             "num_averages": self._num_averages,
             "averaged_at_step": self._averaged_at_step,
+            "launched_for": self._launched_for or 0 if self.exchange.is_under_way else 0,
         }
         remembered = {f"schedule/{key}": value for key, value in self._schedule_state.items()}
         return {**state, "replicated": state.get("replicated", {}) | counts | remembered}
@@ -495,7 +544,10 @@ class PeriodicAverage(Callback):
         }
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
-        self._averaged_at_step = int(saved.get("averaged_at_step", self._last()))
+        launched_for = int(saved.get("launched_for", 0))
+        self._launched_for = launched_for if self.exchange.is_under_way else None
+        last = saved.get("averaged_at_step")
+        self._averaged_at_step = self._last() if last is None else int(last)
 
     def _last(self) -> int:
         """After which step the last average was, if the schedule always knew what it knows now: for
@@ -511,3 +563,72 @@ class PeriodicAverage(Callback):
     @override
     def close(self) -> None:
         self.exchange.close()
+
+
+class StartPhase(Callback):
+    """Stands for `inner` in the first `num_steps` optimizer steps: hands every event on to it, and
+    answers as it does. Then it closes `inner`, and gives back its memory.
+
+    Args:
+        inner: what exchanges gradients, or Kronecker factors beside them.
+        num_steps: >= 1.
+    """
+
+    def __init__(self, inner: Callback, *, num_steps: int) -> None:
+        self.inner = inner
+        self.state_key = f"start_phase_of_{inner.state_key}"  # type: ignore[misc]  # each its own
+        self._num_left = num_steps
+        self._is_over = False
+        self._counted: Mapping[str, float] = {}
+
+    @override
+    def on_after_step(self) -> None:
+        self.inner.on_after_step()
+        self._num_left = max(0, self._num_left - 1)
+        if not self._num_left:
+            self._end()
+
+    def _end(self) -> None:
+        # All ranks come to the end of the phase in the same step, and its last exchange is over by
+        # then, so that closing waits for nobody. The exchange is closed before the part of the
+        # factors hears of the end of the step, which needs it no more.
+        if not self._is_over:
+            self._is_over, self._counted = True, self.inner.counters()
+            self.inner.close()
+            self.inner = Callback()
+
+    @override
+    def counters(self) -> Mapping[str, float]:
+        return self._counted if self._is_over else self.inner.counters()
+
+    @override
+    def state_dict(self) -> CallbackState:
+        state = self.inner.state_dict()
+        replicated = {**state.get("replicated", {}), "num_left": self._num_left}
+        return {**state, "replicated": replicated}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        num_left = int(state["replicated"]["num_left"])
+        if num_left and self._is_over:
+            raise CheckpointError(
+                f"the state was saved {num_left} steps before the end of the start phase, which is"
+                " over in this session; load it into a session that has taken no steps"
+            )
+        self._num_left = num_left
+        if num_left:
+            self.inner.load_state_dict(state)
+        else:
+            self._end()
+
+
+def _handed_on(name: str) -> Callable[..., Any]:
+    def call(self: StartPhase, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return call
+
+
+for _name, _member in vars(Callback).items():
+    if callable(_member) and not _name.startswith("_") and _name not in vars(StartPhase):
+        setattr(StartPhase, _name, _handed_on(_name))

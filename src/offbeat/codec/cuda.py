@@ -1,5 +1,5 @@
 """Picks the largest entries of residual + gradient on an accelerator. What is promised is the same
-as in `codec.select`.
+as in `codec.selectors`.
 
     guess a threshold from a sample, or take the last step's
     one pass: add, write back, collect the candidates        (a Triton kernel; without Triton some
@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from offbeat.codec.select import GAIN, REUSE_SLACK, THRESHOLD, Selection, sample_plan
+from offbeat.codec.selectors import GAIN, REUSE_SLACK, THRESHOLD, Selection, sample_plan
 from offbeat.codec.sparse import Sparse
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -34,7 +34,7 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
     """Pick exactly the `k` largest of residual + weight * flat.
 
     Args:
-        flat: as of `select.exact`, on any device.
+        flat: as of `selectors.exact`, on any device.
         residual: likewise.
         k: likewise.
         weight: likewise.
@@ -56,11 +56,11 @@ def reuse(
     """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest.
 
     Args:
-        flat: as of `select.exact`, on any device.
+        flat: as of `selectors.exact`, on any device.
         residual: likewise.
         k: likewise.
         weight: likewise.
-        threshold: as of `select.reuse`.
+        threshold: as of `selectors.reuse`.
     """
     if not 0 < threshold < math.inf:
         return _with_threshold(exact(flat, residual, k=k, weight=weight))

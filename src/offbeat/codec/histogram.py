@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.codec import sparse_kernels
+from offbeat.codec.jit import kernel
 from offbeat.codec.sparse import Sparse
 from offbeat.errors import WireError
 
@@ -68,7 +68,7 @@ def histogram(sparse: Sparse, k: int, world_size: int) -> Histogram:
     """
     share = k // world_size
     surely_kept, reported = max(0, share // 2 - MARGIN), min(k, 2 * share + MARGIN)
-    return Histogram(*sparse_kernels.count_magnitudes(sparse.values, surely_kept, reported))
+    return Histogram(*_count_magnitudes(sparse.values, surely_kept, reported))
 
 
 def quotas(histograms: Sequence[Histogram], k: int) -> list[int]:
@@ -80,5 +80,80 @@ def quotas(histograms: Sequence[Histogram], k: int) -> list[int]:
     magnitudes = np.concatenate([h.magnitudes for h in histograms])
     counts = np.concatenate([h.counts for h in histograms])
     ends = np.cumsum([h.counts.size for h in histograms])
-    granted: list[int] = sparse_kernels.grant(magnitudes, counts, ends, k).tolist()
+    granted: list[int] = _grant(magnitudes, counts, ends, k).tolist()
+    return granted
+
+
+@kernel
+def _magnitude(value: np.floating) -> np.int64:
+    """The leading 16 bits of |value| as float32."""
+    return np.int64(np.float32(abs(value)).view(np.uint32)) >> 15
+
+
+@kernel
+def _count_magnitudes(
+    values: NDArray[np.floating], surely_kept: int, reported: int
+) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
+    """Count the `reported` largest values by magnitude, descending.
+
+    The `surely_kept` largest are counted with the next one, if there is one.
+    """
+    least, greatest = np.int64(0xFFFF), np.int64(0)
+    for i in range(values.size):
+        magnitude = _magnitude(values[i])
+        least = magnitude if magnitude < least else least
+        greatest = magnitude if magnitude > greatest else greatest
+    counters = np.zeros(greatest - least + 1 if values.size else 0, dtype=np.uint32)
+    for i in range(values.size):
+        counters[np.uint64(_magnitude(values[i]) - least)] += np.uint32(1)
+    magnitudes, counts = (
+        np.empty(counters.size, dtype=np.uint16),
+        np.empty(counters.size, dtype=np.uint32),
+    )
+    size = total = counted = 0
+    first = surely_kept if values.size > surely_kept else 0
+    for below in range(counters.size):
+        if total >= reported:
+            break
+        total += counters[counters.size - 1 - below]
+        if total > max(first, counted):
+            magnitudes[size] = greatest - below
+            counts[size] = min(total, reported) - counted
+            counted = total
+            size += 1
+    return magnitudes[:size], counts[:size]
+
+
+@kernel
+def _grant(
+    magnitudes: NDArray[np.uint16], counts: NDArray[np.uint32], ends: NDArray[np.int64], k: int
+) -> NDArray[np.int64]:
+    """How many entries each owner keeps of the `k` largest. At the boundary those of lower owners
+    come first.
+
+    Args:
+        magnitudes: one owner's after the other's.
+        counts: entries of each.
+        ends: where each owner's end.
+        k: how many to keep altogether.
+    """
+    totals = np.zeros(1 + (magnitudes.max() if magnitudes.size else 0), dtype=np.int64)
+    for i in range(magnitudes.size):
+        totals[magnitudes[i]] += counts[i]
+    boundary, above = totals.size, 0
+    while boundary > 0 and above < k:
+        boundary -= 1
+        above += totals[boundary]
+    left = totals[boundary] - (above - k) if above > k else k
+    granted = np.zeros(ends.size, dtype=np.int64)
+    begin = 0
+    for owner in range(ends.size):
+        for i in range(begin, ends[owner]):
+            if magnitudes[i] > boundary:
+                granted[owner] += counts[i]
+            elif magnitudes[i] == boundary:
+                share = min(np.int64(counts[i]), left)
+                granted[owner] += share
+                left -= share
+        begin = ends[owner]
     return granted

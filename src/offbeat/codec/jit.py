@@ -1,9 +1,4 @@
-"""How kernels are compiled, and numbers read as bits.
-
-Magnitudes are ordered by their bits: for IEEE numbers without the sign bit, integer order is the
-order of magnitude, infinities above all finite numbers and NaNs above those. So nothing is lost
-even among values that are not numbers.
-"""
+"""How kernels are compiled, and where the memory comes from that they fill."""
 
 from __future__ import annotations
 
@@ -13,13 +8,14 @@ from typing import ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 COMPILED: list[Callable[..., object]] = []
 """Every kernel, as numba's dispatcher."""
+
+_KEPT_BYTES = 16 << 20
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
@@ -32,16 +28,49 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
-def bits_of(values: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:
-    """The same memory as unsigned integers of the same width, sign bit included."""
-    return values.view(f"u{values.itemsize}")
-
-
 @cache
-def magnitude_mask(dtype: np.dtype[np.generic]) -> np.unsignedinteger:
-    """All bits of a number of `dtype` but the sign, which is the topmost; as an unsigned integer of
-    the same width.
+def keep_freed_memory() -> None:
+    """Let the allocator keep what is freed, up to twice `_KEPT_BYTES`.
+
+    glibc gives freed memory at the end of the heap back to the system at once, and fetches it anew
+    with a fault for each 4 KiB: this took as long as merging sparse vectors itself, and as adding
+    up models. It stops when one larger block has been freed (mallopt(3), M_MMAP_THRESHOLD); the
+    block below is never touched, so it costs nothing. Other allocators are not affected.
     """
-    unsigned = np.dtype(f"u{dtype.itemsize}")
-    mask: np.unsignedinteger = unsigned.type((1 << 8 * dtype.itemsize - 1) - 1)
-    return mask
+    np.empty(_KEPT_BYTES, dtype=np.uint8)
+
+
+def warm() -> None:
+    """Compile the kernels of selection, sparse vectors and their messages for float32 and float64,
+    or load them from numba's cache on disk: by using each of them once. Takes some 10 s the first
+    time.
+    """
+    import torch
+
+    from offbeat.codec import histogram, residual, selectors, sparse
+    from offbeat.codec.index_codecs import GapIndices
+    from offbeat.codec.tally import Tally
+    from offbeat.codec.topk_codec import VALUE_CODECS
+    from offbeat.codec.wire import Wire
+
+    one = np.ones(1, dtype=np.int64)
+    layout, coded = GapIndices().encode(700 * np.arange(64), 100_000)  # as Rice codes
+    GapIndices().decode(layout, coded.view(np.uint8), 64, 100_000)
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        # Of equal elements there are too many for every guess, so all ways of selecting are gone.
+        flat = torch.from_numpy(np.ones(8 * selectors.SMALL, dtype=dtype))
+        selectors.exact(flat.clone(), flat, k=1, weight=1.0)
+        selectors.reuse(flat.clone(), flat, k=1, weight=1.0, threshold=1.0)
+        for index in (1, 70_000):  # gaps of 1 byte and of 2
+            entries = sparse.Sparse(
+                indices=one * index, values=one.astype(dtype), num_elements=100_000
+            )
+            for values in VALUE_CODECS.values():
+                wire = Wire(num_elements=100_000, num_parameters=0, dtype=dtype, values=values)
+                wire.decode(wire.encode(entries, Tally.of_nobody(0))[0])
+        total = sparse.add(entries, entries)
+        sparse.keep_largest(total, 1)
+        sparse.split_by_index(total, one)
+        sparse.partition(total, 2)
+        histogram.quotas([histogram.histogram(total, 1, 1)], 1)
+        residual.add_owed(torch.zeros(100_000, dtype=flat.dtype), total)

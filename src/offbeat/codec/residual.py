@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from offbeat.codec import kernels
-from offbeat.codec.finite import is_finite
-from offbeat.codec.select import Selection
-from offbeat.codec.selectors import Selector
+from offbeat.codec.jit import kernel
+from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import is_finite
 
 
 class ErrorFeedback:
@@ -183,10 +184,19 @@ class ErrorFeedback:
 def add_owed(flat: torch.Tensor, owed: Sparse) -> None:
     """Add `owed` into `flat`, shape (owed.num_elements,), in place."""
     if flat.device.type == "cpu":
-        kernels.add_at(flat.numpy(), owed.indices, owed.values)
+        _add_at(flat.numpy(), owed.indices, owed.values)
     else:
         flat.index_add_(
             0,
             torch.from_numpy(owed.indices).to(flat.device),
             torch.from_numpy(owed.values).to(flat),
         )
+
+
+@kernel
+def _add_at(
+    flat: NDArray[np.floating], indices: NDArray[np.int64], values: NDArray[np.floating]
+) -> None:
+    """flat[indices] += values, for indices within bounds."""
+    for i in range(indices.size):
+        flat[indices[i]] += values[i]

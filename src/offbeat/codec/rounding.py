@@ -3,7 +3,9 @@
 Who averages rounded vectors moves its own by `average - rounded`, so what rounding took from it
 stays where it was: it is in what the next average is made of.
 
-The kernels below add such vectors up and move models by them.
+The kernels below add such vectors up, and move models by them and by vectors that are not rounded,
+in one pass over memory: vectors of models are larger than caches, so that each further pass costs
+as much as the first.
 """
 
 from __future__ import annotations
@@ -80,6 +82,30 @@ def warm() -> None:
         for codes in (own, received):
             add_rounded(values, codes, values[0])
             move_by_rounded(values, codes, own, values.copy())
+        move_by(values, values, values, values.copy())
+        copy_to(values, values.copy())
+
+
+@kernel
+def move_by(mine: Values, new: Values, old: Values, out: Values) -> bool:
+    """out = mine + (new - old), all shape (n,). Returns whether `new` is finite."""
+    finite = True
+    for i in range(mine.size):
+        value = new[i]
+        out[i] = mine[i] + (value - old[i])
+        finite &= np.isfinite(value)
+    return finite
+
+
+@kernel
+def copy_to(new: Values, out: Values) -> bool:
+    """out = new, both shape (n,). Returns whether that is finite."""
+    finite = True
+    for i in range(new.size):
+        value = new[i]
+        out[i] = value
+        finite &= np.isfinite(value)
+    return finite
 
 
 @kernel

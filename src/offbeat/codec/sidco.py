@@ -29,8 +29,7 @@ from typing import Final
 import torch
 from typing_extensions import override
 
-from offbeat.codec.select import Selection
-from offbeat.codec.selectors import Selector, reaching
+from offbeat.codec.selectors import Selection, Selector, reaching
 
 _FIRST: Final = 0.25
 _STEPS: Final = 5  # between changes of the number of stages

@@ -2,22 +2,34 @@
 
 The same inputs give the same bytes on every machine. Values may include zeros (a sum can cancel);
 zeros carry nothing, and `keep_largest` leaves them out of both its results.
+
+Magnitudes are ordered by their bits: for IEEE numbers without the sign bit, integer order is the
+order of magnitude, infinities above all finite numbers and NaNs above those. So nothing is lost
+even among values that are not numbers.
+
+In the kernels, which walk along sorted pairs, what an entry's fate depends on is as good as random,
+so loops select and count instead of branching: a branch that cannot be predicted costs more than
+everything else that is done for an entry. Positions are unsigned, which spares the test for
+Python's negative ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
+import numba
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.codec import sparse_kernels
-from offbeat.codec.jit import bits_of, magnitude_mask
-from offbeat.codec.memory import keep_freed_memory
+from offbeat.arithmetic import fusion
+from offbeat.codec.jit import keep_freed_memory, kernel
 from offbeat.errors import WireError
+
+_ONE = np.uint64(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,9 +87,7 @@ def add(a: Sparse, b: Sparse) -> Sparse:
     if not len(b):
         return a
     total = _room_for(len(a) + len(b), a)
-    return _pairs(
-        *total, a, end=sparse_kernels.add_sorted(a.indices, a.values, b.indices, b.values, *total)
-    )
+    return _pairs(*total, a, end=_add_sorted(a.indices, a.values, b.indices, b.values, *total))
 
 
 def add_all(sparses: Sequence[Sparse]) -> Sparse:
@@ -103,7 +113,7 @@ def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
     else:
         kth = mask ^ mask if k else mask  # below or above every magnitude
     indices, values = _room_for(len(sparse) + 1, sparse)
-    num_kept, num_others = sparse_kernels.split_largest(
+    num_kept, num_others = _split_largest(
         sparse.indices, bits, mask, kth, k, indices, bits_of(values)
     )
     return _pairs(indices, values, sparse, end=num_kept), _pairs(
@@ -119,18 +129,18 @@ def merge(a: Sparse, b: Sparse, k: int) -> tuple[Sparse, Sparse]:
 def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, Sparse]:
     """The pairs whose index is among the ascending `indices`, and the others."""
     inside, outside = _room_for(len(sparse), sparse), _room_for(len(sparse), sparse)
-    num_inside, num_outside = sparse_kernels.split_common(
+    num_inside, num_outside = _split_common(
         sparse.indices, sparse.values, indices, *inside, *outside
     )
     return _pairs(*inside, sparse, end=num_inside), _pairs(*outside, sparse, end=num_outside)
 
 
 def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
-    """The pairs of each owner; `planning.fusion.owner_of` says who owns an index."""
+    """The pairs of each owner; `arithmetic.fusion.owner_of` says who owns an index."""
     indices, values = _room_for(len(sparse), sparse)
     ends = np.empty(num_owners, dtype=np.int64)
     owners = np.empty(len(sparse), dtype=np.uint32)
-    sparse_kernels.deal(sparse.indices, sparse.values, owners, ends, indices, values)
+    _deal(sparse.indices, sparse.values, owners, ends, indices, values)
     bounds = [0, *ends.tolist()]
     return [
         _pairs(indices, values, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)
@@ -164,3 +174,235 @@ def _pairs(
     return Sparse(
         indices=indices[begin:end], values=values[begin:end], num_elements=like.num_elements
     )
+
+
+def bits_of(values: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:
+    """The same memory as unsigned integers of the same width, sign bit included."""
+    return values.view(f"u{values.itemsize}")
+
+
+@cache
+def magnitude_mask(dtype: np.dtype[np.generic]) -> np.unsignedinteger:
+    """All bits of a number of `dtype` but the sign, which is the topmost; as an unsigned integer of
+    the same width.
+    """
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    mask: np.unsignedinteger = unsigned.type((1 << 8 * dtype.itemsize - 1) - 1)
+    return mask
+
+
+@kernel
+def _add_next(
+    indices_a: NDArray[np.int64],
+    values_a: NDArray[np.floating],
+    indices_b: NDArray[np.int64],
+    values_b: NDArray[np.floating],
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+    a: np.uint64,
+    b: np.uint64,
+    count: np.uint64,
+) -> tuple[np.uint64, np.uint64, np.uint64]:
+    """One step of the merge: writes the next pair, returns the positions after it."""
+    index_a, index_b, value_a, value_b = indices_a[a], indices_b[b], values_a[a], values_b[b]
+    takes_a, takes_b = index_a <= index_b, index_b <= index_a
+    zero = values.dtype.type(0)
+    indices[count] = min(index_a, index_b)
+    values[count] = (value_a if takes_a else zero) + (value_b if takes_b else zero)
+    return a + np.uint64(takes_a), b + np.uint64(takes_b), count + _ONE
+
+
+@kernel
+def _add_rest(
+    indices_a: NDArray[np.int64],
+    values_a: NDArray[np.floating],
+    indices_b: NDArray[np.int64],
+    values_b: NDArray[np.floating],
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+    a: np.uint64,
+    end_a: np.uint64,
+    b: np.uint64,
+    end_b: np.uint64,
+    count: np.uint64,
+) -> np.uint64:
+    """The merge from given positions to given ends. Returns where the result ends."""
+    while a < end_a and b < end_b:
+        a, b, count = _add_next(
+            indices_a, values_a, indices_b, values_b, indices, values, a, b, count
+        )
+    while a < end_a:
+        indices[count] = indices_a[a]
+        values[count] = values_a[a]
+        a += _ONE
+        count += _ONE
+    while b < end_b:
+        indices[count] = indices_b[b]
+        values[count] = values_b[b]
+        b += _ONE
+        count += _ONE
+    return count
+
+
+@kernel
+def _add_sorted(
+    indices_a: NDArray[np.int64],
+    values_a: NDArray[np.floating],
+    indices_b: NDArray[np.int64],
+    values_b: NDArray[np.floating],
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+) -> np.int64:
+    """Merge two ascending lists into one, adding the values of equal indices. Returns its length.
+
+    Each step of a merge waits for the one before it, so two of them are done side by side: what
+    lies below the middle of the
+    first list, and the rest.
+    """
+    size_a, size_b = np.uint64(indices_a.size), np.uint64(indices_b.size)
+    middle_a = size_a // np.uint64(2)
+    middle_b = np.uint64(np.searchsorted(indices_b, indices_a[middle_a])) if size_a > 0 else size_b
+    a = b = low = np.uint64(0)
+    c, d, high = middle_a, middle_b, middle_a + middle_b
+    while a < middle_a and b < middle_b and c < size_a and d < size_b:
+        a, b, low = _add_next(indices_a, values_a, indices_b, values_b, indices, values, a, b, low)
+        c, d, high = _add_next(
+            indices_a, values_a, indices_b, values_b, indices, values, c, d, high
+        )
+    low = _add_rest(
+        indices_a, values_a, indices_b, values_b, indices, values, a, middle_a, b, middle_b, low
+    )
+    high = _add_rest(
+        indices_a, values_a, indices_b, values_b, indices, values, c, size_a, d, size_b, high
+    )
+    gap = middle_a + middle_b - low
+    if gap > 0:
+        _move_down(indices, low, gap, high)
+        _move_down(values, low, gap, high)
+    return np.int64(high - gap)
+
+
+@kernel
+def _move_down(
+    array: NDArray[np.generic], begin: np.uint64, gap: np.uint64, end: np.uint64
+) -> None:
+    """array[begin : end - gap] = array[begin + gap : end]."""
+    for i in range(begin, end - gap):
+        array[i] = array[i + gap]
+
+
+@kernel
+def _split_largest(
+    indices: NDArray[np.int64],
+    bits: NDArray[np.unsignedinteger],
+    mask: np.unsignedinteger,
+    kth: np.unsignedinteger,
+    k: int,
+    split_indices: NDArray[np.int64],
+    split_bits: NDArray[np.unsignedinteger],
+) -> tuple[np.int64, np.int64]:
+    """Part the `k` largest magnitudes from the others; among equals the first ones are kept, zeros
+    nowhere.
+
+    Args:
+        indices: shape (n,).
+        bits: of the values, shape (n,).
+        mask: the bits of a magnitude.
+        kth: the k-th largest magnitude.
+        k: in [0, n].
+        split_indices: takes those kept from the beginning on, the others from `k` on; shape (n +
+            1,).
+        split_bits: the same.
+
+    Returns:
+        How many there are of both.
+    """
+    num_above = 0
+    for i in range(bits.size):
+        num_above += bits[i] & mask > kth
+    num_equal = k - num_above
+    kept, other = np.uint64(0), np.uint64(k)
+    for i in range(indices.size):
+        number = bits[i]
+        key = number & mask
+        equal = (key == kth) & (num_equal > 0)
+        num_equal -= equal
+        keep = ((key > kth) | equal) & (key > 0)
+        place = kept if keep else other
+        split_indices[place] = indices[i]
+        split_bits[place] = number
+        kept += np.uint64(keep)
+        other += np.uint64((key > 0) & (not keep))
+    return np.int64(kept), np.int64(other) - k
+
+
+@kernel
+def _split_common(
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+    others: NDArray[np.int64],
+    inside_indices: NDArray[np.int64],
+    inside_values: NDArray[np.floating],
+    outside_indices: NDArray[np.int64],
+    outside_values: NDArray[np.floating],
+) -> tuple[np.int64, np.int64]:
+    """Part the pairs whose index is among the ascending `others` from the rest. Returns how many
+    there are of both.
+    """
+    i = j = num_inside = num_outside = np.uint64(0)
+    while i < indices.size and j < others.size:
+        index, other = indices[i], others[j]
+        inside_indices[num_inside] = outside_indices[num_outside] = index
+        inside_values[num_inside] = outside_values[num_outside] = values[i]
+        num_inside += np.uint64(index == other)
+        num_outside += np.uint64(index < other)
+        i += np.uint64(index <= other)
+        j += np.uint64(other <= index)
+    while i < indices.size:
+        outside_indices[num_outside] = indices[i]
+        outside_values[num_outside] = values[i]
+        num_outside += _ONE
+        i += _ONE
+    return np.int64(num_inside), np.int64(num_outside)
+
+
+# Written for arrays, it serves for single indices as well. numba's cache follows this file alone:
+# whoever changes that function has to touch this file too, or `_deal` stays as it was.
+_owner_of = cast(
+    Callable[[np.uint64, np.uint64], np.uint32], numba.njit(nogil=True)(fusion.owner_of)
+)
+
+
+@kernel
+def _deal(
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+    owners: NDArray[np.uint32],
+    ends: NDArray[np.int64],
+    dealt_indices: NDArray[np.int64],
+    dealt_values: NDArray[np.floating],
+) -> None:
+    """Sort pairs by owner (`arithmetic.fusion.owner_of`), keeping their order otherwise.
+
+    Args:
+        indices: shape (n,).
+        values: shape (n,).
+        owners: takes each pair's owner, shape (n,).
+        ends: takes where each owner's pairs end, shape (number of owners,).
+        dealt_indices: takes the result, shape (n,).
+        dealt_values: the same.
+    """
+    ends[:] = 0
+    num_owners = np.uint64(ends.size)
+    for i in range(indices.size):
+        owners[i] = _owner_of(np.uint64(indices[i]), num_owners)
+        ends[owners[i]] += 1
+    begin = 0
+    for each in range(ends.size):
+        ends[each], begin = begin, begin + ends[each]
+    for i in range(indices.size):
+        owner = np.uint64(owners[i])
+        place = np.uint64(ends[owner])
+        ends[owner] += 1
+        dealt_indices[place] = indices[i]
+        dealt_values[place] = values[i]

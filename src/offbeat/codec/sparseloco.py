@@ -19,13 +19,12 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec.finite import is_finite
+from offbeat.codec.few_bits import LevelValues, pack, unpack
 from offbeat.codec.index_codecs import CodedIndices, IndexCodec
-from offbeat.codec.select import Selection
-from offbeat.codec.selectors import Selector
+from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import is_finite
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
-from offbeat.codec.value_codecs import ValueCodec, WireValues, pack, unpack
 from offbeat.errors import WireError
 
 
@@ -53,6 +52,15 @@ class ChunkSelector(Selector):
     def __init__(self, size: int) -> None:
         self.size = size
 
+    def largest(self, magnitudes: torch.Tensor, k: int) -> torch.Tensor:
+        """The places of about `k` entries of `magnitudes`, shape (n,), n >= 1, in any order."""
+        n = magnitudes.numel()
+        size = min(self.size, n)
+        padded = torch.nn.functional.pad(magnitudes, (0, -n % size)).view(-1, size)
+        largest, places = padded.topk(min(size, -(-k * size // n)), sorted=False)
+        places += size * torch.arange(len(padded), device=places.device)[:, None]
+        return places[largest > 0]  # without the padding
+
     @override
     def select(
         self,
@@ -64,52 +72,18 @@ class ChunkSelector(Selector):
         state: Mapping[str, float],
     ) -> Selection:
         torch.add(residual, flat, alpha=weight, out=flat)
-        n, size = flat.numel(), max(1, min(self.size, flat.numel()))
-        if not is_finite(flat):
-            return Selection(sparse=Sparse.empty(n, flat.cpu().numpy().dtype), finite=False)
-        padded = torch.nn.functional.pad(flat.abs(), (0, -n % size)).view(-1, size)
-        largest, places = padded.topk(min(size, -(-k * size // max(1, n))), sorted=False)
-        places += size * torch.arange(len(padded), device=flat.device)[:, None]
-        indices = places[largest > 0].sort().values
+        n = flat.numel()
+        if not n or not is_finite(flat):
+            empty = Sparse.empty(n, flat.cpu().numpy().dtype)
+            return Selection(sparse=empty, finite=not n)
+        indices = self.largest(flat.abs(), k).sort().values
+        indices = indices[flat[indices] != 0]
         picked = flat[indices].cpu().numpy()
         flat[indices] = 0
         return Selection(
             sparse=Sparse(indices=indices.cpu().numpy(), values=picked, num_elements=n),
             finite=True,
         )
-
-
-class LevelValues(ValueCodec):
-    """Levels of equal width over three standard deviations to either side of the mean; each is read
-    as the mean of the values in it, which stands in the message.
-
-    Args:
-        bits: of a value: there are 2**bits levels.
-    """
-
-    code = 4
-
-    def __init__(self, bits: int) -> None:
-        self.bits = bits
-        self.table_bytes = 4 << bits
-
-    @override
-    def encode(self, values: NDArray[np.floating]) -> WireValues:
-        num_levels = 1 << self.bits
-        wide = values.astype(np.float64)
-        centre, sigma = (wide.mean(), wide.std()) if wide.size else (0.0, 0.0)
-        levels = (wide - centre) * (num_levels / (6 * sigma or 1.0)) + num_levels / 2
-        codes = np.clip(levels, 0, num_levels - 1).astype(np.uint16)
-        counts = np.bincount(codes, minlength=num_levels)
-        sums = np.bincount(codes, weights=wide, minlength=num_levels)
-        means = (sums / np.maximum(counts, 1)).astype(np.float32)
-        return np.concatenate([means.view(np.uint8), pack(codes, self.bits)])
-
-    @override
-    def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
-        table = coded[: self.table_bytes].view(np.float32)
-        decoded: NDArray[np.floating] = table[unpack(coded[self.table_bytes :], self.bits, count)]
-        return decoded
 
 
 class ChunkIndices(IndexCodec):

@@ -112,3 +112,13 @@ class Tally:
             num_failed=int(numbers[2]),
             used=numbers[NUM_COUNTERS:] > 0,
         )
+
+
+def is_finite(flat: torch.Tensor) -> bool:
+    """Whether every element is finite, at the price of a sum.
+
+    An infinity or NaN anywhere makes the sum non-finite; only a sum that overflows needs a second,
+    slower look.
+    """
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return bool(torch.isfinite(flat.sum(dtype=wide))) or bool(torch.isfinite(flat).all())

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from offbeat.codec.few_bits import E3M0Values, LevelValues, LinearValues, SignValues
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.selectors import Exact, Selector, ThresholdReuse
 from offbeat.codec.sidco import SIDCo
-from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
+from offbeat.codec.value_codecs import BFloat16Values, Float8Values, Float32Values, ValueCodec
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError, nearest
 
@@ -23,6 +24,21 @@ SELECTORS: Final[Mapping[str, Selector]] = {
     "sidco": SIDCo(),
 }
 """Selectors by the names that options may use for them."""
+
+VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {
+    "float32": Float32Values(),
+    "bfloat16": BFloat16Values(),
+    "float8": Float8Values(),
+    "linear8": LinearValues(8),
+    "linear4": LinearValues(4),
+    "linear2": LinearValues(2),
+    "stochastic4": LinearValues(4, stochastic=True),
+    "e3m0": E3M0Values(),
+    "levels4": LevelValues(4),
+    "levels2": LevelValues(2),
+    "sign": SignValues(),
+}
+"""Value codecs by the names that options may use for them."""
 
 _KINDS: Final[dict[str, tuple[dict[str, Any], type[Any]]]] = {
     "selector": (dict(SELECTORS), Selector),
@@ -37,10 +53,11 @@ class TopKCodec(OptionValue):
     Args:
         selector: a name of `SELECTORS`, which docs/methods/topk.md describes, or a `Selector` of
             your own.
-        values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
-            your own; what rounding loses is owed.
-        indices: "gaps" between indices in 1 or 2 bytes, or a bit for each element, or plain
-            indices, whichever is shortest; or an `IndexCodec` of your own.
+        values: a name of `VALUE_CODECS`, such as "float32", "bfloat16", "float8" (4, 2 or 1 byte),
+            "linear4" or "sign" (4 bits or 1), or a `ValueCodec` of your own; what rounding loses is
+            owed.
+        indices: "gaps" between indices in whole bytes or as Rice codes, or a bit for each element,
+            or plain indices, whichever is shortest; or an `IndexCodec` of your own.
     """
 
     def __init__(

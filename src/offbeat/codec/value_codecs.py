@@ -5,14 +5,13 @@ options.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.codec import sparse_kernels
+from offbeat.codec.jit import kernel
 from offbeat.codec.option_value import OptionValue
 
 WireValues: TypeAlias = NDArray[np.generic]
@@ -25,7 +24,7 @@ class ValueCodec(OptionValue):
     """Turns the values of a message into bytes and back."""
 
     code: ClassVar[int]
-    """The byte that names the codec in a message: 0 to 4 are offbeat's, others may take 128 to
+    """The byte that names the codec in a message: 0 to 7 are offbeat's, others may take 128 to
     255.
     """
 
@@ -63,22 +62,6 @@ class ValueCodec(OptionValue):
     def suited_to(self, dtype: np.dtype[np.floating]) -> ValueCodec:
         """The codec that serves a vector of `dtype` in the place of this one."""
         return self
-
-
-def pack(codes: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.uint8]:
-    """Codes of so many bits side by side, the lowest bit first.
-
-    >>> pack(np.array([3, 1, 2], np.uint8), bits=2).tolist()
-    [39]
-    """
-    places = np.arange(bits, dtype=codes.dtype)
-    return np.packbits((codes[:, None] >> places & 1).astype(np.uint8), bitorder="little")
-
-
-def unpack(coded: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.int64]:
-    """Inverse of `pack`, of `count` codes."""
-    each = np.unpackbits(coded, count=count * bits, bitorder="little").reshape(count, bits)
-    return each @ (np.int64(1) << np.arange(bits))
 
 
 class _Float(ValueCodec):
@@ -131,7 +114,7 @@ class BFloat16Values(ValueCodec):
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         codes = np.empty(values.size, dtype=np.uint16)
-        sparse_kernels.round_to_bfloat16(values, codes)
+        _round_to_bfloat16(values, codes)
         return codes
 
     @override
@@ -154,7 +137,7 @@ class Float8Values(ValueCodec):
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         codes = np.empty(values.size, dtype=np.uint8)
-        sparse_kernels.round_to_float8(values, codes)
+        _round_to_float8(values, codes)
         return codes
 
     @override
@@ -174,9 +157,39 @@ def _float8() -> NDArray[np.float32]:
 
 _FLOAT8: Final = _float8()
 
-VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {
-    "float32": Float32Values(),
-    "bfloat16": BFloat16Values(),
-    "float8": Float8Values(),
-}
-"""Value codecs by the names that options may use for them."""
+
+@kernel
+def _round_to_bfloat16(values: NDArray[np.floating], codes: NDArray[np.uint16]) -> None:
+    """Leading halves of the float32 numbers, rounded to nearest, ties to even; infinities become
+    the largest number.
+
+    Float64 values are rounded to float32 first.
+    """
+    for i in range(values.size):
+        # Each result is cut to 32 bits, or the processor would take half as many at once.
+        bits = np.float32(values[i]).view(np.uint32)
+        magnitude = np.uint32(bits & np.uint32(0x7FFF_FFFF))
+        odd = np.uint32(np.uint32(magnitude >> np.uint32(16)) & np.uint32(1))
+        rounded = np.uint32(np.uint32(magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        code = rounded if rounded < np.uint32(0x7F80) else np.uint32(0x7F7F)
+        code = code if magnitude <= np.uint32(0x7F80_0000) else np.uint32(0x7FC0)  # not a number
+        sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
+        codes[i] = np.uint16(code | sign)
+
+
+@kernel
+def _round_to_float8(values: NDArray[np.floating], codes: NDArray[np.uint8]) -> None:
+    """The sign, 6 bits of exponent and 1 bit of fraction of each number: 2**e or 1.5 * 2**e with e
+    from -40 to 22, rounded to nearest. Smaller ones become zero, larger ones the largest.
+    """
+    for i in range(values.size):
+        bits = np.int64(np.float32(values[i]).view(np.uint32))
+        magnitude = bits & 0x7FFF_FFFF
+        # Half a unit is added, so that cutting the other 22 bits of the fraction off rounds. The
+        # code of 2**-40 is 2: what is less than half of it is 0 or below.
+        code = ((magnitude + 0x20_0000) >> 22) - 2 * (127 - 40) + 2
+        code = code if code >= 2 else np.int64(0)
+        code = code if code < 0x7F else np.int64(0x7E)
+        if magnitude > 0x7F80_0000:  # not a number
+            code = np.int64(0x7F)
+        codes[i] = code | (bits >> 24 & 0x80)

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.codec.arithmetic import Message
-from offbeat.codec.blocks import LENGTH_BYTES
 from offbeat.codec.histogram import COUNTER_BYTES, EXPECTED_COUNTERS, MARGIN
 from offbeat.codec.histogram import HEAD_BYTES as HISTOGRAM_HEAD_BYTES
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import HEAD_BYTES, Wire
+from offbeat.codec.wire import HEAD_BYTES, LENGTH_BYTES, Wire
 
 
 class WeightlessMessage:

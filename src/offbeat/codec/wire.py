@@ -1,4 +1,4 @@
-"""The bytes of a sparse message.
+"""The bytes of a sparse message, and of several messages as one.
 
     header   magic, version, codecs, number of elements, number of values, size of the tally
     tally    see `codec.tally`
@@ -12,17 +12,18 @@ float8.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.codec import sparse, sparse_kernels
-from offbeat.codec.blocks import join_blocks, split_blocks
+from offbeat.codec import sparse
+from offbeat.codec.arithmetic import Message
 from offbeat.codec.histogram import Histogram, histogram, quotas
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
+from offbeat.codec.jit import kernel
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
@@ -36,8 +37,49 @@ _HEAD = struct.Struct("<4sBBBxQQI")
 HEAD_BYTES = _HEAD.size
 
 
+_LENGTH = struct.Struct("<Q")
+
+LENGTH_BYTES: Final = _LENGTH.size
+"""What a block takes besides its content."""
+
+
+class ByteBlocks:
+    """Several messages as one: each behind its length, 8 bytes, little-endian."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def join(blocks: Sequence[Message]) -> bytes:
+        """One message of all of them.
+
+        >>> ByteBlocks.split(ByteBlocks.join([b"ab", b""]), 2) == [b"ab", b""]
+        True
+        """
+        return b"".join(part for block in blocks for part in (_LENGTH.pack(len(block)), block))
+
+    @staticmethod
+    def split(message: Message, count: int) -> list[Message]:
+        """Inverse of `join`; copies nothing. Raises `WireError` unless `message` holds exactly
+        `count` blocks.
+        """
+        view = memoryview(message)
+        blocks: list[Message] = []
+        for _ in range(count):
+            if len(view) < _LENGTH.size:
+                raise WireError(f"an all-gather message ends after {len(blocks)} of {count} blocks")
+            (length,) = _LENGTH.unpack_from(view)
+            view = view[_LENGTH.size :]
+            if len(view) < length:
+                raise WireError(f"an all-gather block of {length} bytes has only {len(view)}")
+            blocks.append(view[:length])
+            view = view[length:]
+        if len(view):
+            raise WireError(f"an all-gather message has {len(view)} bytes too many")
+        return blocks
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
+class Wire(ByteBlocks):
     """How the messages of one bucket are laid out, and the arithmetic of collectives
     (`codec.arithmetic`) with real entries.
 
@@ -185,8 +227,6 @@ class Wire:
     union_disjoint = staticmethod(sparse.union_disjoint)
     read_counts = staticmethod(Histogram.from_bytes)
     quotas = staticmethod(quotas)
-    join = staticmethod(join_blocks)
-    split = staticmethod(split_blocks)
 
 
 def pair_bytes(values: ValueCodec, indices: IndexCodec, *, k: int, num_elements: int) -> float:
@@ -202,5 +242,25 @@ def pair_bytes(values: ValueCodec, indices: IndexCodec, *, k: int, num_elements:
 
 def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:
     indices, errors = np.empty_like(entries.indices), np.empty_like(entries.values)
-    count = sparse_kernels.differences(entries.indices, entries.values, rounded, indices, errors)
+    count = _differences(entries.indices, entries.values, rounded, indices, errors)
     return Sparse(indices=indices[:count], values=errors[:count], num_elements=entries.num_elements)
+
+
+@kernel
+def _differences(
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+    rounded: NDArray[np.floating],
+    different: NDArray[np.int64],
+    errors: NDArray[np.floating],
+) -> np.int64:
+    """List values - rounded wherever it is not zero; a NaN has no difference from anything. Returns
+    how many there are.
+    """
+    count = np.uint64(0)
+    for i in range(indices.size):
+        value = values[i]
+        different[count] = indices[i]
+        errors[count] = value - rounded[i]
+        count += np.uint64((value != rounded[i]) & (value == value))
+    return np.int64(count)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from offbeat.codec.arithmetic import BlockArithmetic
-from offbeat.codec.blocks import BYTE_BLOCKS
+from offbeat.codec.wire import ByteBlocks
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def all_gather(
     world_size: int,
     mine: Payload,
     read: Callable[[Payload], T],
-    arithmetic: BlockArithmetic = BYTE_BLOCKS,
+    arithmetic: BlockArithmetic = ByteBlocks(),
 ) -> Collective[list[T]]:
     """Every rank's payload, by rank, as `read` understands it; this rank's own too.
 

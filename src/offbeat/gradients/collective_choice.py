@@ -1,13 +1,18 @@
 """Which collective is the cheapest here: measured by all ranks together, agreed on, and remembered
 across a resume.
+
+Measured is what messages and dense all-reduces cost between the ranks. Everyone sends to the next
+rank and receives from the one before, at once, as the sparse collectives do. The slowest rank's
+figures count. Two message sizes give alpha and beta.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from typing_extensions import override
@@ -19,28 +24,42 @@ from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
-from offbeat.collectives.base import CostOf
-from offbeat.collectives.probe import probe
+from offbeat.collectives.base import CostOf, SparseCollective
 from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import AllGather, AllReduceTensor, Collective, Now, Recv, Send
 
-SPARSE_COSTS: Mapping[str, CostOf] = {
+COLLECTIVES: Final[Mapping[str, SparseCollective | None]] = {
+    "reduce_scatter": sparse_reduce_scatter.sparse_reduce_scatter,
+    "all_gather": topk_allgather.topk_sum,
+    "global": topk_allgather.global_topk,
+    "tree": gtopk_tree.gtopk_tree,
+    "paper": partial(gtopk_tree.gtopk_tree, variant="paper"),
+    "dense": None,
+}
+"""By the names that options use for them; None: everything is sent, densely."""
+
+COSTS: Final[Mapping[str, CostOf]] = {
     "reduce_scatter": sparse_reduce_scatter.cost_s,
     "all_gather": topk_allgather.cost_s,
-}
-"""Of the sparse collectives among which `collective="auto"` chooses."""
-
-COSTS: Mapping[str, CostOf] = {
-    **SPARSE_COSTS,
     "global": topk_allgather.cost_s,
     "tree": gtopk_tree.cost_s,
     "paper": gtopk_tree.cost_s,
 }
-"""Of all sparse collectives."""
+"""Of those that are sparse."""
 
-BY_ITSELF = frozenset({*SPARSE_COSTS, "dense"})
+BY_ITSELF: Final = frozenset({"reduce_scatter", "all_gather", "dense"})
 """What `collective="auto"` chooses among."""
 
 SAMPLE_ELEMENTS = 1 << 20
+
+_REPORT = struct.Struct("<5d")
+MESSAGE_BYTES = (64, 1 << 20)
+TENSOR_BYTES = (64, 1 << 22)
+"""Sizes that are measured. Gradients do not fit into a cache, so neither should the larger tensor.
+"""
+
+REPEATS: Final = 5
+"""How often each is measured; the fastest counts, since everything else is disturbance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,3 +240,94 @@ def _select_s_per_element(
         durations_s.append(now_s() - begin_s)
         feedback.discard()
     return min(durations_s) / SAMPLE_ELEMENTS
+
+
+def probe(
+    rank: int,
+    world_size: int,
+    *,
+    select_s_per_element: float,
+    device: torch.device,
+    repeats: int = REPEATS,
+) -> Collective[NetworkCosts]:
+    """The network as the slowest rank sees it; the same on every rank. About 35 MiB each way at the
+    default.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        select_s_per_element: this rank's own cost of selection, to be agreed on with the rest.
+        device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of
+            CPU tensors.
+        repeats: measurements of each kind.
+    """
+    small_s, large_s = yield from _fastest(
+        repeats, [partial(_pass_on, rank, world_size, n) for n in MESSAGE_BYTES]
+    )
+    messages = fit_cost(small_s, large_s, *MESSAGE_BYTES)
+    small_s, large_s = yield from _fastest(
+        repeats, [partial(_reduce, n, device) for n in TENSOR_BYTES]
+    )
+    hops = max(2 * (world_size - 1), 1)
+    dense = fit_cost(
+        small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in TENSOR_BYTES)
+    )
+    mine = (
+        messages.alpha_s,
+        messages.beta_s_per_byte,
+        dense.alpha_s,
+        dense.beta_s_per_byte,
+        select_s_per_element,
+    )
+    reports = yield AllGather(_REPORT.pack(*mine))
+    slowest = [
+        max(column) for column in zip(*(_REPORT.unpack(report) for report in reports), strict=True)
+    ]
+    return NetworkCosts(
+        messages=LinkCost(alpha_s=slowest[0], beta_s_per_byte=slowest[1]),
+        dense=LinkCost(alpha_s=slowest[2], beta_s_per_byte=slowest[3]),
+        select_s_per_element=slowest[4],
+    )
+
+
+def _fastest(
+    repeats: int, makes: Sequence[Callable[[], Collective[None]]]
+) -> Collective[list[float]]:
+    """The least seconds that each takes. They take turns, so that a disturbance does not hit all
+    repeats of one of them.
+    """
+    durations_s: list[list[float]] = [[] for _ in makes]
+    for _ in range(repeats):
+        for make, durations in zip(makes, durations_s, strict=True):
+            begin_s = yield Now()
+            yield from make()
+            durations.append((yield Now()) - begin_s)
+    return [min(durations) for durations in durations_s]
+
+
+def _pass_on(rank: int, world_size: int, num_bytes: int) -> Collective[None]:
+    if world_size > 1:
+        yield Send((rank + 1) % world_size, bytes(num_bytes))
+        yield Recv((rank - 1) % world_size)
+
+
+def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
+    total = yield AllReduceTensor(torch.zeros(num_bytes // 4, device=device))
+    float(total[0])  # on a GPU the sum is over only when the host can read it
+
+
+def fit_cost(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> LinkCost:
+    """The line through both points.
+
+    If the measurement of the small one was disturbed, the line would be flat, and any number of
+    bytes would seem to cost nothing: so at least half of the large one's time is put down to its
+    bytes.
+
+    Args:
+        small_s: seconds that `small_bytes` took, > 0.
+        large_s: seconds that `large_bytes` took, > 0.
+        small_bytes: >= 0.
+        large_bytes: more than `small_bytes`.
+    """
+    beta = max((large_s - small_s) / (large_bytes - small_bytes), large_s / large_bytes / 2)
+    return LinkCost(alpha_s=max(small_s - small_bytes * beta, 0.0), beta_s_per_byte=beta)

@@ -1,4 +1,5 @@
-"""The density of each exchange: which fraction of the entries travels.
+"""The density of each exchange, which is the fraction of the entries that travels; and by which
+collective they do.
 
     target      a number, or the largest that the links afford (`MeasuredDensity`)
     warm-up     stages that the user has named, or more while the learning rate rises
@@ -47,9 +48,11 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
-from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
-from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
+from offbeat.collectives.base import SparseCollective
+from offbeat.gradients.collective_choice import COLLECTIVES, BucketKind, CheapestCollective
+from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
 from offbeat.gradients.parameter_groups import rates_of
+from offbeat.gradients.reductions import ExchangePlan
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -192,8 +195,16 @@ def _holds(target: float) -> tuple[int, int]:
     return hold, max(hold, round(LONGER_HOLD * wait)) if BETWEEN * target < DENSITY else hold
 
 
+AT_ONCE: Final = 0.15
+"""Below this density SGD's momentum is applied at once: an entry waits for 1 / density exchanges,
+and momentum is usually spread over ten. And Adam's scaling is taken over. Without the one
+images are 4 points worse (`benchmarks/sparse_accuracy.py`, momentum spread), without the other text
+is 11% of bits worse (`benchmarks/parity.py`, text, GTopK at 0.01).
+"""
+
+
 class DensitySchedule(Callback):
-    """The density of each exchange, on the way to a target.
+    """The density of each exchange, on the way to a target, and its collective.
 
     The learning rate steers the density, so what was seen of it is state.
 
@@ -203,11 +214,11 @@ class DensitySchedule(Callback):
         optimizer: whose learning rate counts, the same on all ranks; None: none does.
         counts: of the exchange of gradients.
         inform: is told when the learning rate has begun to rise.
+        collective: by which entries are merged; None: everything is sent, densely.
+        cheapest: chooses another one for each bucket and number of entries; None: nothing does.
 
     Attributes:
         listener: has to listen to the exchange of gradients.
-        needs_warm_up: whether more entries have to travel while the learning rate rises; may be
-            replaced.
     """
 
     state_key: ClassVar[str] = "density"
@@ -220,22 +231,66 @@ class DensitySchedule(Callback):
         optimizer: torch.optim.Optimizer | None,
         counts: ExchangeCounts,
         inform: Callable[[str], None],
+        collective: SparseCollective | None = None,
+        cheapest: CheapestCollective | None = None,
     ) -> None:
         self.target = target
         self.listener = ExchangeListener()
-        self.needs_warm_up: Callable[[], bool] = lambda: True
+        # A density of 1 that the user named for the whole run goes through the collective that the
+        # user named; one that was chosen, or begins a warm-up, need not.
+        self._is_named_dense = target == 1.0
+        self._collective, self._cheapest = collective, cheapest
+        self._transform = GradientTransform(None)
+        self._largest: BucketKind | None = None
         self._warmup = warmup
         self._optimizer = optimizer
         self._rising = RisingRate()
         self._counts = counts
         self._inform = inform
 
+    def follow(self, transform: GradientTransform, *, largest: BucketKind) -> None:
+        """Learn what works before the exchange, and let it know how much travels.
+
+        Args:
+            transform: says whether more entries have to travel while the learning rate rises.
+            largest: of the buckets.
+        """
+        self._transform, self._largest = transform, largest
+        transform.follow(self)
+
+    def plan(self, bucket: BucketKind) -> ExchangePlan:
+        """What the coming exchange of a bucket does."""
+        density = self.now()
+        k = max(1, round(density * bucket.num_elements))
+        everything = density == 1.0 and not self._is_named_dense
+        return ExchangePlan(k=k, collective=None if everything else self._merges(bucket, k))
+
+    def _merges(self, bucket: BucketKind, k: int) -> SparseCollective | None:
+        if self._cheapest is None:
+            return self._collective
+        return COLLECTIVES[self._cheapest.choose(bucket, k)]
+
+    def _sends_entries(self, density: float) -> bool:
+        assert self._largest is not None
+        k = max(1, round(density * self._largest.num_elements))
+        return self._merges(self._largest, k) is not None
+
+    def sends_few(self) -> bool:
+        """Whether so little travels in the coming exchange that momentum may be applied at once."""
+        return (now := self.now()) < AT_ONCE and self._sends_entries(now)
+
+    def sends_entries(self) -> bool:
+        """Whether it is entries that travel once `send_few` has been called, and not all of the
+        gradient. The same on all ranks.
+        """
+        return self._sends_entries(self._few)
+
     def now(self) -> float:
         """Of the coming exchange."""
         exchange = self._counts.exchanges
         if isinstance(self._warmup, Warmup):
             return self._warmup.density_at(exchange, self.target)
-        if self._warmup is None or self._optimizer is None or not self.needs_warm_up():
+        if self._warmup is None or self._optimizer is None or not self._transform.needs_warm_up:
             return self.target
         rate = max(rates_of(self._optimizer))
         if self._rising.look(exchange, rate) and self.target < DENSITY:
@@ -243,7 +298,7 @@ class DensitySchedule(Callback):
         return self._rising.density_at(exchange, self.target)
 
     @property
-    def few(self) -> float:
+    def _few(self) -> float:
         """The target, once `send_few` has been called."""
         return self.target
 
@@ -378,40 +433,34 @@ class MeasuredDensity(DensitySchedule):
     that of the first one.
 
     Args:
-        cheapest: knows what exchanges cost.
+        costs: knows what exchanges cost.
         gradient: all buckets as one.
         driver: carries out the agreement.
         stream: for it.
         now_s: a monotonic clock.
-        warmup, optimizer, counts, inform: as of `DensitySchedule`.
+        schedule: the other arguments of `DensitySchedule`.
     """
 
     def __init__(
         self,
-        cheapest: CheapestCollective,
+        costs: CheapestCollective,
         *,
         gradient: BucketKind,
         driver: Driver,
         stream: Stream,
-        warmup: Warmup | Literal["auto"] | None,
-        optimizer: torch.optim.Optimizer | None,
-        counts: ExchangeCounts,
-        inform: Callable[[str], None],
         now_s: Callable[[], float],
+        **schedule: Any,
     ) -> None:
-        super().__init__(FIRST, warmup=warmup, optimizer=optimizer, counts=counts, inform=inform)
-        self._cheapest = cheapest
-        self._gradient = gradient
-        self._driver = driver
-        self._stream = stream
-        self._inform = inform
+        super().__init__(FIRST, **schedule)
+        self._costs, self._gradient = costs, gradient
+        self._driver, self._stream = driver, stream
         self._num_exchanges = 0
         self._most = 1.0
         self.listener = self._intervals = Intervals(self._exchange_over, now_s)
 
     @property
     @override
-    def few(self) -> float:
+    def _few(self) -> float:
         return FEW
 
     @override
@@ -432,7 +481,7 @@ class MeasuredDensity(DensitySchedule):
         share = BUDGET * warm_up_factor(self._num_exchanges)
         allowed_s = share * compute_s
         density = affordable_density(
-            lambda k: self._cheapest.costs_s(self._gradient, k),
+            lambda k: self._costs.costs_s(self._gradient, k),
             num_elements=self._gradient.num_elements,
             allowed_s=allowed_s,
             most=self._most,
@@ -443,7 +492,7 @@ class MeasuredDensity(DensitySchedule):
             return
         self.target = density
         k = max(1, round(density * self._gradient.num_elements))
-        costs = self._cheapest.costs_s(self._gradient, k)
+        costs = self._costs.costs_s(self._gradient, k)
         expected_s = costs["dense"] if density == 1.0 else min(costs.values())
         chosen = "to send everything" if density == 1.0 else f"{density:.3g}"
         self._inform(

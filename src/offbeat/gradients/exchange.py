@@ -15,6 +15,10 @@ Rules that keep ranks in step:
   with nothing;
 - a sparse gradient is copied as a dense one, and comes out as such: its rows differ from rank to
   rank;
+- buckets are launched in an order that is the same on all ranks (`LaunchOrder`), also where other
+  systems launch collectives of their own: a dense collective has no name on the wire, so that the
+  first one that a rank launches meets the first one of every other rank, and so on. What is ready
+  first may differ from rank to rank, because hooks need not fire alike;
 - gradients that came out of an exchange are stashed before a further backward pass in the same
   step, so that only what is new is exchanged, and are added back afterwards. Where all of them are
   always sent, a pass inside `no_sync` adds to them instead, as with DistributedDataParallel.
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -38,78 +42,50 @@ from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.parameter_groups import rates_of
+from offbeat.gradients.reductions import Reduction
+
+if TYPE_CHECKING:
+    from offbeat.gradients.density import DensitySchedule
 
 
-class Ages(Protocol):
-    """Entries of a sample that were sent so far, and their ages, added up."""
-
-    @property
-    def num_sent(self) -> int: ...
-
-    @property
-    def total_age(self) -> int: ...
+LaunchKey: TypeAlias = tuple[str, int]
+"""What is launched: ("gradients", number of a bucket) or ("factors", number of a message)."""
 
 
-class Reduction(Protocol):
-    """Turns each rank's bucket into the ranks' weighted mean."""
+class LaunchOrder:
+    """Goes once through a sequence of keys each time that one is set, and holds back what is handed
+    over until everything before it has been launched.
 
-    @property
-    def ages(self) -> Ages | None:
-        """How long entries waited before this rank sent them; None where all of them always are."""
-        ...
+    What is not in the sequence, or was launched already, is launched at once. A new `LaunchOrder`
+    has an empty sequence.
+    """
 
-    @property
-    def encode_s(self) -> float:
-        """Seconds spent on selection and on putting results in place, so far."""
-        ...
+    def __init__(self) -> None:
+        self._sequence: Sequence[LaunchKey] = ()
+        self._next = 0
+        self._waiting: dict[LaunchKey, Callable[[], None]] = {}
 
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        """Begin, after adding to the tally whether the gradient is finite.
-
-        Args:
-            gradient: what this rank contributes, shape (n,): the buffer of the bucket, which
-                belongs to the reduction until the end, or, in half precision, what a transform
-                has made of it in float32.
-            tally: this rank's weight, whether it failed (then the gradient does not matter), and
-                which of the bucket's parameters it used.
-            weight: what `gradient` has yet to be multiplied by: this rank's weight / `grad_scale`,
-                or less where a transform has applied a part of it.
-            grad_scale: the AMP scale in force.
+    def follow(self, sequence: Sequence[LaunchKey]) -> None:
+        """Go through `sequence` from now on. Everything of the sequence before that was handed over
+        must have been launched.
         """
-        ...
+        assert not self._waiting, f"{list(self._waiting)} still wait in the sequence before"
+        self._sequence, self._next = sequence, 0
 
-    def wait(self) -> Tally:
-        """Wait for the peers. Returns the tally of all ranks."""
-        ...
-
-    def commit(self) -> torch.Tensor:
-        """The step is good: change state, and return a buffer with the mean, times `grad_scale`.
-
-        A parameter that no rank used may get a gradient all the same, because one was still owed;
-        it is then marked as used in the tally that `wait` returned.
-        """
-        ...
-
-    def discard(self) -> None:
-        """The step is bad: state stays as it was before `launch`. The buffer belongs to the bucket
-        again.
-        """
-        ...
-
-    @property
-    def residual(self) -> torch.Tensor | None:
-        """What is owed, shape (n,); None where nothing ever is."""
-        ...
-
-    def additive_state(self) -> dict[str, torch.Tensor]: ...
-
-    def local_state(self) -> Mapping[str, float | torch.Tensor]: ...
-
-    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None: ...
+    def launch(self, key: LaunchKey, begin: Callable[[], None]) -> None:
+        """Call `begin` as soon as everything before `key` has been launched, which may be now."""
+        if key not in self._sequence[self._next :]:
+            begin()
+            return
+        self._waiting[key] = begin
+        while (
+            self._next < len(self._sequence)
+            and (ready := self._waiting.pop(self._sequence[self._next], None)) is not None
+        ):
+            # The position moves on first: `ready` may itself hand something over.
+            self._next += 1
+            ready()
 
 
 class ExchangeListener:
@@ -148,7 +124,6 @@ class GradientTransform(Callback):
         what: that is the optimizer's the transform does.
         is_taken: whether it does so, and the optimizer does not; None until that is known.
         needs_warm_up: whether more entries have to travel while the learning rate rises.
-        minds_changes: whether `gradients_are_changed` is to be called.
     """
 
     state_key: ClassVar[str] = "gradient_transform"
@@ -157,7 +132,6 @@ class GradientTransform(Callback):
 
     is_taken: bool | None = False
     needs_warm_up: bool = True
-    minds_changes: bool = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, *, is_followed: bool = False
@@ -173,22 +147,8 @@ class GradientTransform(Callback):
             feedback: holds what is owed of them; None: nothing ever is.
         """
 
-    def follow(
-        self,
-        *,
-        sends_few: Callable[[], bool],
-        sends_entries: Callable[[], bool],
-        when_taken: Callable[[], None],
-    ) -> None:
-        """Learn how much travels.
-
-        Args:
-            sends_few: whether so little does in the coming exchange that momentum may be applied at
-                once.
-            sends_entries: whether it is entries that travel, and not all of the gradient. The same
-                on all ranks.
-            when_taken: is called when gradients are scaled from now on.
-        """
+    def follow(self, density: DensitySchedule) -> None:
+        """Learn what knows how much travels."""
 
     def take(self) -> None:
         """Take over what is the optimizer's. Called before each exchange and each step:
@@ -238,9 +198,6 @@ class GradientTransform(Callback):
         """By group, what the optimizer's next step multiplies what it is given by."""
         return [] if self._user_optimizer is None else rates_of(self._user_optimizer)
 
-    def gradients_are_changed(self) -> None:
-        """The loop has changed what the exchange left in `param.grad`."""
-
     def give_back(self) -> None:
         """The session ends: the optimizer is the user's again."""
 
@@ -285,8 +242,6 @@ class GradientExchange(Callback):
             optimizers pass over.
         max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
         notify: for remarks.
-        weight: this rank's weight in the mean, until `on_batch_claimed` says how many samples it
-            has.
         launch_order: decides when a bucket that is ready is launched, where other collectives are
             under way beside the buckets; None: at once.
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
@@ -306,7 +261,6 @@ class GradientExchange(Callback):
         has_scaler: bool,
         max_skipped_steps: int,
         notify: Callable[[str], None],
-        weight: float = 1.0,
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
         agree_on: Callable[[float], float] = lambda value: value,
@@ -324,7 +278,6 @@ class GradientExchange(Callback):
         self._has_scaler = has_scaler
         self._max_skipped_steps = max_skipped_steps
         self._notify = notify
-        self._weight = weight
         self._num_samples: int | None = None
         self._counts_samples = self._is_idle = False
         self._place = {
@@ -547,7 +500,7 @@ class GradientExchange(Callback):
 
     def _weight_now(self) -> float:
         if self._num_samples is None:
-            return self._weight
+            return 1.0
         return 0.0 if self._is_idle else float(self._num_samples)
 
     def _copy_in(self, b: int, position: int) -> None:

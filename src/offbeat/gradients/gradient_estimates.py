@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from offbeat.codec.residual import add_owed
@@ -32,29 +31,23 @@ from offbeat.collectives.base import Exchanged
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import EntryAges
+from offbeat.gradients.reductions import EntryAges, Reduction
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _SHARE, _RANKS = "share", "ranks"
 
 
-class EstimateReduction:
+class EstimateReduction(Reduction):
     """Weighted mean of the ranks' estimates of their gradients.
 
     A rank's share of the weights is that of the exchange before, because the sum of weights is
     known only when an exchange is over; it stays where it is while the rank has no weight.
 
     Args:
-        bucket: what will be reduced; fixes sizes and names of the state.
+        bucket, driver, stream: as of `Reduction`.
         k: how many differences are sent, in [1, elements of the bucket].
         selector: picks them.
-        driver: carries the collective out.
-        stream: this bucket's channels.
         wire: layout of the messages.
-
-    Attributes:
-        ages: how long differences waited before this rank sent them.
-        encode_s: seconds spent on selection and on putting results in place.
     """
 
     def __init__(
@@ -67,15 +60,9 @@ class EstimateReduction:
         stream: Stream,
         wire: Wire,
     ) -> None:
-        self.encode_s = 0.0
-        self.residual: torch.Tensor | None = None
-        self.ages: EntryAges | None = EntryAges(bucket.num_elements)
-        self._bucket = bucket
-        self._k = k
-        self._selector = selector
-        self._driver = driver
-        self._stream = stream
-        self._wire = wire
+        super().__init__(bucket, driver, stream)
+        self.ages = self._ages = EntryAges(bucket.num_elements)
+        self._k, self._selector, self._wire = k, selector, wire
 
         # With the sign changed, since selectors add what they are given to the gradient.
         self._minus_own, self._sum = (
@@ -88,7 +75,6 @@ class EstimateReduction:
         self._sent = wire.empty()
         self._new_selector_state: Mapping[str, float] = self._selector_state
         self._grad_scale, self._weight = 1.0, 0.0
-        self._tally = Tally.of_nobody(len(bucket.indices))
 
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
@@ -129,22 +115,13 @@ class EstimateReduction:
         self._selector_state = dict(self._new_selector_state)
         if self._weight:
             self._share = self._weight / self._tally.weight
-        if self.ages is not None:
-            self.ages.after_exchange(self._sent.indices)
+        self._ages.after_exchange(self._sent.indices)
         flat.copy_(self._sum).mul_(self._grad_scale)
-        unused = np.flatnonzero(~self._tally.used).tolist()
-        for position in unused:
-            self._tally.used[position] = bool(self._bucket.views[position].any())
+        self._mark_unused_with_gradient()
         self.encode_s += time.perf_counter() - begin_s
         return flat
 
-    def discard(self) -> None:
-        """All that lasts changes at `commit`."""
-
-    # State
-
-    def additive_state(self) -> dict[str, torch.Tensor]:
-        return {}
+    # State: all that lasts changes at `commit`
 
     def local_state(self) -> dict[str, float | torch.Tensor]:
         """Both estimates by parameter name, and numbers by the name of the bucket's first
@@ -152,7 +129,7 @@ class EstimateReduction:
         """
         numbers = {_SHARE: self._share, _RANKS: float(self._driver.world_size)}
         state: dict[str, float | torch.Tensor] = {
-            self._name(key): value for key, value in (self._selector_state | numbers).items()
+            self._local_name(key): value for key, value in (self._selector_state | numbers).items()
         }
         for kind, flat in self._kept().items():
             state.update(self._bucket.named(kind, flat))
@@ -169,7 +146,9 @@ class EstimateReduction:
         self._minus_own.copy_(kept["own"]).neg_()
         state = self._selector_state
         # A run that resumes with another selector lacks some keys; they keep their initial value.
-        state.update({key: local[name] for key in state if (name := self._name(key)) in local})
+        state.update(
+            {key: local[name] for key in state if (name := self._local_name(key)) in local}
+        )
         self._share = float(_of_any_bucket(_SHARE, local))
         if _of_any_bucket(_RANKS, local) != world_size:
             self._share = 1 / world_size
@@ -178,9 +157,6 @@ class EstimateReduction:
     def _kept(self) -> dict[str, torch.Tensor]:
         """What lasts, by kind; this rank's estimate as a copy."""
         return {"own": -self._minus_own, "sum": self._sum}
-
-    def _name(self, key: str) -> str:
-        return f"{key}/{self._bucket.names[0]}"
 
 
 def _of_any_bucket(key: str, local: Mapping[str, Any]) -> Any:

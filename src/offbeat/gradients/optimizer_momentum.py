@@ -47,11 +47,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import CallbackState
-from offbeat.codec import kernels
+from offbeat.codec.jit import kernel
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import GradientTransform
-from offbeat.gradients.parameter_groups import GroupRanges, rates_of
+from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay, rates_of
 
 _NO_BUFFER: Final = (
     "optimizer.state_dict() has no momentum_buffer, since at this density SGD's momentum is applied"
@@ -115,7 +116,7 @@ class OptimizerMomentum(GradientTransform):
         self._options: list[tuple[float, bool]] = []  # by group: momentum, and whether Nesterov's
         self._decays: list[bool] = []  # by group: whether decay is in the gradient of the next step
         self._shown: list[dict[str, Any]] = []  # by group, during a step: what the user set
-        self._sends_few: Callable[[], bool] = lambda: False
+        self._density: DensitySchedule | None = None
         self._velocity_is_loaded = self._has_said_no_buffer = False
 
     @override
@@ -127,14 +128,8 @@ class OptimizerMomentum(GradientTransform):
         self._states[id(bucket)] = _State(bucket, groups, velocity, staged)
 
     @override
-    def follow(
-        self,
-        *,
-        sends_few: Callable[[], bool],
-        sends_entries: Callable[[], bool],
-        when_taken: Callable[[], None],
-    ) -> None:
-        self._sends_few = sends_few
+    def follow(self, density: DensitySchedule) -> None:
+        self._density = density
 
     # What the exchange calls
 
@@ -168,7 +163,7 @@ class OptimizerMomentum(GradientTransform):
         """Add weight decay, and apply momentum."""
         self._velocity_is_loaded = False
         if not continues:  # what belongs to one step is added up, so all of it has the same unit
-            self._at_once = self._sends_few()
+            self._at_once = self._density is not None and self._density.sends_few()
             self._add_decay_(bucket, used, grad_scale)
         state = self._states[id(bucket)]
         if self._at_once and state.is_zero is None:
@@ -196,19 +191,10 @@ class OptimizerMomentum(GradientTransform):
         param_groups = self._optimizer.param_groups
         self._decays = [bool(group["momentum"]) for group in param_groups]
         decays = [
-            group["weight_decay"] if here else 0.0
+            coupled_decay(group) if here else 0.0
             for group, here in zip(param_groups, self._decays, strict=True)
         ]
-        if not any(decays):
-            return
-        groups, views = self._states[id(bucket)].groups.groups, bucket.views
-        for position in np.flatnonzero(used).tolist():
-            number = groups[position]
-            if number is None or not (decay := decays[number]):
-                continue
-            if param_groups[number]["maximize"]:  # which negates what it is given
-                decay = -decay
-            views[position].add_(bucket.parameters[position].detach(), alpha=decay * grad_scale)
+        self._states[id(bucket)].groups.add_decay_(used, decays, grad_scale)
 
     @override
     def leaves_plain_steps(self) -> bool:
@@ -381,12 +367,34 @@ def mix_by_kernel(
     the CPU.
     """
     values = flat.numpy()
-    kernels.mix(
+    _mix(
         values,
         velocity.numpy(),
         np.array(shares, dtype=values.dtype),
         new_velocity.numpy(),
     )
+
+
+@kernel
+def _mix(
+    flat: NDArray[np.floating],
+    velocity: NDArray[np.floating],
+    shares: NDArray[np.floating],
+    new_velocity: NDArray[np.floating],
+) -> None:
+    """flat, new_velocity = a * flat + b * velocity, c * flat + d * velocity.
+
+    Args:
+        flat: shape (n,), overwritten.
+        velocity: shape (n,).
+        shares: a, b, c, d, of the same dtype.
+        new_velocity: shape (n,), overwritten.
+    """
+    a, b, c, d = shares[0], shares[1], shares[2], shares[3]
+    for i in range(flat.size):
+        gradient, before = flat[i], velocity[i]
+        flat[i] = a * gradient + b * before
+        new_velocity[i] = c * gradient + d * before
 
 
 def mix_by_torch(

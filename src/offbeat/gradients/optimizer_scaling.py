@@ -35,6 +35,7 @@ with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -46,8 +47,10 @@ from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.parameter_groups import GroupRanges
+from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
+from offbeat.torch_private import version_of
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -81,11 +84,9 @@ class OptimizerScaling(GradientTransform):
         counts: of the exchange of gradients.
         inform: is told whether the scaling was taken over.
         warn: is told when gradients are changed after all.
-
     """
 
     what: ClassVar[str] = "Adam's scaling"
-    minds_changes = True
 
     def __init__(
         self,
@@ -106,14 +107,13 @@ class OptimizerScaling(GradientTransform):
         self._warn = warn
         self._handles: list[Any] = []
         self._state_is_loaded = False
-        self._sends_entries: Callable[[], bool] = lambda: True
-        self._when_taken: Callable[[], None] = lambda: None
+        self._density: DensitySchedule | None = None
         self._counts = counts
+        self._watch = _GradientWatch(counts)
         self._moments: dict[int, _Moments] = {}
         self._num_steps = 0.0  # of resumed ranks that were several, the mean
         self._num_settled = 0
         self._has_gradient = False  # of the coming step
-        self._is_changed = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     @property
@@ -123,15 +123,9 @@ class OptimizerScaling(GradientTransform):
         return self.is_taken is False
 
     @override
-    def follow(
-        self,
-        *,
-        sends_few: Callable[[], bool],
-        sends_entries: Callable[[], bool],
-        when_taken: Callable[[], None],
-    ) -> None:
+    def follow(self, density: DensitySchedule) -> None:
         """Where everything travels, Adam itself serves better."""
-        self._sends_entries, self._when_taken = sends_entries, when_taken
+        self._density = density
 
     @override
     def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
@@ -139,10 +133,7 @@ class OptimizerScaling(GradientTransform):
         mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
         groups = GroupRanges(bucket, self._optimizer)
         self._moments[id(bucket)] = _Moments(bucket, groups, feedback, mean, square, gradient)
-
-    @override
-    def gradients_are_changed(self) -> None:
-        self._is_changed = True
+        self._watch.buckets.append(bucket)
 
     # What the exchange calls
 
@@ -204,22 +195,54 @@ class OptimizerScaling(GradientTransform):
 
     # Events
 
+    # The exchange comes before this callback: what it has just done is not the loop's.
+
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        """A pass that accumulates nothing moves gradients away and back, which is no change. What
+        was changed before it is remembered, since `look` takes what it finds for unchanged.
+        """
+        self._watch.compare()
+
+    @override
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        self._watch.look()
+
+    @override
+    def on_backward_failed(self) -> None:
+        self._watch.forget()
+
+    @override
+    def on_join(self) -> None:
+        self._watch.look()
+
+    @override
+    def on_before_step(self) -> None:
+        self._watch.look_if_new()  # it has joined its peers' just now
+
+    @override
+    def clip_as_loop_does(self, max_norm: float) -> float | None:
+        self._watch.look()
+        return None
+
     @override
     def on_before_update(self) -> None:
+        is_changed = self._watch.compare()
         if self.is_taken is None and self._has_gradient:
-            self._decide()  # the step that is under way is Adam's in any case
+            self._decide(is_changed)  # the step that is under way is Adam's in any case
         elif self.is_taken:
-            if self._is_changed:
+            if is_changed:
                 self._warn(_CHANGED_LATER)
             self._update()
 
     @override
     def on_after_step(self) -> None:
+        self._watch.step_ended()
         if self.is_taken:
             self._forget_optimizer_state()  # of the first step, which was Adam's
         if self._has_gradient and self.is_taken is not False:
             self._remember()
-        self._has_gradient = self._is_changed = False
+        self._has_gradient = False
         self._show_gradients()
 
     def _show_gradients(self) -> None:
@@ -250,6 +273,7 @@ class OptimizerScaling(GradientTransform):
         self.is_taken = is_taken if self._moments else False
         if self.is_taken is False:
             self._moments.clear()
+            self._watch.buckets.clear()
             return
         self._state_is_loaded = True
         additive = state["additive"]
@@ -285,14 +309,12 @@ class OptimizerScaling(GradientTransform):
 
     def _add_decay_(self, moments: _Moments, used: NDArray[np.bool_]) -> None:
         """Weight decay that Adam, unlike AdamW, adds to the gradient."""
-        decays = [self._coupled_decay(group) for group in self._optimizer.param_groups]
-        if not self.is_taken or not any(decays):
-            return
-        bucket, groups, views = moments.bucket, moments.groups.groups, moments.bucket.views
-        for position in np.flatnonzero(used).tolist():
-            group = groups[position]
-            if group is not None and decays[group]:
-                views[position].add_(bucket.parameters[position].detach(), alpha=decays[group])
+        if self.is_taken:
+            decays = [
+                0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
+                for group in self._optimizer.param_groups
+            ]
+            moments.groups.add_decay_(used, decays)
 
     def _update(self) -> None:
         """The optimizer's step, which then finds no gradient."""
@@ -300,7 +322,8 @@ class OptimizerScaling(GradientTransform):
         for group in self._optimizer.param_groups:
             lr = float(group["lr"])
             rates.append(lr if group["maximize"] else -lr)
-            kept.append(1 - lr * group["weight_decay"] if self._decouples(group) else 1.0)
+            decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+            kept.append(1 - lr * decay)
         for moments in self._moments.values():
             for parameter, number in zip(
                 moments.bucket.parameters, moments.groups.groups, strict=True
@@ -313,16 +336,17 @@ class OptimizerScaling(GradientTransform):
                 self._hidden.append((parameter, scaled))
                 parameter.grad = None
 
-    def _decide(self) -> None:
-        """Look whether the loop leaves gradients alone, and agree: all ranks scale, or none."""
-        is_changed = self._driver.run(_any_of(self._is_changed), self._stream.next())
-        is_wanted, is_new = self._sends_entries(), self._counts.exchanges == self._num_settled
+    def _decide(self, is_changed: bool) -> None:
+        """Agree whether the loop leaves gradients alone: all ranks scale, or none."""
+        is_changed = self._driver.run(_any_of(is_changed), self._stream.next())
+        is_wanted = self._density is None or self._density.sends_entries()
+        is_new = self._counts.exchanges == self._num_settled
         self.is_taken = is_wanted and is_new and not is_changed
-        if not is_wanted:
-            self._moments.clear()
-            return
         if not self.is_taken:
             self._moments.clear()
+            self._watch.buckets.clear()
+            if not is_wanted:
+                return
             reason = _CHANGED if is_new else "the run was begun without it"
             self._inform(
                 "momentum_correction='auto': Adam scales what was sent, and its scaling is not"
@@ -340,15 +364,6 @@ class OptimizerScaling(GradientTransform):
             " ends; momentum_correction=None leaves all to the optimizer"
         )
 
-    def _coupled_decay(self, group: Mapping[str, Any]) -> float:
-        if self._decouples(group):
-            return 0.0
-        decay = float(group["weight_decay"])
-        return -decay if group["maximize"] else decay
-
-    def _decouples(self, group: Mapping[str, Any]) -> bool:
-        return bool(group["decoupled_weight_decay"])
-
     def _ranges(self, moments: _Moments) -> Iterator[tuple[slice, tuple[float, float, float]]]:
         """Neighbouring elements with the same beta1, beta2 and eps."""
         options = [(*group["betas"], group["eps"]) for group in self._optimizer.param_groups]
@@ -364,7 +379,8 @@ class OptimizerScaling(GradientTransform):
                 self._optimizer.register_state_dict_post_hook(self._show_state),
                 self._optimizer.register_load_state_dict_post_hook(lambda _: self._state_loaded()),
             ]
-        self._when_taken()
+        if self._density is not None:
+            self._density.send_few()
 
     def _show_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         numbers = {
@@ -420,6 +436,103 @@ class OptimizerScaling(GradientTransform):
             grown = 1 - beta1**self._num_steps, 1 - beta2**self._num_steps
             mean = moments.mean[here] / grown[0]
             square[here] = _with_noise(mean, square[here] / grown[1], beta1, factor) * grown[1]
+
+
+NORM_INTERVAL: Final = 10
+"""Norms are compared in the first so many steps, and once in so many steps afterwards. One takes a
+pass over the gradient after the exchange, and another one before the step.
+"""
+
+
+class _GradientWatch:
+    """Whether the loop changes gradients between `backward()` and `step()`.
+
+    What is left in `param.grad` is no plain gradient where Adam's scaling has been taken over:
+    whoever clips it clips something else than was meant. Where the scaling is taken over without a
+    look, nothing is learned (`tests/outside/test_schedules.py`, AdamW, clipped).
+
+    A change in place shows in the version that autograd keeps of each tensor, at no cost. What is
+    done to `param.grad.data` does not, so now and then the norm is compared, too.
+
+    Args:
+        counts: of the exchange.
+
+    Attributes:
+        buckets: of the exchange.
+    """
+
+    def __init__(self, counts: ExchangeCounts) -> None:
+        self.buckets: list[Bucket] = []
+        self._counts = counts
+        self._num_steps = 0
+        self._num_exchanges = 0  # when gradients were looked at last
+        self._versions: list[int] | None = None  # since the last step; None: not looked at
+        self._norms: list[float] = []
+        self._is_changed = False
+
+    def look(self) -> None:
+        """What gradients are now the exchange has made them."""
+        if self._num_exchanges != self._counts.exchanges:
+            self._num_exchanges, self._is_changed = self._counts.exchanges, False
+        self._versions = self._versions_now()
+        looks = self._num_steps < NORM_INTERVAL or self._num_steps % NORM_INTERVAL == 0
+        self._norms = self._norms_now() if looks else []
+
+    def look_if_new(self) -> None:
+        """The same, if there was an exchange since the last look."""
+        if self._num_exchanges != self._counts.exchanges:
+            self.look()
+
+    def compare(self) -> bool:
+        """Whether somebody has changed them since then, in this step."""
+        self._is_changed |= self._versions is not None and self._differ()
+        return self._is_changed
+
+    def forget(self) -> None:
+        """There are no gradients."""
+        self._versions, self._is_changed = None, False
+
+    def step_ended(self) -> None:
+        """The optimizer has stepped."""
+        self._num_steps += 1
+        self.forget()
+
+    def _differ(self) -> bool:
+        return (
+            self._versions != self._versions_now()
+            or any(map(_holds_others, self.buckets))
+            or bool(self._norms and not all(map(_is_same, self._norms, self._norms_now())))
+        )
+
+    def _versions_now(self) -> list[int]:
+        return [version_of(bucket.flat) for bucket in self.buckets]
+
+    def _norms_now(self) -> list[float]:
+        return [
+            float(
+                torch.linalg.vector_norm(
+                    bucket.flat, dtype=torch.promote_types(bucket.flat.dtype, torch.float32)
+                )
+            )
+            for bucket in self.buckets
+        ]
+
+
+def _holds_others(bucket: Bucket) -> bool:
+    """Whether a gradient is not in its place of the bucket."""
+    return any(
+        (gradient := parameter.grad) is not None
+        and gradient is not view
+        and not bucket.holds(position, gradient)
+        for position, (parameter, view) in enumerate(
+            zip(bucket.parameters, bucket.views, strict=True)
+        )
+    )
+
+
+def _is_same(before: float, now: float) -> bool:
+    """Sums are rounded in another order where the number of threads changes."""
+    return math.isclose(before, now, rel_tol=1e-4) or not math.isfinite(before)
 
 
 def _with_noise(

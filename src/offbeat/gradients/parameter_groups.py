@@ -25,9 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offbeat.gradients.buckets import Bucket
 
@@ -98,6 +100,25 @@ class GroupRanges:
                 here, begin = option, each.begin
         yield slice(begin, self._bucket.num_elements), here
 
+    def add_decay_(
+        self, used: NDArray[np.bool_], decays: Sequence[float], grad_scale: float = 1.0
+    ) -> None:
+        """Add weight decay to the gradients in the bucket, which are multiplied by `grad_scale`.
+
+        Args:
+            used: which of the bucket's parameters have a gradient.
+            decays: of each group.
+            grad_scale: the AMP scale in force.
+        """
+        if not any(decays):
+            return
+        bucket, groups, views = self._bucket, self.groups, self._bucket.views
+        for position in np.flatnonzero(used).tolist():
+            number = groups[position]
+            if number is not None and decays[number]:
+                alpha = decays[number] * grad_scale
+                views[position].add_(bucket.parameters[position].detach(), alpha=alpha)
+
     def _look(self) -> None:
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes == self._sizes:
@@ -116,6 +137,12 @@ class GroupRanges:
                 begin = self._ranges.pop().begin
             self._ranges.append(GroupRange(begin, end, group))
             begin = end
+
+
+def coupled_decay(group: Mapping[str, Any]) -> float:
+    """The weight decay of an optimizer's group that is added to gradients."""
+    decay = float(group["weight_decay"])
+    return -decay if group["maximize"] else decay  # where it negates what it is given
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -5,18 +5,19 @@ to later steps.
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from offbeat.codec.finite import is_finite
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.sparse import Sparse
-from offbeat.codec.tally import NUM_COUNTERS, Tally
+from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
@@ -78,7 +79,111 @@ class EntryAges:
         self._sent_at[hits] = self._now
 
 
-class DenseReduction:
+class Reduction:
+    """Turns each rank's bucket into the ranks' weighted mean.
+
+    Args:
+        bucket: what is reduced; fixes sizes and names of the state.
+        driver: carries the collective out.
+        stream: this bucket's channels.
+
+    Attributes:
+        ages: how long entries waited before this rank sent them; None where all of them always are.
+        encode_s: seconds spent on selection and on putting results in place, so far.
+        residual: what is owed, shape (n,); None where nothing ever is.
+    """
+
+    ages: EntryAges | None = None
+    encode_s: float = 0.0
+
+    def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
+        self._bucket, self._driver, self._stream = bucket, driver, stream
+        self._tally = Tally.of_nobody(len(bucket.indices))
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        return None
+
+    @abstractmethod
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        """Begin, after adding to the tally whether the gradient is finite.
+
+        Args:
+            gradient: what this rank contributes, shape (n,): the buffer of the bucket, which
+                belongs to the reduction until the end, or, in half precision, what a transform
+                has made of it in float32.
+            tally: this rank's weight, whether it failed (then the gradient does not matter), and
+                which of the bucket's parameters it used.
+            weight: what `gradient` has yet to be multiplied by: this rank's weight / `grad_scale`,
+                or less where a transform has applied a part of it.
+            grad_scale: the AMP scale in force.
+        """
+
+    @abstractmethod
+    def wait(self) -> Tally:
+        """Wait for the peers. Returns the tally of all ranks."""
+
+    @abstractmethod
+    def commit(self) -> torch.Tensor:
+        """The step is good: change state, and return a buffer with the mean, times `grad_scale`.
+
+        A parameter that no rank used may get a gradient all the same, because one was still owed;
+        it is then marked as used in the tally that `wait` returned.
+        """
+
+    def discard(self) -> None:
+        """The step is bad: state stays as it was before `launch`. The buffer belongs to the bucket
+        again.
+        """
+
+    def additive_state(self) -> dict[str, torch.Tensor]:
+        """As of `Callback.state_dict`. Tensors are live."""
+        return {}
+
+    def local_state(self) -> Mapping[str, float | torch.Tensor]:
+        """As of `Callback.state_dict`."""
+        return {}
+
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
+        """Inverse of both."""
+
+    def _local_name(self, key: str) -> str:
+        """What a number that belongs to the whole bucket is called in a checkpoint: after the
+        bucket's first parameter, because buckets have no names.
+        """
+        return f"{key}/{self._bucket.names[0]}"
+
+    def _mark_unused_with_gradient(self) -> None:
+        """Mark parameters as used that no rank used, and of which something was still owed."""
+        for position in np.flatnonzero(~self._tally.used).tolist():
+            self._tally.used[position] = bool(self._bucket.views[position].any())
+
+
+class ResidualReduction(Reduction):
+    """One that owes a vector of the bucket's size, which is added to the next contribution."""
+
+    def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
+        super().__init__(bucket, driver, stream)
+        self._residual = bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype)
+
+    @property
+    @override
+    def residual(self) -> torch.Tensor:
+        return self._residual
+
+    @override
+    def additive_state(self) -> dict[str, torch.Tensor]:
+        return self._bucket.named("residual", self._residual)
+
+    @override
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
+        for name, live in self.additive_state().items():
+            live.copy_(additive[name])
+
+
+class DenseReduction(Reduction):
     """Weighted mean by all-reduce. The tally rides in the bucket's tail.
 
     Gradients are divided by the world size before they are summed, which keeps half precision from
@@ -87,14 +192,8 @@ class DenseReduction:
     """
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
-        self.encode_s = 0.0
-        self.ages: EntryAges | None = None
-        self.residual: torch.Tensor | None = None
-        self._bucket = bucket
-        self._driver = driver
-        self._stream = stream
+        super().__init__(bucket, driver, stream)
         self._sums: list[Pending[torch.Tensor]] = []
-        self._tally = Tally.of_nobody(len(bucket.indices))
         size = NUM_COUNTERS + len(bucket.indices)
         self._message = bucket.flat
         if bucket.flat.dtype in _EXACT:
@@ -127,18 +226,6 @@ class DenseReduction:
             self._bucket.flat.mul_(self._driver.world_size / self._tally.weight)
         return self._bucket.flat
 
-    def discard(self) -> None:
-        """Nothing is remembered from step to step."""
-
-    def additive_state(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def local_state(self) -> dict[str, float]:
-        return {}
-
-    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
-        """There is nothing to load."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangePlan:
@@ -153,21 +240,16 @@ class ExchangePlan:
     collective: SparseCollective | None
 
 
-class SparseReduction:
+class SparseReduction(Reduction):
     """Mean of the largest entries; the rest is owed (error feedback), and added to the next step's
     gradient.
 
     Args:
-        bucket: what will be reduced; fixes sizes and names of the state.
+        bucket, driver, stream: as of `Reduction`.
         feedback: residual and selection.
-        driver: carries the collective out.
-        stream: this bucket's channels.
         wire: layout of the messages.
         plan: called once for each exchange, at the same point on all ranks.
         owed_rate: follows the learning rate; None: what is owed is applied at whatever it is then.
-
-    Attributes:
-        ages: how long entries waited before this rank sent them.
     """
 
     def __init__(
@@ -181,13 +263,10 @@ class SparseReduction:
         plan: Callable[[], ExchangePlan],
         owed_rate: OwedRate | None = None,
     ) -> None:
-        self.encode_s = 0.0
-        self.ages: EntryAges | None = EntryAges(bucket.num_elements)
+        super().__init__(bucket, driver, stream)
+        self.ages = self._ages = EntryAges(bucket.num_elements)
         self._owed_rate = owed_rate
-        self._bucket = bucket
         self._feedback = feedback
-        self._driver = driver
-        self._stream = stream
         self._wire = wire
         self._plan = plan
         # What one exchange leaves for the methods that end it, from `launch` on:
@@ -198,7 +277,6 @@ class SparseReduction:
         self._grad_scale = 1.0
         self._picked: NDArray[np.int64] | None = None
         self._staged = False
-        self._tally = Tally.of_nobody(len(bucket.indices))
 
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
@@ -265,25 +343,16 @@ class SparseReduction:
             flat[indices] = mean.to(flat.device)
             if mean.dtype not in _EXACT:
                 self._owe_rounding(kept, mean, factor)
-            self._count_ages(self._picked)
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
+            self._tally.used[hit] = True
         else:
             self._feedback.commit_all()
-            self._count_ages(None)
             flat = self._bucket.flat
             self._scale_(flat, factor)
-            unused = np.flatnonzero(~self._tally.used).tolist()
-            hit = np.array(
-                [position for position in unused if self._bucket.views[position].any()],
-                dtype=np.int64,
-            )
-        self._tally.used[hit] = True
+            self._mark_unused_with_gradient()
+        self._ages.after_exchange(self._picked)
         self.encode_s += time.perf_counter() - begin_s
         return flat
-
-    def _count_ages(self, sent: NDArray[np.int64] | None) -> None:
-        if self.ages is not None:
-            self.ages.after_exchange(sent)
 
     # Half precision rounds the mean. All ranks round alike, so what an entry loses is owed by one
     # of them, the entry's index modulo P: one rank's residual reaches the largest entries sooner
@@ -321,8 +390,8 @@ class SparseReduction:
             self._feedback.discard()
 
     @property
+    @override
     def residual(self) -> torch.Tensor:
-        """What is owed, shape (n,)."""
         return self._feedback.residual
 
     def additive_state(self) -> dict[str, torch.Tensor]:
@@ -345,18 +414,8 @@ class SparseReduction:
         if self._owed_rate is not None:
             # Names of parameters have no slashes.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}
-            mine = {key: value for (key, first), value in named.items() if first == self._first}
-            self._owed_rate.load(mine)
-
-    def _local_name(self, key: str) -> str:
-        """What a number that belongs to the whole bucket is called in a checkpoint: after the
-        bucket's first parameter, because buckets have no names.
-        """
-        return f"{key}/{self._first}"
-
-    @property
-    def _first(self) -> str:
-        return self._bucket.names[0]
+            first = self._bucket.names[0]
+            self._owed_rate.load({key: value for (key, of), value in named.items() if of == first})
 
 
 def launch_sums(
@@ -368,3 +427,22 @@ def launch_sums(
     the order in which each rank begins them, so none may wait until another one happens to be over.
     """
     return [driver.launch(dense_all_reduce(tensor), stream.next()) for tensor in tensors]
+
+
+def owe_rounding_(
+    residual: torch.Tensor, mean: torch.Tensor, shown: torch.Tensor, factor: float, driver: Driver
+) -> None:
+    """Owe what a mean has lost in half precision. All ranks round alike, so what an element loses
+    is owed by one of them. A mean that overflows is not applied: a GradScaler skips the step.
+
+    Args:
+        residual: what is owed, float32, shape (n,); changed in place.
+        mean: exact, float32, shape (n,).
+        shown: `mean` in half precision, shape (n,).
+        factor: the mean is the sum times it.
+        driver: of this rank.
+    """
+    mine = slice(driver.rank, None, driver.world_size)
+    rounded = shown[mine].to(mean.dtype)
+    rounded = torch.where(rounded.isfinite(), rounded, 0)
+    residual[mine] += (mean[mine] - rounded) / factor

@@ -81,7 +81,7 @@ def attach(
     *,
     recorder: SessionRecorder | None = None,
 ) -> AcceleratedSession:
-    """As `offbeat.attach`, for what `accelerator.prepare` has returned. Collective.
+    """Attach a strategy to what `accelerator.prepare` has returned. Collective.
 
     Args:
         accelerator: the loop's.
@@ -89,10 +89,10 @@ def attach(
             more until the session is closed.
         optimizer: prepared.
         strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        recorder: as in `offbeat.attach`.
+        recorder: writes the session's steps down; see `offbeat.attach`.
 
     Raises:
-        ConfigError, UnsupportedError: as `offbeat.attach`.
+        ConfigError, UnsupportedError: this cannot work; see `offbeat.attach`.
     """
     inner = accelerator.unwrap_model(model)
     session = offbeat.attach(

@@ -70,7 +70,7 @@ class OffbeatStrategy(DDPStrategy):
 
     Args:
         offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        recorder: as in `offbeat.attach`.
+        recorder: writes the session's steps down; see `offbeat.attach`.
         options: of Lightning's `DDPStrategy` that say how processes are started.
 
     Attributes:
@@ -206,7 +206,7 @@ class OffbeatFabricStrategy(FabricDDPStrategy):
 
     Args:
         offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        recorder: as in `offbeat.attach`.
+        recorder: writes the session's steps down; see `offbeat.attach`.
         options: of Fabric's `DDPStrategy` that say how processes are started.
 
     Attributes:

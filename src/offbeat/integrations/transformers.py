@@ -43,7 +43,7 @@ class OffbeatCallback(TrainerCallback):
 
     Args:
         strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
-        recorder: as in `offbeat.attach`.
+        recorder: writes the session's steps down; see `offbeat.attach`.
         resume_from: the directory of the checkpoint that training is resumed from; None: that of
             its step below the Trainer's `output_dir`.
 
@@ -109,5 +109,5 @@ class OffbeatCallback(TrainerCallback):
 
 
 def _directory(args: Any, state: Any) -> Path:
-    """Of the checkpoint at this step."""
+    """The directory of the checkpoint at this step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

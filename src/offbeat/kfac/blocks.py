@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Required, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -143,15 +143,27 @@ class BlockGradient(NamedTuple):
             self.bias.mul_(factor)
 
 
+class Covered(TypedDict, total=False):
+    """What of a module's parameters belongs to a block.
+
+    Attributes:
+        weight_name, bias_name: the parameters' names; no bias, or one that is not trained: None.
+        rows, bias_rows: which rows of weight and bias.
+    """
+
+    weight_name: str
+    bias_name: Required[str | None]
+    rows: slice
+    bias_rows: slice
+
+
 class Block(ABC):
     """One weight matrix, or a few of the same shape, and what is needed to estimate its factors.
 
     Args:
         name: of the block, unique in the model: the module's, or that and a projection's.
         module: holds the parameters. They are looked up at each use, since they may be replaced.
-        weight_name, bias_name: the parameters' names in the module; no bias, or one that is not
-            trained: None.
-        rows, bias_rows: which rows of weight and bias belong to the block.
+        covered: what of them belongs to the block, as of `Covered`.
 
     Attributes:
         matrix_shape: (groups, outputs, inputs), the shape of the matrix of gradients, the bias as
@@ -163,20 +175,13 @@ class Block(ABC):
     inputs: FactorShape
     outputs: FactorShape
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        *,
-        weight_name: str = "weight",
-        bias_name: str | None,
-        rows: slice = EVERYTHING,
-        bias_rows: slice = EVERYTHING,
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, **covered: Unpack[Covered]) -> None:
         self.name = name
         self.module = module
-        self.weight_name, self.bias_name = weight_name, bias_name
-        self.rows, self.bias_rows = rows, bias_rows
+        self.weight_name = covered.get("weight_name", "weight")
+        self.bias_name = covered["bias_name"]
+        self.rows = covered.get("rows", EVERYTHING)
+        self.bias_rows = covered.get("bias_rows", EVERYTHING)
         self._weight_shape = self.weight.shape
         self._bias_shape = None if self.bias is None else self.bias.shape
 

@@ -28,7 +28,7 @@ from offbeat.callbacks.context import Context
 from offbeat.callbacks.profile import FactorAssignment, StepProfile
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.exchange import LaunchOrder
 from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.averages import FactorAverages
 from offbeat.kfac.blocks import Block, slots_of
@@ -83,8 +83,6 @@ class KFACCallback(Callback):
         buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
     ) -> None:
-        assert context.model is not None
-        assert context.optimizer is not None
         self._context, self._settings = context, settings
         self._planner, self._inputs = planner, inputs
         self._stream, self._is_checked = context.new_stream(), False
@@ -93,38 +91,31 @@ class KFACCallback(Callback):
         self.wait_s = 0.0
         self._spans, self._is_new_plan = SpanRecorder(), True
         plan = planner.plan(inputs)
-        positions = {id(weight): at for at, weight in enumerate(context.parameters.values())}
         self.scheduler = FactorScheduler(
-            context.model,
+            context,
             blocks,
             self.slots,
             settings=settings,
             plan=plan,
             measures=inputs.costs is not None,
-            first_parameters=[positions[id(block.weight)] for block in blocks],
-            bucket_firsts=[min(bucket.indices) for bucket in buckets],
+            buckets=buckets,
             launch_order=launch_order,
-            driver=context.driver,
             stream=self._stream,
             spans=self._spans,
-            grad_scale=context.grad_scale,
-            notify=context.notices.notify,
         )
         self.averages = FactorAverages(
             self.slots, settings=settings, plan=plan, rank=context.driver.rank
         )
         self.preconditioner = Preconditioner(
+            context,
             blocks,
             self.slots,
             form=self.form,
             settings=settings,
             plan=plan,
             order=self._order(plan),
-            optimizer=context.optimizer,
-            driver=context.driver,
             stream=self._stream,
             spans=self._spans,
-            notify=context.notices.notify,
         )
 
     def _order(self, plan: FactorPlan) -> Sequence[InverseBatch]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.kfac.blocks import EVERYTHING, LayerBlock, Moment, as_real
+from offbeat.kfac.blocks import Covered, LayerBlock, Moment, as_real
 from offbeat.kfac.convolution import IntPair, Window, patch_moment, row_moments
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import FactorShape, factor_shape, moment_of, packed_pieces
@@ -30,21 +30,11 @@ class RowsBlock(LayerBlock):
         module: nn.Module,
         curvature: Curvature,
         *,
-        weight_name: str = "weight",
-        bias_name: str | None,
-        rows: slice = EVERYTHING,
-        bias_rows: slice = EVERYTHING,
         batch_dim: int,
         num_mapped: int = 1,
+        **covered: Unpack[Covered],
     ) -> None:
-        super().__init__(
-            name,
-            module,
-            weight_name=weight_name,
-            bias_name=bias_name,
-            rows=rows,
-            bias_rows=bias_rows,
-        )
+        super().__init__(name, module, **covered)
         self._curvature = curvature
         self._batch_dim = batch_dim
         self._num_mapped = num_mapped
@@ -92,27 +82,15 @@ class LinearBlock(RowsBlock):
         module: nn.Module,
         curvature: Curvature,
         *,
-        weight_name: str = "weight",
-        bias_name: str | None,
-        rows: slice = EVERYTHING,
-        bias_rows: slice = EVERYTHING,
         groups: int = 1,
         batch_dim: int,
         is_transposed: bool = False,
         outputs: FactorShape | None = None,
+        **covered: Unpack[Covered],
     ) -> None:
-        super().__init__(
-            name,
-            module,
-            curvature,
-            weight_name=weight_name,
-            bias_name=bias_name,
-            rows=rows,
-            bias_rows=bias_rows,
-            batch_dim=batch_dim,
-        )
+        super().__init__(name, module, curvature, batch_dim=batch_dim, **covered)
         self._is_transposed = is_transposed
-        num_outputs, num_inputs = self._upright(self.weight[rows]).shape
+        num_outputs, num_inputs = self._upright(self.weight[self.rows]).shape
         self._num_inputs = num_inputs
         self._lay_out(
             groups,

@@ -17,10 +17,9 @@ earliest end 12 ms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from offbeat.arithmetic.costs import LinkCost
-from offbeat.errors import ConfigError
 
 ROUNDING = 1e-13
 """By which part sums of times may differ when they are added up in another order."""
@@ -51,7 +50,6 @@ def fuse_for_earliest_end(
     >>> fuse_for_earliest_end([0.0, 0.1, 5.0], [10, 10, 10], link)
     [[0, 1], [2]]
     """
-    _check(ready_s, sizes_bytes)
     sums = list(accumulate(sizes_bytes, initial=0))
     ends_s = [0.0]
     for stop in range(1, len(sums)):
@@ -77,13 +75,3 @@ def fuse_for_earliest_end(
         groups.append(list(range(start, stop)))
         stop, deadline_s = start, begins_s[start]
     return groups[::-1]
-
-
-def _check(ready_s: Sequence[float], sizes_bytes: Sequence[int]) -> None:
-    if len(ready_s) != len(sizes_bytes):
-        raise ConfigError(
-            f"{len(ready_s)} messages are ready some time and {len(sizes_bytes)} have a size; give"
-            " both for each"
-        )
-    if any(later < earlier for earlier, later in pairwise(ready_s)):
-        raise ConfigError("messages are not in the order in which they are ready; sort them")

@@ -31,7 +31,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from offbeat.arithmetic.costs import LinkCost
-from offbeat.gradients.launch_order import LaunchKey
+from offbeat.gradients.exchange import LaunchKey
 from offbeat.kfac.overlap import fuse_for_earliest_end
 from offbeat.kfac.placement import (
     InverseCosts,

@@ -16,16 +16,18 @@ from typing import Any, Final
 
 import torch
 
+from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
 from offbeat.kfac.blocks import Block, FactorSlot
 from offbeat.kfac.curvature import Grafting, KFACSettings
 from offbeat.kfac.inverse_exchange import InverseExchange
 from offbeat.kfac.inverses import InverseForm, Inverter, dtype_of
+from offbeat.kfac.placement import Owner
 from offbeat.kfac.plans import FactorPlan, InverseBatch
 from offbeat.kfac.precondition import InversePair, graft_, kl_scale, precondition_, share_of
 from offbeat.kfac.spans import SpanRecorder
-from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.driver import Stream
 
 _WINDOW: Final = 50
 _SHORT: Final = 0.2
@@ -36,17 +38,15 @@ class Preconditioner:
     """Holds the inverses that this rank has, and multiplies gradients by them.
 
     Args:
+        context: of the session; its optimizer is there.
         blocks: what is preconditioned; the same on all ranks.
         slots: the factors of `blocks`.
         form: what is kept of inverses.
         settings: the damping and the limit of a step.
         plan: which inverses this rank has, and whether owners send preconditioned gradients.
         order: in which order inverses are made and sent.
-        optimizer: knows the learning rates.
-        driver: carries the broadcasts out.
         stream: the channels of the broadcasts.
         spans: notes what is done when.
-        notify: is told of factors that have no inverse, and where steps are next to nothing.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
@@ -57,6 +57,7 @@ class Preconditioner:
 
     def __init__(
         self,
+        context: Context,
         blocks: Sequence[Block],
         slots: Sequence[FactorSlot],
         *,
@@ -64,17 +65,16 @@ class Preconditioner:
         settings: KFACSettings,
         plan: FactorPlan,
         order: Sequence[InverseBatch],
-        optimizer: torch.optim.Optimizer,
-        driver: Driver,
         stream: Stream,
         spans: SpanRecorder,
-        notify: Callable[[str], None],
     ) -> None:
+        assert context.optimizer is not None
+        optimizer, notify = context.optimizer, context.notices.notify
         self.is_stale = False
         self.precondition_s = 0.0
         self._blocks, self._slots, self._form, self._settings = blocks, slots, form, settings
-        self._optimizer, self._driver, self._stream = optimizer, driver, stream
-        self._spans = spans
+        self._optimizer, self._driver = optimizer, context.driver
+        self._stream, self._spans = stream, spans
         self._inverter = Inverter(notify, form)
         self.step_scale = StepScale(optimizer, notify)
         self._short_layers = ShortLayers(optimizer, settings.grafting, notify)
@@ -140,24 +140,87 @@ class Preconditioner:
                 shares=shares,
             )
         else:
-            owners = [
-                owner for index in live if (owner := self._plan.owners[2 * index]) is not None
-            ]
-            nu = precondition_by_owners_(
-                blocks,
-                pairs,
-                owners,
-                driver=self._driver,
-                stream=self._stream,
-                lrs=lrs,
-                kl_clip=kl_clip,
-                grafting=self._settings.grafting,
-                shares=shares,
-                spans=self._spans,
+            owners = [self._plan.owners[2 * index] for index in live]
+            nu = self._precondition_by_owners(
+                blocks, pairs, owners, lrs=lrs, kl_clip=kl_clip, shares=shares
             )
         self.step_scale.add(nu, kl_clip)
         if shares is not None:
             self._short_layers.add(shares)
+
+    @torch.no_grad()
+    def _precondition_by_owners(
+        self,
+        blocks: Sequence[Block],
+        inverses: Sequence[InversePair | None],
+        owners: Sequence[Owner],
+        *,
+        lrs: Sequence[float],
+        kl_clip: float | None,
+        shares: dict[str, torch.Tensor] | None,
+    ) -> torch.Tensor | None:
+        """Replace the gradients of `blocks`, the same on all ranks, by preconditioned gradients.
+        Collective.
+
+        Each owner's message holds the preconditioned gradients of its blocks, for each block
+        whether there is one and how long it is, and what they would change together. The last
+        number is why the limit of a step, which is one for all layers, needs no message of its own.
+
+        Args:
+            blocks: the same on all ranks. Those without gradient are passed over.
+            inverses: of the blocks that this rank owns.
+            owners: a rank for each block.
+            lrs: learning rates, one for each block.
+            kl_clip, shares: as of `kfac.precondition.precondition_`.
+
+        Returns:
+            As of `kfac.precondition.precondition_`.
+        """
+        # All ranks see the same gradients, so all of them leave the same blocks out.
+        live = [number for number, block in enumerate(blocks) if block.has_gradient()]
+        messages = [
+            _GradientMessage([blocks[number] for number in live if owners[number] == rank], rank)
+            for rank in range(self._driver.world_size)
+        ]
+        pending = []
+        for message in messages:
+            if not message.blocks:
+                continue
+            if message.owner == self._driver.rank:
+                own = [number for number in live if owners[number] == self._driver.rank]
+                found = [inverse for number in own if (inverse := inverses[number]) is not None]
+                message.fill(
+                    found,
+                    [lrs[number] for number in own],
+                    grafting=self._settings.grafting,
+                    is_measured=shares is not None,
+                )
+            launched_s = time.monotonic()
+            pending.append(
+                self._driver.launch(
+                    dense_broadcast(message.flat, message.owner), self._stream.next()
+                )
+            )
+            self._spans.launched(
+                "broadcast", f"gradients of worker {message.owner}", launched_s, pending[-1:]
+            )
+        for broadcast in pending:
+            with self._spans.timed("wait for inverses"):
+                broadcast.wait()
+            self._spans.arrived()
+        changes = [
+            message.change.to(device="cpu", dtype=torch.float64)
+            for message in messages
+            if message.blocks
+        ]
+        nu = None
+        if kl_clip is not None and changes:
+            nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
+        for message in messages:
+            message.show(1.0 if nu is None else float(nu))
+            if shares is not None:
+                shares |= message.shares()
+        return nu
 
     def _pair_of(self, block_index: int) -> InversePair | None:
         """What this rank has of a block's inverses; None where only its owner has them. It is the
@@ -210,82 +273,6 @@ class Preconditioner:
                     f"{what} of {key!r} was saved with shape {tuple(value.shape)}, here there is"
                     f" {here}; is it the same model, with the same max_dim?"
                 )
-
-
-@torch.no_grad()
-def precondition_by_owners_(
-    blocks: Sequence[Block],
-    inverses: Sequence[InversePair | None],
-    owners: Sequence[int],
-    *,
-    driver: Driver,
-    stream: Stream,
-    lrs: Sequence[float],
-    kl_clip: float | None,
-    spans: SpanRecorder,
-    grafting: Grafting = "none",
-    shares: dict[str, torch.Tensor] | None = None,
-) -> torch.Tensor | None:
-    """Replace the gradients of `blocks`, the same on all ranks, by preconditioned gradients.
-    Collective.
-
-    Each owner's message holds the preconditioned gradients of its blocks, for each block whether
-    there is one and how long it is, and what they would change together. The last number is why the
-    limit of a step, which is one for all layers, needs no message of its own.
-
-    Args:
-        blocks: the same on all ranks. Those without gradient are passed over.
-        inverses: of the blocks that this rank owns.
-        owners: a rank for each block.
-        driver, stream: carry the broadcasts out.
-        lrs: learning rates, one for each block.
-        kl_clip, grafting, shares: as of `kfac.precondition.precondition_`.
-        spans: notes what is done when.
-
-    Returns:
-        As of `kfac.precondition.precondition_`.
-    """
-    # All ranks see the same gradients, so all of them leave the same blocks out.
-    live = [number for number, block in enumerate(blocks) if block.has_gradient()]
-    messages = [
-        _GradientMessage([blocks[number] for number in live if owners[number] == rank], rank)
-        for rank in range(driver.world_size)
-    ]
-    pending = []
-    for message in messages:
-        if not message.blocks:
-            continue
-        if message.owner == driver.rank:
-            own = [number for number in live if owners[number] == driver.rank]
-            found = [inverse for number in own if (inverse := inverses[number]) is not None]
-            message.fill(
-                found,
-                [lrs[number] for number in own],
-                grafting=grafting,
-                is_measured=shares is not None,
-            )
-        launched_s = time.monotonic()
-        pending.append(driver.launch(dense_broadcast(message.flat, message.owner), stream.next()))
-        spans.launched(
-            "broadcast", f"gradients of worker {message.owner}", launched_s, pending[-1:]
-        )
-    for broadcast in pending:
-        with spans.timed("wait for inverses"):
-            broadcast.wait()
-        spans.arrived()
-    changes = [
-        message.change.to(device="cpu", dtype=torch.float64)
-        for message in messages
-        if message.blocks
-    ]
-    nu = None
-    if kl_clip is not None and changes:
-        nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
-    for message in messages:
-        message.show(1.0 if nu is None else float(nu))
-        if shares is not None:
-            shares |= message.shares()
-    return nu
 
 
 class _GradientMessage:

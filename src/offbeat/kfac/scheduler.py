@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from offbeat.gradients.exchange import ExchangeListener
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.callbacks.context import Context
+from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.exchange import ExchangeListener, LaunchOrder
 from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.blocks import Block, FactorSlot, Side
 from offbeat.kfac.capture import Capture, Increment
@@ -69,21 +69,16 @@ class FactorScheduler(ExchangeListener):
     """Takes factors out of the model's passes and sends them.
 
     Args:
-        model: the root module.
+        context: of the session; its model is there.
         blocks: what is preconditioned; the same on all ranks.
         slots: the factors of `blocks`.
         settings: the intervals, and how factors are counted.
         plan: which factors share a message, and whether messages leave during the passes.
         measures: whether the plan depends on when each factor is ready.
-        first_parameters: for each block, the position of its first parameter in the model.
-        bucket_firsts: for each bucket of gradients, in the order in which buckets are launched, the
-            position of its first parameter.
+        buckets: of gradients, in the order in which they are launched.
         launch_order: the order that factors share with the buckets of gradients.
-        driver: carries the messages out.
         stream: the channels of the messages.
         spans: notes what is done when.
-        grad_scale: by what factor gradients are scaled at the moment (AMP).
-        notify: is told of layers that are given up.
 
     Attributes:
         step: how many optimizer steps have been taken.
@@ -101,31 +96,30 @@ class FactorScheduler(ExchangeListener):
 
     def __init__(
         self,
-        model: nn.Module,
+        context: Context,
         blocks: Sequence[Block],
         slots: Sequence[FactorSlot],
         *,
         settings: KFACSettings,
         plan: FactorPlan,
         measures: bool,
-        first_parameters: Sequence[int],
-        bucket_firsts: Sequence[int],
+        buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
-        driver: Driver,
         stream: Stream,
         spans: SpanRecorder,
-        grad_scale: Callable[[], float],
-        notify: Callable[[str], None],
     ) -> None:
+        assert context.model is not None
         self.step = 0
         self.is_good = True
         self.is_training_pass = False
         self.own_increments: dict[int, Increment] = {}
         self.retired: set[int] = set()
         self._slots, self._settings, self._measures = slots, settings, measures
-        self._first_parameters = [first_parameters[slot.block_index] for slot in slots]
-        self._bucket_firsts, self._launch_order = bucket_firsts, launch_order
-        self._driver, self._stream, self._spans = driver, stream, spans
+        positions = {id(weight): at for at, weight in enumerate(context.parameters.values())}
+        self._first_parameters = [positions[id(blocks[slot.block_index].weight)] for slot in slots]
+        self._bucket_firsts = [min(bucket.indices) for bucket in buckets]
+        self._launch_order = launch_order
+        self._driver, self._stream, self._spans = context.driver, stream, spans
         self._expected = [0] * len(slots)
         self._knows_expected = False
         self._ready_s_of_steps: list[list[float]] = []
@@ -134,15 +128,15 @@ class FactorScheduler(ExchangeListener):
         observed = [
             index
             for index in range(len(blocks))
-            if plan.groups or plan.is_kept_by(driver.rank, 2 * index)
+            if plan.groups or plan.is_kept_by(context.driver.rank, 2 * index)
         ]
         self.watched = {index: place for place, index in enumerate(observed)}
         self.capture = Capture(
-            model,
+            context.model,
             [blocks[index] for index in observed],
             settings.curvature,
-            warn=notify,
-            grad_scale=grad_scale,
+            warn=context.notices.notify,
+            grad_scale=context.grad_scale,
             added=lambda place, side, began_s: self._on_added(observed[place], side, began_s),
             room=lambda place, side: self._room(2 * observed[place] + (side == "output")),
         )

@@ -55,6 +55,7 @@ class AtomicGroup:
 
     Attributes:
         is_new: whether this rank knows nothing of what its peers have done.
+        has_newcomers: whether a member is new, and waits for a merge.
         has_finished: whether all members have come to the end of their training, so that it is
             worth no remark when one leaves.
     """
@@ -67,7 +68,7 @@ class AtomicGroup:
         notify: Callable[[str], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.is_new = self.has_finished = False
+        self.is_new = self.has_newcomers = self.has_finished = False
         self._store = store
         self._count = count
         self._notify = notify
@@ -110,12 +111,6 @@ class AtomicGroup:
         finally:
             self._runs = False
 
-    @property
-    def has_newcomers(self) -> bool:
-        """Whether a member is new, and waits for a merge."""
-        with self._changed:
-            return bool(self._waiting)
-
     def caught_up(self, generation: Generation) -> None:
         """By what was done in `generation`, this rank knows all that its peers do, and so do the
         members that were new; unless they were left out since.
@@ -124,6 +119,7 @@ class AtomicGroup:
             self._waiting = {
                 rank: number for rank, number in self._waiting.items() if number > generation.number
             }
+            self.has_newcomers = bool(self._waiting)
             self.is_new = self._left_out or (
                 self._active is not None and self._active.begun_as_new_after(generation)
             )
@@ -170,6 +166,7 @@ class AtomicGroup:
             self._waiting = {
                 rank: number for rank, number in self._waiting.items() if rank in ranks
             } | dict.fromkeys((ranks[new] for new in generation.newcomers), generation.number)
+            self.has_newcomers = bool(self._waiting)
             self._changed.notify_all()
         if old is None and generation.number and not is_new:
             self._notify(
@@ -270,7 +267,7 @@ class _ActiveGeneration:
     def attempt(self, work: GroupWork[T], store: Store) -> T:
         """Carry `work` out once, and commit its outcome. Raises `PeerError` where it is void."""
         # All members count attempts alike, so that the same number names the same work.
-        number, size = self._num_attempts, self.generation.size
+        number, size = self._num_attempts, len(self.generation.members)
         self._num_attempts += 1
         prefix = f"settled/{self.generation.number}"
         if self.position == 0 and number >= 2:

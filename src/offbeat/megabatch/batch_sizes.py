@@ -34,14 +34,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import ClassVar, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-
-from offbeat.errors import ConfigError
-from offbeat.weights.optimizer_state import divides_by_squares
 
 RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
 
@@ -57,15 +53,6 @@ class Bounds:
 
     smallest: int = 1
     largest: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.smallest < 1:
-            raise ConfigError(f"the smallest batch is {self.smallest}, allowed is 1 or more")
-        if self.largest is not None and self.largest < self.smallest:
-            raise ConfigError(
-                f"the largest batch is {self.largest}, allowed is the smallest, {self.smallest}, or"
-                " more"
-            )
 
     def clip(self, size: int) -> int:
         return max(self.smallest, min(size, self.limit))
@@ -121,7 +108,7 @@ class PublishedRule:
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
     ) -> tuple[int, ...]:
-        ahead = _ahead(batch_sizes, updates, bounds)
+        ahead = _ahead(updates)
 
         def resized(size: int, ahead: float, bound: Bounds) -> int:
             proposed = round(size + bound.smallest / 2 * ahead)
@@ -156,16 +143,12 @@ class Proportional:
 
     base: int
 
-    def __post_init__(self) -> None:
-        if self.base < 1:
-            raise ConfigError(f"base is {self.base}, allowed is 1 or more samples")
-
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
     ) -> tuple[int, ...]:
         mean = _mean(updates)
         total = self.base * len(batch_sizes)
-        ratios = 1 + np.array(_ahead(batch_sizes, updates, bounds)) / mean
+        ratios = 1 + np.array(_ahead(updates)) / mean
         wanted = np.array(batch_sizes) * ratios
         smallest = np.array([bound.smallest for bound in bounds], dtype=np.float64)
         largest = np.array(
@@ -224,10 +207,6 @@ def normalised(shares: Sequence[float]) -> tuple[float, ...]:
     (0.75, 0.25)
     """
     total = sum(shares)
-    if not (all(share >= 0 for share in shares) and 0 < total < math.inf):
-        raise ConfigError(
-            f"merge weights are {list(shares)}, allowed are numbers from 0, not all zero"
-        )
     return tuple(share / total for share in shares)
 
 
@@ -279,38 +258,14 @@ def perturbed(weights: Sequence[float], norms_per_parameter: Sequence[float]) ->
     return normalised(changed)
 
 
-def spread(updates: Sequence[float]) -> float:
-    """How far workers' updates are apart: (largest - smallest) / mean; 0 where nobody made any.
-
-    >>> spread([9, 10, 11]), spread([0, 0])
-    (0.2, 0.0)
-    """
-    return (max(updates) - min(updates)) * len(updates) / (sum(updates) or 1)
-
-
 def _mean(updates: Sequence[float]) -> float:
     """Mean of the workers that were there; 1 if none was."""
     there = [made for made in updates if made]
     return sum(there) / len(there) if there else 1.0
 
 
-def _ahead(
-    batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
-) -> list[float]:
+def _ahead(updates: Sequence[float]) -> list[float]:
     """u_i - mean u; 0 for a worker that was not there."""
-    if not len(batch_sizes) == len(updates) == len(bounds):
-        raise ConfigError(
-            f"got {len(batch_sizes)} sizes, {len(updates)} numbers of updates and {len(bounds)}"
-            " bounds; give each worker one"
-        )
-    for size, bound in zip(batch_sizes, bounds, strict=True):
-        if not bound.hold(size):
-            raise ConfigError(
-                f"a batch has {size} samples, allowed are {bound.smallest} to {bound.largest}; clip"
-                " it first"
-            )
-    if any(not 0 <= made < math.inf for made in updates):
-        raise ConfigError(f"updates are {list(updates)}, allowed are finite numbers from 0")
     mean = _mean(updates)
     return [made - mean if made else 0.0 for made in updates]
 
@@ -336,36 +291,3 @@ def _whole(sizes: NDArray[np.float64]) -> tuple[int, ...]:
     by_fraction = np.argsort(whole - exact, kind="stable")
     whole[by_fraction[:missing]] += 1
     return tuple(whole.tolist())
-
-
-class ScaledLearningRate:
-    """Sets learning rates, as batch sizes say, for one optimizer step at a time. Before and after
-    the step they are what the user has set, so that schedulers see no other ones.
-
-    Args:
-        optimizer: the user's.
-        by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
-            the optimizer divides by the root of squared gradients.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, by: RateScaling) -> None:
-        self._optimizer = optimizer
-        self._before: list[Any] = []
-        self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
-
-    def scale(self, num_samples: int, num_ranks: int, base: int) -> None:
-        """The coming step is taken with a batch of `num_samples`."""
-        self.restore()  # A step that raised was not followed by it.
-        self._before = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] = (
-                learning_rate(group["lr"], num_samples, base)
-                if self.is_linear
-                else square_root_rate(group["lr"], num_samples, base, num_ranks)
-            )
-
-    def restore(self) -> None:
-        """The step is over."""
-        for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
-            group["lr"] = before
-        self._before = []

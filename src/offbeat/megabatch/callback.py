@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
-from offbeat.callbacks.context import Notices
+from offbeat.callbacks.context import Context
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
@@ -26,24 +26,26 @@ from offbeat.megabatch.batch_sizes import (
     Proportional,
     PublishedRule,
     RateScaling,
-    ScaledLearningRate,
     binding,
+    learning_rate,
     merge_weights,
     perturbed,
+    square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.merge import (
     MergedSnapshot,
-    MergeMomentum,
     MergeOutcome,
     MergeProtocol,
     ModelSnapshot,
 )
+from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
+    divides_by_squares,
     notice_of_local_states,
 )
 from offbeat.weights.statistics import warm
@@ -109,6 +111,39 @@ class MegaBatchPlan:
         return max(self.bounds(base).smallest, min(2, base))
 
 
+class ScaledLearningRate:
+    """Sets learning rates, as batch sizes say, for one optimizer step at a time. Before and after
+    the step they are what the user has set, so that schedulers see no other ones.
+
+    Args:
+        optimizer: the user's.
+        by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
+            the optimizer divides by the root of squared gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, by: RateScaling) -> None:
+        self._optimizer = optimizer
+        self._before: list[Any] = []
+        self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
+
+    def scale(self, num_samples: int, num_ranks: int, base: int) -> None:
+        """The coming step is taken with a batch of `num_samples`."""
+        self.restore()  # A step that raised was not followed by it.
+        self._before = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] = (
+                learning_rate(group["lr"], num_samples, base)
+                if self.is_linear
+                else square_root_rate(group["lr"], num_samples, base, num_ranks)
+            )
+
+    def restore(self) -> None:
+        """The step is over."""
+        for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
+            group["lr"] = before
+        self._before = []
+
+
 class MegaBatchCallback(Callback):
     """Merges models when the loader says that a mega-batch was computed, with all that are members
     of the run then.
@@ -117,19 +152,15 @@ class MegaBatchCallback(Callback):
     `mega_batch / ranks` steps, with equal weights, and batch sizes stay what they are.
 
     Args:
+        context: of the session.
         weights: what is merged.
         plan: how.
-        optimizer: the user's, for its learning rates.
         group: the members.
-        enter: makes this rank a member of the run's generations; None in a world of one.
-        rank: this rank.
-        world_size: number of ranks at first.
-        notices: take remarks.
-        record_wait: is told from when to when the trainer waited, in seconds of the monotonic
-            clock.
-        on_merge: is called for each further mega-batch that this rank's model has in it.
 
     Attributes:
+        group: the members, as given; one that `group.is_new` is left out: its peers went on without
+            it, and what it has computed since the last merge is lost.
+        device: that this rank trains on.
         ranks: who takes part, ascending.
         base: b_base, the batch size that the learning rate is for; None until a loader has said so.
         batch_sizes: how many samples each rank claims at a time; without a loader nobody does.
@@ -148,27 +179,25 @@ class MegaBatchCallback(Callback):
 
     def __init__(
         self,
+        context: Context,
         weights: ModelWeights,
         *,
         plan: MegaBatchPlan,
-        optimizer: torch.optim.Optimizer,
         group: AtomicGroup,
-        enter: Callable[[], Generations | None],
-        rank: int,
-        world_size: int,
-        notices: Notices,
-        record_wait: Callable[[float, float], None],
-        on_merge: Sequence[Callable[[], object]],
     ) -> None:
+        assert context.optimizer is not None, "its learning rates are scaled"
+        optimizer, rank = context.optimizer, context.driver.rank
+        world_size = context.driver.world_size
         self.shares_equally = plan.rule == "equal"
         self.ranks: tuple[int, ...] = tuple(range(world_size))
         self.base: int | None = None
         self.joined_by: MergedRound | None = None
         self.start_step = 0
         self._weights, self._plan, self._rank = weights, plan, rank
-        self._notices, self._optimizer = notices, optimizer
-        self._group, self._record_wait = group, record_wait
-        self._on_merge = on_merge
+        self._notices, self._optimizer = context.notices, optimizer
+        self.group, self._record_wait = group, context.record_wait
+        self.device = next((p.device for p in weights.parameters.values()), torch.device("cpu"))
+        self._on_merge = context.on_merge
         self._memory_limit: int | None = None
         self._set_batch_sizes([1] * world_size)
         self._learning_rate = ScaledLearningRate(optimizer, plan.rate_scaling)
@@ -190,7 +219,6 @@ class MegaBatchCallback(Callback):
             group=group,
             weigh=self._merge_weights,
             momentum=self._momentum,
-            norm=self._norm,
             rank=rank,
             states=(
                 OptimizerStates(optimizer, list(weights.parameters.values()))
@@ -202,7 +230,7 @@ class MegaBatchCallback(Callback):
         if plan.overlap != "none":
             warm(parameter.dtype for parameter in weights.parameters.values())
         try:
-            self._generations = enter()
+            self._generations = context.enter(group)
             if group.is_new:
                 # Other callbacks and the user's loop need the model of the run from the beginning.
                 self._merge_now()
@@ -224,18 +252,6 @@ class MegaBatchCallback(Callback):
         self.batch_size, self.largest_batch = bounds.clip(mine), bounds.limit
         self.smallest_claim = self._plan.smallest_claim(self._base)
         self.samples_of_mega_batch = self._plan.mega_batch * self._base
-
-    @property
-    def is_left_out(self) -> bool:
-        """Whether its peers went on without this rank, so that what it has computed since the last
-        merge is lost.
-        """
-        return self._group.is_new
-
-    @property
-    def has_newcomers(self) -> bool:
-        """Whether a worker is on its way in, and waits for a merge."""
-        return self._group.has_newcomers
 
     def gather(self, value: Any) -> dict[int, Any] | None:
         """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
@@ -329,14 +345,6 @@ class MegaBatchCallback(Callback):
         """
         return self._plan.overlap == "all" or (self._plan.overlap == "whole" and is_whole)
 
-    def synchronize(self) -> None:
-        """Return when what this rank has begun to compute is done."""
-        # A CUDA device computes in the background: without waiting for it, this rank would claim
-        # more than it gets done, and look as fast as it can launch kernels.
-        device = next(iter(self._weights.parameters.values())).device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def mega_batches_merged(self, count: int) -> None:
         """So many further mega-batches are in this rank's model, all of each of them."""
         for _ in range(count):
@@ -413,7 +421,7 @@ class MegaBatchCallback(Callback):
         if self._has_loader:
             return
         period = max(1, round(self._plan.mega_batch / len(self.ranks)))
-        if self.is_left_out or self._num_steps - self._merged_at_step >= period:
+        if self.group.is_new or self._num_steps - self._merged_at_step >= period:
             num_merges = self._protocol.num_merges
             self._merge_now()
             if not self.shares_equally:
@@ -435,12 +443,12 @@ class MegaBatchCallback(Callback):
         begin_s = time.monotonic()
         self._protocol.finish(self._report(None, None))
         self._merged_at_step = self._num_steps
-        self._has_finished = self._group.has_finished = True
+        self._has_finished = self.group.has_finished = True
         self._record_wait(begin_s, time.monotonic())
 
     @override
     def on_abandon(self, reason: str) -> None:
-        self._group.abort(reason)
+        self.group.abort(reason)
         self._close()
 
     @override
@@ -454,7 +462,7 @@ class MegaBatchCallback(Callback):
             and self._num_steps == self._merged_at_step
             and not self._went_on
         )
-        if (just_merged or self._has_finished) and not self.is_left_out:
+        if (just_merged or self._has_finished) and not self.group.is_new:
             return frozenset()  # All members hold the same model, and the copy is one of it.
         encode_s = self._protocol.encode_s
         outcome = self._protocol.mean_into(weights, self._report(None, None))
@@ -475,7 +483,7 @@ class MegaBatchCallback(Callback):
 
     def _begin_merge(self, report: TrainerReport) -> None:
         assert self._under_way is None, "one merge at a time"
-        if self._momentum is not None and not self.is_left_out:
+        if self._momentum is not None and not self.group.is_new:
             # Without a batch this rank has not yet noted where the first mega-batch began.
             self._momentum.begin()
         with torch.no_grad():
@@ -527,6 +535,7 @@ class MegaBatchCallback(Callback):
             learning_rates=tuple(
                 float(group.get("lr", 0.0)) for group in self._optimizer.param_groups
             ),
+            norm=self._norm(),
         )
 
     def _adopt(self, outcome: MergeOutcome, at_step: int) -> MergedRound | None:
@@ -539,19 +548,20 @@ class MegaBatchCallback(Callback):
         """
         assert outcome.mean is not None
         reference = outcome.reference.report
-        claim_round = reference.claim_round
-        staying = sorted(
-            (proposal for proposal in outcome.proposals if proposal.kind == "merge"),
-            key=lambda proposal: proposal.rank,
-        )
-        self.ranks = tuple(proposal.rank for proposal in staying)
+        by_rank = {
+            member.rank: proposal
+            for member, proposal in zip(outcome.generation.members, outcome.proposals, strict=True)
+            if proposal.kind == "merge"
+        }
+        self.ranks = tuple(sorted(by_rank))
+        staying = [by_rank[rank] for rank in self.ranks]
         if outcome.mine.is_new:
             self.base = reference.base
         self._compare_learning_rates(staying)
         self._tell_what_stays_local()
-        merged = self._merged_round(outcome)
+        merged = self._merged_round(outcome, reference)
         has_rest = merged is not None and (bool(merged.claim_round.later) or merged.is_cut_short)
-        ends = claim_round is None or (claim_round.retry == 0 and not has_rest)
+        ends = merged is None or (merged.claim_round.retry == 0 and not has_rest)
         if ends:
             self._resize(staying)
         else:
@@ -578,10 +588,9 @@ class MegaBatchCallback(Callback):
         report = proposal.report
         return report.share.batch_size if report.base else self._base
 
-    def _merged_round(self, outcome: MergeOutcome) -> MergedRound | None:
+    def _merged_round(self, outcome: MergeOutcome, reference: TrainerReport) -> MergedRound | None:
         """The round that a merge has ended; None without a loader."""
-        claim_round = outcome.reference.report.claim_round
-        if claim_round is None:
+        if reference.claim_round is None:
             return None
         assert outcome.mean is not None
         total = sum(outcome.mean.weights)
@@ -594,10 +603,10 @@ class MegaBatchCallback(Callback):
         ]
         shares.sort(key=lambda share: share.rank)
         return MergedRound(
-            claim_round=claim_round,
+            claim_round=reference.claim_round,
             shares=tuple(shares),
             ranks=self.ranks,
-            following=outcome.reference.report.following,
+            following=reference.following,
         )
 
     def _compare_learning_rates(self, proposals: Sequence[MergeProposal]) -> None:
@@ -641,7 +650,7 @@ class MegaBatchCallback(Callback):
         weights = merge_weights(updates, [share.batch_size for share in shares])
         if self._plan.rule == "proportional":
             return weights
-        return perturbed(weights, [proposal.norm for proposal in proposals])
+        return perturbed(weights, [proposal.report.norm for proposal in proposals])
 
     def _resize(self, proposals: Sequence[MergeProposal]) -> None:
         bounds = [self._bounds(proposal.report.memory_limit) for proposal in proposals]
@@ -739,13 +748,13 @@ class MegaBatchCallback(Callback):
         over = False
         # The run is over once all members have closed; until then those that are left go on.
         with suppress(OffbeatError):
-            over = self._group.closes_last()
+            over = self.group.closes_last()
         self._close(over=over)
 
     def _close(self, *, over: bool = False) -> None:
         if self._generations is not None:
             self._generations.close(over=over)
-        self._group.close()
+        self.group.close()
         if self._under_way is not None:
             self._under_way.wait()  # It raises, now that the connections are closed.
             self._under_way = None

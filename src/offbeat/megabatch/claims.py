@@ -164,18 +164,24 @@ class Claim:
     def num_samples(self) -> int:
         return num_positions(self.spans)
 
-    def batches(self, size: int, *, smallest: int) -> Iterator[Claim]:
+    def batches(self, size: int, *, smallest: int, largest: int) -> list[Claim]:
         """The claim in batches of `size` samples, but for the last one, which has no fewer than
-        `smallest` unless the whole claim has.
+        `smallest` unless the whole claim has. Where that makes it larger than `largest`, it is
+        split.
 
-        >>> [part.num_samples for part in Claim((SampleRange(0, 33),)).batches(10, smallest=4)]
+        >>> claim = Claim((SampleRange(0, 33),))
+        >>> [part.num_samples for part in claim.batches(10, smallest=4, largest=20)]
         [10, 10, 13]
+        >>> [part.num_samples for part in claim.batches(10, smallest=4, largest=10)]
+        [10, 10, 6, 7]
         """
+        found: list[Claim] = []
         begin, total = 0, self.num_samples
         while begin < total:
             end = end_of_claim(begin, size, total, smallest=smallest)
-            yield Claim(part_of(self.spans, begin, end))
+            found += Claim(part_of(self.spans, begin, end)).split(largest)
             begin = end
+        return found
 
     def split(self, largest: int) -> Iterator[Claim]:
         """The claim in as few parts, of nearly equal sizes, as have at most `largest` samples.
@@ -335,6 +341,14 @@ class MergedRound:
         """Whether workers stopped claiming, so that what is left is the rest of the round."""
         return bool(self.left) and any(share.is_cut_short for share in self.shares)
 
+    def next_round(
+        self, whole: Callable[[int, int], SampleRanges], num_mega_batches: int
+    ) -> ClaimRound:
+        """The round that workers go on with; for the arguments see `ClaimRound.after`."""
+        return self.following or self.claim_round.after(
+            self.claims, whole, num_mega_batches, is_cut_short=self.is_cut_short
+        )
+
 
 class ClaimLog:
     """One worker's view of the log. It may be used by one thread at a time. No call waits for
@@ -346,33 +360,28 @@ class ClaimLog:
     Args:
         store: which all workers share.
         prefix: of the keys; the same on all workers, of this log alone.
+
+    Attributes:
+        round: number of the round that is open here; -1 before the first.
+        num_left: samples of the open round that nobody had claimed at this worker's last claim.
     """
 
     def __init__(self, store: Store, *, prefix: str = "claims") -> None:
+        self.round, self.num_left = -1, 0
         self._store = store
         self._prefix = prefix
-        self._round = -1
         self._spans: SampleRanges = ()
         self._smallest = 1
         self._is_exhausted = True
-        self._num_left = 0
+        self._num_of_own: int | None = None  # claimed of a part that is this worker's alone
         self._old: deque[tuple[int, str]] = deque()  # Entries, by round.
-
-    @property
-    def round(self) -> int:
-        """Number of the round that is open here; -1 before the first."""
-        return self._round
-
-    @property
-    def num_left(self) -> int:
-        """Samples of the open round that nobody had claimed at this worker's last claim."""
-        return self._num_left
 
     def open(
         self,
         number: int,
         spans: Sequence[SampleRange],
         *,
+        share: tuple[int, int] | None = None,
         smallest: int = 1,
         sweeps: bool = False,
         peers_are_behind: bool = False,
@@ -383,22 +392,57 @@ class ClaimLog:
             number: of the round, the same on all workers, and above the number before; or that
                 number, for a worker that was left out and is back.
             spans: that it gives out, the same on all workers.
+            share: this worker's place and how many workers there are, where each of them claims
+                from an equal part of its own; None: all claim from the same spans.
             smallest: no claim has fewer samples, unless the whole round has; the same on all
                 workers, >= 1.
             sweeps: True on one worker, which deletes the store's entries of earlier rounds.
             peers_are_behind: whether peers may still claim from the round before, so that its entry
                 stays until the next round begins.
         """
-        assert number >= self._round, f"round {number} after round {self._round}"
+        assert number >= self.round, f"round {number} after round {self.round}"
         # All workers have merged since the other rounds, so that none claims from them any more.
-        if 0 <= self._round < number:
-            self._old.append((self._round, self._given(self._round)))
-        while self._old and self._old[0][0] < (self._round if peers_are_behind else number):
+        if 0 <= self.round < number:
+            self._old.append((self.round, self._given(self.round)))
+        while self._old and self._old[0][0] < (self.round if peers_are_behind else number):
             _, old = self._old.popleft()
             if sweeps:
                 self._store.delete_key(old)
-        self._round, self._spans, self._smallest = number, tuple(spans), smallest
-        self._is_exhausted, self._num_left = False, num_positions(self._spans)
+        self.round, self._spans, self._smallest = number, tuple(spans), smallest
+        self._num_of_own = None
+        if share is not None:
+            (place, count), total = share, num_positions(spans)
+            self._spans = part_of(spans, total * place // count, total * (place + 1) // count)
+            self._num_of_own = 0
+        self._is_exhausted, self.num_left = False, num_positions(self._spans)
+
+    def claim_batches(
+        self,
+        batch_size: int,
+        *,
+        largest: int,
+        samples_of_all: int,
+        claim_s: float = 0.0,
+        batch_s: float = 0.0,
+    ) -> list[Claim]:
+        """As `claim`, of one batch or of several, as `batches_at_once` says: the batches; none when
+        nothing is left.
+
+        Args:
+            batch_size: in samples, >= 1.
+            largest: a batch has no more samples.
+            samples_of_all: see `batches_at_once`, as for the others.
+        """
+        count = batches_at_once(
+            claim_s=claim_s,
+            batch_s=batch_s,
+            samples_left=self.num_left,
+            samples_of_all=samples_of_all,
+        )
+        claim = self.claim(count * batch_size)
+        if claim is None:
+            return []
+        return claim.batches(batch_size, smallest=self._smallest, largest=largest)
 
     def claim(self, num_samples: int) -> Claim | None:
         """Take the next `num_samples` of the round, or what is left of it; and also what is left
@@ -408,15 +452,18 @@ class ClaimLog:
         if self._is_exhausted:
             return None
         total = num_positions(self._spans)
-        # One atomic addition is the whole claim: two workers never get the same samples, and none
-        # needs an answer from another.
-        end = self._store.add(self._given(self._round), num_samples)
+        if self._num_of_own is None:
+            # One atomic addition is the whole claim: two workers never get the same samples, and
+            # none needs an answer from another.
+            end = self._store.add(self._given(self.round), num_samples)
+        else:
+            end = self._num_of_own = self._num_of_own + num_samples
         begin = end - num_samples
         # The claim before this one ended at `begin`, and took what was too little for another.
         is_taken = begin > 0 and total - begin < self._smallest
         self._is_exhausted = begin >= total or is_taken
         end = end_of_claim(begin, num_samples, total, smallest=self._smallest)
-        self._num_left = max(0, total - end)
+        self.num_left = max(0, total - end)
         return None if self._is_exhausted else Claim(part_of(self._spans, begin, end))
 
     def ends_cut_short(self, *, is_cut_short: bool) -> bool:
@@ -428,8 +475,8 @@ class ClaimLog:
         Returns:
             `is_cut_short` of the worker that ended the round first. False: all of it was claimed.
         """
-        key = f"{self._prefix}/ended/{self._round}"
-        self._old.append((self._round, key))
+        key = f"{self._prefix}/ended/{self.round}"
+        self._old.append((self.round, key))
         # The first word stands, since the entry is written only where there is none.
         word = self._store.compare_set(key, "", "cut" if is_cut_short else "all")
         return bool(word == b"cut")

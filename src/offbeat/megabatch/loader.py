@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -37,11 +38,8 @@ from offbeat.megabatch.claims import (
     MergedRound,
     SampleRange,
     SampleRanges,
-    batches_at_once,
-    end_of_claim,
     joined,
     num_positions,
-    part_of,
     without,
 )
 from offbeat.megabatch.fetching import Fetcher, require_map_style
@@ -181,7 +179,6 @@ class DispatchLoader(Callback):
         # How many mega-batches the user has heard of.
         self._num_told = 0
         self._retry = 0  # Of the round under way, as in `ClaimRound`.
-        self._fixed_claims: Iterator[Claim] | None = None
         # The batches of the open round that are still to come, and the claims of those that are
         # being read ahead. A loop that stops, and goes on with the round later, gets them then.
         self._batches: Iterator[Any] | None = None
@@ -270,7 +267,7 @@ class DispatchLoader(Callback):
             self._computed += self._handed_out
             self._handed_out = []
             self._updates += 1
-        if self._policy.merge_is_over:
+        if self._in_merge is not None and self._policy.merge_is_over:
             self._settle()
 
     # One mega-batch
@@ -367,25 +364,28 @@ class DispatchLoader(Callback):
         return claim_round.cut(end)
 
     def _open(self, claim_round: ClaimRound) -> None:
+        ranks = self._policy.ranks
         self._log.open(
             claim_round.round,
             claim_round.spans,
+            share=(ranks.index(self._rank), len(ranks)) if self._policy.shares_equally else None,
             smallest=self._policy.smallest_claim,
-            sweeps=self._rank == min(self._policy.ranks),
+            sweeps=self._rank == min(ranks),
             peers_are_behind=self._in_merge is not None,
         )
         self._open_round, self._retry = claim_round, claim_round.retry
-        self._fixed_claims, self._batches, self._is_cut_short = None, None, False
+        self._batches, self._is_cut_short = None, False
         self._ahead.clear()
-        if self._policy.shares_equally:
-            self._fixed_claims = iter(self._equal_share(claim_round.spans))
 
     def _rest_of_round(self) -> Iterator[Any]:
         """This rank's batches of the open round that are still to come."""
         while True:
             # The time between two batches is what this rank computes; it must not be counted as
-            # waiting for peers.
-            self._policy.synchronize()
+            # waiting for peers. A CUDA device computes in the background: without waiting for it,
+            # this rank would claim more than it gets done, and look as fast as it can launch
+            # kernels.
+            if self._policy.device.type == "cuda":
+                torch.cuda.synchronize(self._policy.device)
             now_s = self._clock()
             if self._asked_at_s is not None:
                 self._busy_s += now_s - self._asked_at_s
@@ -419,7 +419,7 @@ class DispatchLoader(Callback):
         """
         while not self._is_away:
             if (
-                self._policy.has_newcomers
+                self._policy.group.has_newcomers
                 and not self.merge_is_under_way
                 and (self._ahead or self._handed_out or self._computed)
             ):
@@ -428,33 +428,22 @@ class DispatchLoader(Callback):
                 # and again would stop all training.
                 self._is_cut_short = True
                 return
-            claim = self._claim() if self._fixed_claims is None else next(self._fixed_claims, None)
-            if claim is None:
+            begin_s = self._clock()
+            batches = self._log.claim_batches(
+                self._policy.batch_size,
+                largest=self._policy.largest_batch,
+                samples_of_all=sum(self._policy.batch_sizes),
+                claim_s=median(self._claims_s) if self._claims_s else 0.0,
+                batch_s=median(self._batches_s) if self._batches_s else 0.0,
+            )
+            took_s = self._clock() - begin_s
+            self._claimed_for_s += took_s
+            self._claims_s.append(took_s)
+            if not batches:
                 return
-            for batch in self._batches_of(claim):
+            for batch in batches:
                 self._ahead.append(batch)
                 yield self._indices(batch)
-
-    def _claim(self) -> Claim | None:
-        """The next claim of the open round, of one batch or of several."""
-        count = batches_at_once(
-            claim_s=median(self._claims_s) if self._claims_s else 0.0,
-            batch_s=median(self._batches_s) if self._batches_s else 0.0,
-            samples_left=self._log.num_left,
-            samples_of_all=sum(self._policy.batch_sizes),
-        )
-        begin_s = self._clock()
-        claim = self._log.claim(count * self._policy.batch_size)
-        took_s = self._clock() - begin_s
-        self._claimed_for_s += took_s
-        self._claims_s.append(took_s)
-        return claim
-
-    def _batches_of(self, claim: Claim) -> Iterator[Claim]:
-        size, smallest = self._policy.batch_size, self._policy.smallest_claim
-        for batch in claim.batches(size, smallest=smallest):
-            # One that took what was left behind it may be too large for this rank.
-            yield from batch.split(self._policy.largest_batch)
 
     def _hand_out(self) -> None:
         """The batch that was asked for first, of those being read, is the user's now."""
@@ -467,7 +456,7 @@ class DispatchLoader(Callback):
     @property
     def _is_away(self) -> bool:
         """Whether the peers have gone on without this rank."""
-        return self._policy.is_left_out or self._policy.joined_by is not None
+        return self._policy.group.is_new or self._policy.joined_by is not None
 
     def _merge(self, *, overlaps: bool) -> None:
         """The open round has come to its end: merge, and go on with the next one.
@@ -531,7 +520,7 @@ class DispatchLoader(Callback):
         over = self._open_round
         assert over is not None
         is_whole = over.spans == self._whole(over.epoch, over.mega_batch)
-        may = self._policy.overlaps_merge(is_whole=is_whole) and not self._policy.is_left_out
+        may = self._policy.overlaps_merge(is_whole=is_whole) and not self._policy.group.is_new
         return over.retry == 0 and may
 
     def _following(self, over: ClaimRound) -> ClaimRound:
@@ -574,12 +563,7 @@ class DispatchLoader(Callback):
         self._in_merge, self._lost = None, ()
         self._note_waiting()
         self._reset_share()
-        following = merged.following or over.after(
-            merged.claims,
-            self._whole,
-            self.num_mega_batches,
-            is_cut_short=merged.is_cut_short,
-        )
+        following = merged.next_round(self._whole, self.num_mega_batches)
         self._move_to(following)
         self._add_shares(merged, following)
         if merged.following is not None:
@@ -642,8 +626,8 @@ class DispatchLoader(Callback):
     def _note_other_workers(self, ranks: Sequence[int], merged: MergedRound) -> None:
         """Say so where the workers of the next round are not `ranks`, those of the last one."""
         departed = sorted(set(ranks) - {share.rank for share in merged.shares})
-        over, left = merged.claim_round, num_positions(merged.left)
-        if departed and left:
+        over = merged.claim_round
+        if departed and (left := num_positions(merged.left)):
             which = f"worker{'s' if len(departed) > 1 else ''} {', '.join(map(str, departed))}"
             # Of a round that was cut short, nobody knows how many of them were claimed.
             count = "all" if merged.is_cut_short else str(left)
@@ -654,19 +638,6 @@ class DispatchLoader(Callback):
 
     def _whole(self, epoch: int, number: int) -> SampleRanges:
         return (mega_batch_span(self._num_samples, self._policy.samples_of_mega_batch, number),)
-
-    def _equal_share(self, spans: SampleRanges) -> Iterator[Claim]:
-        """This rank's equal share of `spans`, in batches."""
-        total, ranks = num_positions(spans), self._policy.ranks
-        if self._rank not in ranks:
-            return
-        place = ranks.index(self._rank)
-        begin, last = (total * number // len(ranks) for number in (place, place + 1))
-        size, smallest = self._policy.batch_size, self._policy.smallest_claim
-        while begin < last:
-            end = end_of_claim(begin, size, last, smallest=smallest)
-            yield Claim(part_of(spans, begin, end))
-            begin = end
 
     def _indices(self, claim: Claim) -> list[int]:
         """The samples of a claim. Positions below 0 belong to the pass before."""

@@ -23,9 +23,6 @@ What is merged is a snapshot of the model (`freeze`, `merge_snapshot`). The trai
 goes on meanwhile; either way it adds to the outcome what it has done since (`take`), which is exact
 whatever the weights of later merges are: model = merged + (model - snapshot). A merge that is void
 is made again from the same snapshot.
-
-As published a merge has a momentum. There is none in the first one: the released code reads a
-buffer there that nothing has been written to.
 """
 
 from __future__ import annotations
@@ -34,21 +31,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
-from offbeat.codec.model_wire import Counters, Values, no_counters
+from offbeat.codec.jit import kernel
+from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
-from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.errors import CheckpointError, ConfigError, PeerError, WireError
+from offbeat.errors import ConfigError, PeerError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup
+from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import (
     MergeProposal,
     ProposalKind,
@@ -56,10 +52,9 @@ from offbeat.megabatch.proposal import (
     agreed_kind,
     hold_the_same,
 )
-from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper, touched_rows
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
-from offbeat.weights.model_weights import ModelWeights, require_finite
+from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
     is_sum,
@@ -67,12 +62,9 @@ from offbeat.weights.optimizer_state import (
     packed,
     shares_of_states,
 )
-from offbeat.weights.staging import Staging
 from offbeat.weights.statistics import merge_running_average_, merge_statistics, merge_sums_
 
 _NEARLY_ALL: Final = 0.95
-
-ModelT = TypeVar("ModelT", float, NDArray[np.float64], torch.Tensor)
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
 """The merge weights of the members that propose to merge, in the order of their proposals."""
@@ -159,7 +151,6 @@ class ModelSnapshot:
         layout: of `tensors`.
         counters: what the rank had counted itself in its integer buffers.
         counted: what these buffers held.
-        norm: of the model, per parameter.
         num_merges: number of merges in the run so far.
         rows_known_since: number of the merge that `copies` are from; None: there are none.
         copies: of the sparse parameters, as the last merge left them, by position.
@@ -173,7 +164,6 @@ class ModelSnapshot:
     layout: Staging
     counters: Counters
     counted: Counters
-    norm: float
     num_merges: int
     rows_known_since: int | None
     copies: Mapping[int, torch.Tensor]
@@ -209,7 +199,6 @@ class MergeProtocol:
         group: the members with which it is merged.
         weigh: says with which weights.
         momentum: added in each merge; None: none.
-        norm: computes the norm of this rank's model, per parameter, or 0.0 where nobody uses it.
         rank: this rank.
         states: of the optimizer, merged with the model; None: they stay each rank's own.
 
@@ -227,7 +216,6 @@ class MergeProtocol:
         group: AtomicGroup,
         weigh: Weigh,
         momentum: MergeMomentum | None,
-        norm: Callable[[], float],
         rank: int,
         states: OptimizerStates | None = None,
     ) -> None:
@@ -236,7 +224,7 @@ class MergeProtocol:
         self.num_merges = self.num_exchanges = 0
         self.encode_s = 0.0
         self._weights, self._group, self._weigh = weights, group, weigh
-        self._momentum, self._norm, self._rank = momentum, norm, rank
+        self._momentum, self._rank = momentum, rank
         self._states = states
         self._layout = Staging(weights.tensors())
 
@@ -326,7 +314,6 @@ class MergeProtocol:
             layout=self._layout,
             counters=self._weights.own_counters().copy(),
             counted=self._weights.read_counters(),
-            norm=self._norm(),
             num_merges=self.num_merges,
             rows_known_since=self.rows.known_since,
             copies=self.rows.copies,
@@ -395,8 +382,11 @@ class MergeProtocol:
             num_steps: that this rank has taken since the snapshot.
         """
         begin_s = time.perf_counter()
-        outcome, mean = over.outcome, over.outcome.mean
+        outcome, mean, report = over.outcome, over.outcome.mean, over.snapshot.report
         assert mean is not None
+        # A trainer that waited holds the snapshot, so that nothing is to be added to what became of
+        # it.
+        has_gone_on = report.following is not None and not outcome.mine.is_new
         live = self._weights.tensors()
         statistics = set(self._weights.positions_of_statistics())
         states: dict[str, list[torch.Tensor]] = {}
@@ -407,18 +397,14 @@ class MergeProtocol:
             kept |= {n: part for n, part in enumerate(parts, start=len(live)) if part is not None}
             if not is_sum(name):
                 statistics |= {len(live) + number for number in range(len(self._parameters))}
-            # One that nobody with a weight had is left as it is.
-            states[name] = [
-                state if share else torch.zeros_like(state)
-                for state, share in zip(self._states.tensors(name), mean.shares[name], strict=True)
-            ]
+            states[name] = _shared(self._states.tensors(name), mean.shares[name])
             live = [*live, *states[name]]
         for number, (tensor, before, theirs) in enumerate(
             zip(live, over.before, over.merged, strict=True)
         ):
             rows, target = over.rows.get(number), tensor.detach()
             mine = target if rows is None else target.index_select(0, rows)
-            if outcome.mine.is_new:
+            if not has_gone_on:
                 mine.copy_(theirs)
             elif number in kept:
                 merge_running_average_(
@@ -468,7 +454,7 @@ class MergeProtocol:
             # 1. Propose. The proposal is made anew in each try: this rank may be new by now.
             own = propose()
             proposals = yield from all_gather(
-                position, generation.size, own.proposal.to_bytes(), MergeProposal.from_bytes
+                position, len(generation.members), own.proposal.to_bytes(), MergeProposal.from_bytes
             )
             # 2. Agree. All members hold the same proposals, so that they conclude the same.
             outcome = MergeOutcome(
@@ -517,7 +503,6 @@ class MergeProtocol:
             kind=kind,
             is_new=is_new,
             report=snapshot.report,
-            norm=0.0 if is_new else snapshot.norm,
             num_elements=wanted.layout.num_elements,
             dtype=wanted.layout.dtype.name,
             num_counters=wanted.counters.size,
@@ -559,15 +544,8 @@ class MergeProtocol:
             names = names_of_merged(shares)
             for name in names if outcome.kind == "merge" else ():
                 assert self._states is not None, "all ranks merge states, or none does"
-                # One that nobody with a weight has is left as it is.
-                states[name] = [
-                    state if share else torch.zeros_like(state)
-                    for state, share in zip(
-                        own.model.states.get(name) or self._states.zeros(name),
-                        shares[name],
-                        strict=True,
-                    )
-                ]
+                mine = own.model.states.get(name) or self._states.zeros(name)
+                states[name] = _shared(mine, shares[name])
                 # Of a state the same rows are merged as of its parameter. A single number, such as
                 # that of steps, has no rows, and Adafactor's means of columns are of all rows.
                 rows |= {
@@ -597,7 +575,7 @@ class MergeProtocol:
         if layout is not None and states:
             first = len(whole) - sum(map(len, states.values()))
             _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
-        counters = no_counters()
+        counters = own.model.counters
         if outcome.reference.num_counters:
             counters = yield from _largest_counters(parties, own.model.counters, position)
         joiner_state = yield from self._send_to_joiners(outcome, position)
@@ -686,6 +664,14 @@ def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def _shared(states: Sequence[torch.Tensor], shares: Sequence[float]) -> list[torch.Tensor]:
+    """The states, and zeros for one that nobody with a weight has, which is left as it is."""
+    return [
+        state if share else torch.zeros_like(state)
+        for state, share in zip(states, shares, strict=True)
+    ]
+
+
 def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: int) -> None:
     """Make of means over all members, in which missing tensors are zeros, those over the members
     that have them.
@@ -729,129 +715,129 @@ def _largest_counters(
     return largest
 
 
-# The momentum of merges, as published: w' = sum_i alpha_i w_i + gamma (w - w_before)
+# Which rows have changed, and whether it is cheaper to merge those rows alone.
+#
+# After a merge all ranks hold the same bits. A row that no rank has changed since then is the same
+# everywhere, and is its own mean. Whether a row has changed is found by comparing its bits with a
+# copy, so it does not matter who changed it: an optimizer with momentum, or the user. What is
+# computed from replicated numbers after a merge, such as the momentum of merges, changes rows alike
+# on all ranks, and it does so before the copy is made.
+#
+# Cost: a copy of the parameters whose gradients have been sparse, and one pass over them in each
+# merge.
 
-GAMMA: Final = 0.9
-"""Of the momentum of merges."""
+# Bits are compared as integers: as floating-point numbers, -0.0 would equal 0.0, and a NaN would
+# not equal itself.
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+INDEX_BYTES = 4
 
 
-def with_momentum(
-    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = GAMMA
-) -> ModelT:
-    """sum_i alpha_i w_i + gamma (w - w_before).
+class TouchedRows:
+    """Compares the parameters whose gradients have been sparse with a copy from the last merge.
 
     Args:
-        merged: the weighted mean of the replicas.
-        latest: the model that they began this mega-batch with.
-        before: the model that they began the last one with; None in the first.
-        gamma: in [0, 1).
+        parameters: in the model's order.
 
-    >>> with_momentum(3.0, 2.0, 1.0, gamma=0.5), with_momentum(3.0, 2.0, None)
-    (3.5, 3.0)
-    """
-    return merged if before is None else merged + gamma * (latest - before)
-
-
-class MergeMomentum:
-    """The models of the last two merges, in float32 or float64, the same on every rank.
-
-    Args:
-        parameters: by name.
-        gamma: in [0, 1).
+    Attributes:
+        known_since: number of the merge whose result was copied; None: there is no copy.
+        copies: by the parameter's position.
+        sparse: positions of the parameters whose gradient has been sparse on this rank.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float = GAMMA) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._gamma = gamma
-        self._latest: dict[str, torch.Tensor] = {}
-        self._before: dict[str, torch.Tensor] = {}
+        self.copies: Mapping[int, torch.Tensor] = {}
+        self.known_since: int | None = None
+        self.sparse: set[int] = set()
 
-    def begin(self) -> None:
-        """The first mega-batch begins with the parameters as they are now, unless a merge has
-        already said with which it began.
+    def note_sparse_gradients(self) -> None:
+        """An optimizer step is about to be taken: note which gradients are sparse."""
+        for position, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and parameter.grad.is_sparse and parameter.dtype in _BITS:
+                self.sparse.add(position)
+
+    def keep(self, copies: Mapping[int, torch.Tensor], merge: int) -> None:
+        """`copies`, by position, are the result of merge number `merge`. The parameters may be
+        ahead of it.
         """
-        if not self._latest:
-            self._latest = {
-                name: _widened(parameter).clone() for name, parameter in self._parameters.items()
-            }
+        self.sparse.update(copies)
+        self.copies = dict(sorted(copies.items()))
+        self.known_since = merge
 
-    def added_to(self, merged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What becomes of the merged parameters, in the model's order, in the type in which means
-        are computed. One that was frozen meanwhile stays at the mean.
-        """
-        return [
-            with_momentum(mean, self._latest[name], self._before.get(name), gamma=self._gamma)
-            if parameter.requires_grad
-            else mean
-            for (name, parameter), mean in zip(self._parameters.items(), merged, strict=False)
-        ]
+    def forget(self) -> None:
+        """The parameters hold something else, which other ranks may not hold."""
+        self.copies, self.known_since = {}, None
 
-    def move_to(self, merged: Sequence[torch.Tensor]) -> None:
-        """A merge is final, and `merged` is what it has made of the parameters."""
-        self._before = self._latest
-        self._latest = {
-            name: model.clone() for name, model in zip(self._parameters, merged, strict=False)
-        }
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The models, with keys "latest/<name>" and "before/<name>". Tensors are live ones."""
-        models = {"latest": self._latest, "before": self._before}
-        return {
-            f"{model}/{name}": tensor
-            for model, tensors in models.items()
-            for name, tensor in tensors.items()
-        }
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
-        models: dict[str, dict[str, torch.Tensor]] = {"latest": {}, "before": {}}
-        for key, tensor in state.items():
-            model, _, name = key.partition("/")
-            if (
-                model not in models
-                or name not in self._parameters
-                or tensor.shape != self._parameters[name].shape
-            ):
-                raise CheckpointError(
-                    f"the merges' momentum was saved with another model or strategy: see {key!r}"
-                )
-            models[model][name] = tensor.to(_widened(self._parameters[name])).clone()
-        for model, tensors in models.items():
-            if tensors and (missing := self._parameters.keys() - tensors.keys()):
-                raise CheckpointError(
-                    "the merges' momentum was saved with another model or strategy: it lacks"
-                    f" '{model}/{min(missing)}'"
-                )
-        self._latest, self._before = (
-            {name: tensors[name] for name in self._parameters if tensors}
-            for tensors in (models["latest"], models["before"])
+def touched_rows(
+    copies: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> dict[int, RowSet]:
+    """The rows in which `parameters` differ from their copies, by the parameter's position."""
+    found = {}
+    for position, copy in copies.items():
+        bits = _BITS[copy.dtype]
+        now, then = (
+            tensor.detach().view(bits).unsqueeze(1).flatten(1)
+            for tensor in (parameters[position], copy)
         )
-
-    def to_bytes(self) -> bytes:
-        """The state in the format of safetensors, for a worker that joins the run."""
-        # The format has no complex128, so complex numbers travel as pairs.
-        real = {
-            key: torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            for key, tensor in self.state().items()
-        }
-        return to_bytes(real)
-
-    def from_bytes(self, payload: Payload) -> None:
-        """Inverse of `to_bytes`. Raises `WireError` for what does not fit the parameters."""
-        try:
-            state = safetensors.torch.load(bytes(payload))
-            for key, tensor in state.items():
-                parameter = self._parameters.get(key.partition("/")[2])
-                if parameter is not None and parameter.is_complex() and tensor.shape[-1:] == (2,):
-                    state[key] = torch.view_as_complex(tensor)
-            self.load(state)
-        except (safetensors.SafetensorError, CheckpointError) as error:
-            raise WireError(
-                f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
-                f" the model; do all ranks train the same model? ({error})"
-            ) from error
+        if copy.device.type == "cpu":
+            found[position] = np.zeros(len(copy), np.bool_)
+            _note_changed(now.numpy(), then.numpy(), found[position])
+        else:
+            found[position] = (now != then).any(dim=1).cpu().numpy()
+    return found
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the type in which means are computed: at least float32."""
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+@kernel
+def _note_changed(
+    now: NDArray[np.integer], then: NDArray[np.integer], changed: NDArray[np.bool_]
+) -> None:
+    # In most rows that an optimizer has changed, the first element has.
+    for row in range(changed.size):
+        for column in range(now.shape[1]):
+            if now[row, column] != then[row, column]:
+                changed[row] = True
+                break
+
+
+def index_bytes(num_touched: int, num_rows: int) -> int:
+    """How many bytes it takes to say which rows: a list of numbers, or a bit for each row.
+
+    >>> index_bytes(10, 1000), index_bytes(900, 1000)
+    (40, 125)
+    """
+    return min(INDEX_BYTES * num_touched, -(-num_rows // 8))
+
+
+def rows_are_cheaper(num_touched: Sequence[int], *, num_rows: int, row_bytes: int) -> bool:
+    """Whether to exchange sets of touched rows, and then to merge their union alone: 2(P-1)/P of
+    the values, and P-1 sets.
+
+    The union has at least as many rows as the largest set; how many it has is known only after the
+    sets were exchanged. It never has more than all rows, so that what can be lost is the sets.
+
+    Args:
+        num_touched: how many rows each rank has changed, >= 0.
+        num_rows: of the matrix.
+        row_bytes: size of one row, in bytes.
+
+    >>> rows_are_cheaper([2_000, 3_000], num_rows=135_909, row_bytes=512)
+    True
+    >>> rows_are_cheaper([135_909, 3_000], num_rows=135_909, row_bytes=512)
+    False
+    >>> rows_are_cheaper([10], num_rows=1000, row_bytes=512)
+    False
+    """
+    num_ranks = len(num_touched)
+    hops = num_ranks - 1
+    sets = hops * max(index_bytes(count, num_rows) for count in num_touched)
+    return (
+        2 * hops / num_ranks * max(num_touched) * row_bytes + sets
+        < 2 * hops / num_ranks * num_rows * row_bytes
+    )

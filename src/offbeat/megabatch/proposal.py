@@ -59,6 +59,7 @@ class TrainerReport:
         pace: what it has done since batch sizes were chosen.
         base: the batch size that learning rates are for; None: no loader has said so here.
         following: the round with which it goes on while this merge is under way; None: it waits.
+        norm: of its model, per parameter; 0.0 where nobody uses it.
     """
 
     share: MegaBatchShare
@@ -70,6 +71,7 @@ class TrainerReport:
     pace: Pace = Pace()
     base: int | None = None
     following: ClaimRound | None = None
+    norm: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -85,7 +87,6 @@ class MergeProposal:
         is_new: whether it has joined the run, or comes back to it, and holds nothing that its peers
             could use: neither a model nor the state of the run.
         report: what its trainer has done.
-        norm: of its model, per parameter.
         num_elements: of its vector, if all that is merged is laid out in one.
         dtype: of that vector.
         num_counters: number of elements of its integer buffers.
@@ -102,7 +103,6 @@ class MergeProposal:
     kind: ProposalKind
     is_new: bool
     report: TrainerReport
-    norm: float
     num_elements: int
     dtype: str
     num_counters: int

@@ -120,16 +120,10 @@ class Generations:
             limits: the limits of the meshes, the same on every rank; `mesh_limits` if None.
 
         Raises:
-            ConfigError: `interval_s` or `silence_s` is not above 0.
             PeerError: the store does not answer.
         """
         if silence_s is None:
             silence_s = min(_SILENT_BEAT_S, tolerated_silence_s())
-        if not (interval_s > 0 and silence_s > 0):
-            raise ConfigError(
-                f"interval_s is {interval_s} and silence_s {silence_s}, allowed is any number of"
-                " seconds above 0"
-            )
         self._network = network
         self._host = host
         self._interval_s = interval_s

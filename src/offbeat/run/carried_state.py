@@ -26,7 +26,7 @@ from offbeat.session.state import reshard
 from offbeat.transport.connect import is_returning
 
 KEY: Final = "offbeat"
-"""Of the entry in the optimizer's state."""
+"""The key of the entry in the optimizer's state."""
 
 LOGGER = logging.getLogger("offbeat")
 

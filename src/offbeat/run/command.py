@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -138,20 +139,84 @@ def run_command(
     add("words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS]...", help="as for python")
     # fmt: on
     given = parser.parse_args(words)
-    # What imports torch is imported once the words are known to be right.
-    from offbeat.run.hosts import meeting
-    from offbeat.run.running import run
+    return _run(given, finished)
 
-    return run(
-        given.words,
-        strategy=given.strategy,
-        workers=given.workers,
-        as_module=given.module,
-        restarts=given.restarts,
-        steps=given.steps,
-        metric=given.metric,
-        log_to=[name.strip() for name in given.log_to.split(",") if name.strip()],
-        where=meeting(given.rendezvous, given.nodes, given.node_rank),
-        out=given.out,
-        finished=finished,
+
+def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
+    """Run a script, with workers of its own or as the rank that this process is, and say what the
+    user should know. Arguments and result are those of `run_command`.
+    """
+    # What imports torch is imported once the words are known to be right.
+    from offbeat.run.plan import (
+        DEFAULT_WORKERS,
+        script_command,
+        script_config,
+        with_strategys_problem,
     )
+    from offbeat.run.progress import MembershipChange, WorkerProgress
+    from offbeat.run.supervise import meet, meeting, run_script
+    from offbeat.run.worker import run_launched
+    from offbeat.transport.connect import launched
+
+    where = meeting(given.rendezvous, given.nodes, given.node_rank)
+    if given.restarts < 0:
+        raise ConfigError(f"--restarts is {given.restarts}; allowed is 0 or more")
+    try:
+        script = script_command(given.words, as_module=given.module, metric=given.metric)
+    except ConfigError as problem:
+        raise with_strategys_problem(problem, given.strategy, given.words) from None
+    loggers = [name.strip() for name in given.log_to.split(",") if name.strip()]
+    config_of = partial(script_config, script, given.strategy, steps=given.steps, log_to=loggers)
+    # Where hosts are named this process supervises its own, whoever has started it on them.
+    launch = None if where is not None else launched()
+    if launch is not None:
+        if given.workers is not None and given.workers != launch.world_size:
+            raise ConfigError(
+                f"--workers {given.workers}, but {launch.world_size} processes were launched; leave"
+                " --workers out or launch as many"
+            )
+        return run_launched(config_of(workers=launch.world_size), given.out)
+    num_workers = DEFAULT_WORKERS if given.workers is None else given.workers
+    config, host = config_of(workers=num_workers), None
+    if where is not None:
+        host = meet(where, num_workers)
+        config = config_of(workers=host.num_of_all_hosts)
+    said: set[str] = set()
+
+    def say_once(notice: str) -> None:
+        if notice not in said:
+            said.add(notice)
+            _say(f"note ({config.strategy}): {notice}")
+
+    def say_change(report: WorkerProgress | MembershipChange) -> None:
+        if isinstance(report, MembershipChange):
+            _say(report.text)
+
+    outcome = run_script(
+        config,
+        out=given.out,
+        restarts=given.restarts,
+        host=host,
+        on_progress=say_change,
+        on_notice=say_once,
+        say=_say,
+    )
+    if outcome.problem is not None:
+        _say(f"offbeat: {outcome.problem}")
+    elif outcome.summary is None:
+        _say(
+            "offbeat: no step is recorded: the script ended before its first one, or trained in"
+            " processes that it started itself"
+        )
+    else:
+        for notice in outcome.summary.notices:
+            say_once(notice)
+        _say(f"record: {outcome.directory}")
+        if host is None:
+            finished(outcome.directory)
+    return outcome.status
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,5 +1,6 @@
-"""What the lab's ranks agree on besides training, through a store: who lives, who leads, when all
-are done.
+"""A run's store, and what its ranks agree on through it besides training: who lives, who leads,
+when all are done. The supervisor serves the store, on loopback where the run has one host; ranks
+that torchrun or srun has started use that of torch.distributed.
 
 Where a strategy survives the death of a worker, the supervisor records deaths in the store, and a
 rank that waits, waits for the living ones only. A worker that comes back counts again from the step
@@ -10,20 +11,84 @@ and every rank waits for all.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import Store
 
 from offbeat.errors import PeerError
+from offbeat.transport.connect import RETURN_VARIABLE, launched
+from offbeat.transport.interface import bound_socket
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+LOOPBACK: Final = "127.0.0.1"
+SUPERVISED_VARIABLE: Final = "OFFBEAT_STORE_PORT"
+"""Environment variable of a worker whose supervisor serves the store, and records deaths in it."""
 
-_PREFIX: Final = "offbeat-lab"
-_STOP: Final = f"{_PREFIX}/stop"
+PATIENCE: Final = timedelta(minutes=30)
+"""Slowness is no failure: a dead worker is noticed by the process that started it."""
+
+_PREFIX: Final = "offbeat-run"
 _LONGEST_PAUSE_S: Final = 0.02
 _never: Final = threading.Event()
+_numbers: Final = count()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunStore:
+    """The store of a run, as the supervisor of some of its workers sees it.
+
+    Attributes:
+        store: the store itself, which lives as long as this does.
+        address, port: at which workers reach it.
+    """
+
+    store: Store
+    address: str
+    port: int
+
+    def environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """What worker `rank` needs to find the store, in the variables that torch.distributed knows
+        too.
+        """
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            SUPERVISED_VARIABLE: str(self.port),
+        }
+
+
+def serve_store(address: str = LOOPBACK, port: int = 0) -> RunStore:
+    """The store, in this process, on a socket that listens on `address` only.
+
+    Args:
+        address: of this host.
+        port: 0 takes a free one.
+    """
+    with bound_socket(address, port) as listener:
+        port = listener.getsockname()[1]
+        # Given only an address, the store would listen on every interface.
+        descriptor = os.dup(listener.fileno())
+        store = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+        )
+    return RunStore(store=store, address=address, port=port)
+
+
+def store_client(address: str, port: int) -> Store:
+    """A connection to the store that a supervisor serves at `address`. Waits for it. Raises
+    `RuntimeError` where nobody serves one.
+    """
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
 
 
 def record_death(store: Store, rank: int, *, deaths: int) -> None:
@@ -69,42 +134,30 @@ class Coordinator:
         self.world_size = world_size
         self.restart = restart
         self.supervised = supervised
-        self._store = store
-
-    def stop_at(self, step: int) -> None:
-        """Ask all ranks to stop once they have done `step` steps, unless a rank has already named
-        a step.
-        """
-        self._store.compare_set(_STOP, "", str(step))
-
-    def stop_step(self) -> int | None:
-        """After how many steps all ranks are to stop, if a rank asked for it. One round trip to
-        the store.
-        """
-        return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
+        self.store = store
 
     def publish(self, name: str, text: str) -> None:
         """Store `text` under `name` for all ranks, those that join later included. It replaces what
         was published under that name before.
         """
-        self._store.set(f"{_PREFIX}/{name}", text)
+        self.store.set(f"{_PREFIX}/{name}", text)
 
     def published(self, name: str) -> str | None:
         """What has been published under `name`; None if nothing has."""
         key = f"{_PREFIX}/{name}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def rejoin_at(self, first_step: int) -> None:
         """From `first_step` on, this rank takes part in what is waited for."""
-        self._store.set(_back_key(self.rank, self.restart), str(first_step))
+        self.store.set(_back_key(self.rank, self.restart), str(first_step))
 
     def all_gather(self, name: str, text: str) -> list[str]:
         """Every rank's `text`, by rank. Waits for all of them, dead or alive. A name serves
         once.
         """
-        self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
+        self.store.set(f"{_PREFIX}/{name}/{self.rank}", text)
         return [
-            self._store.get(f"{_PREFIX}/{name}/{rank}").decode() for rank in range(self.world_size)
+            self.store.get(f"{_PREFIX}/{name}/{rank}").decode() for rank in range(self.world_size)
         ]
 
     def gather_living(
@@ -121,9 +174,9 @@ class Coordinator:
             patience_s: how long to wait for late ranks before they are left out, this rank too if
                 it is one; None: for ever.
         """
-        self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
+        self.store.set(f"{_PREFIX}/{name}/{self.rank}", text)
         decided = f"{_PREFIX}/{name}"
-        if not self._store.check([decided]):
+        if not self.store.check([decided]):
             until_s = None if patience_s is None else time.monotonic() + patience_s
             texts = {
                 rank: self._text(name, rank, step, until_s, decided)
@@ -131,8 +184,8 @@ class Coordinator:
             }
             here = {rank: found for rank, found in texts.items() if found is not None}
             # Two ranks may have left out different late ones; the first to write decides for all.
-            self._store.compare_set(decided, "", json.dumps(list(here.items())))
-        return dict(json.loads(self._store.get(decided)))
+            self.store.compare_set(decided, "", json.dumps(list(here.items())))
+        return dict(json.loads(self.store.get(decided)))
 
     def barrier(self, name: str, ranks: Sequence[int], *, patience_s: float | None = None) -> None:
         """Return once all of `ranks`, this one among them, are here. A name serves once.
@@ -141,7 +194,7 @@ class Coordinator:
             PeerError: one of them has died before it came, or is not here after `patience_s`
                 seconds.
         """
-        self._store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
+        self.store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
         until_s = None if patience_s is None else time.monotonic() + patience_s
         for rank in ranks:
             if self._text(name, rank, None, until_s) is None:
@@ -158,16 +211,22 @@ class Coordinator:
             step: a rank that came back is waited for if it took part in this step.
             give_up: is asked now and then.
         """
-        self._store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
+        self.store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
         for rank in range(self.world_size):
             pause_s = 2e-4
-            while not self._has_come(name, rank, step) and not give_up():
+            # In this order: what a dead rank has not said by now it will never say.
+            while (
+                self.is_alive(rank, step)
+                and self.published(f"{name}/{rank}") is None
+                and not self.store.check([_no_more_steps_key(rank)])
+                and not give_up()
+            ):
                 _never.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def take_no_more_steps(self) -> None:
         """No rank is to wait for this one in `meet` any more."""
-        self._store.set(_no_more_steps_key(self.rank), "")
+        self.store.set(_no_more_steps_key(self.rank), "")
 
     @property
     def step(self) -> int:
@@ -175,15 +234,7 @@ class Coordinator:
         supervisor says it.
         """
         keys = [_step_key(rank) for rank in range(self.world_size)]
-        return max([0, *(int(self._store.get(key)) for key in keys if self._store.check([key]))])
-
-    def _has_come(self, name: str, rank: int, step: int) -> bool:
-        lives = self._is_alive(rank, step)  # before looking, as in `_text`
-        return (
-            self.published(f"{name}/{rank}") is not None
-            or not lives
-            or self._store.check([_no_more_steps_key(rank)])
-        )
+        return max([0, *(int(self.store.get(key)) for key in keys if self.store.check([key]))])
 
     @property
     def leader(self) -> int:
@@ -196,7 +247,7 @@ class Coordinator:
         if not self.supervised:
             return 0
         deaths = {rank: self._deaths(rank) for rank in ranks}
-        living = [rank for rank in deaths if rank == self.rank or self._is_alive(rank, None)]
+        living = [rank for rank in deaths if rank == self.rank or self.is_alive(rank, None)]
         return min(living, key=lambda rank: (deaths[rank], rank))
 
     def must_perform(self, name: str, among: Collection[int]) -> bool:
@@ -214,7 +265,7 @@ class Coordinator:
             if not self.supervised:
                 return False
             pause_s = 1e-3
-            while self._is_alive(leader, None) and self._leader_among(among) == leader:
+            while self.is_alive(leader, None) and self._leader_among(among) == leader:
                 if self.published(name) is not None:
                     return False
                 _never.wait(pause_s)
@@ -236,35 +287,32 @@ class Coordinator:
         """
         key, pause_s = f"{_PREFIX}/{name}/{rank}", 2e-4
         if not self.supervised and until_s is None:
-            return self._store.get(key).decode()
+            return self.store.get(key).decode()
         while True:
-            lives = self._is_alive(
-                rank, step
-            )  # before looking: what a dead rank has not said by now it will never say
-            if self._store.check([key]):
-                return self._store.get(key).decode()
+            # Before looking: what a dead rank has not said by now it will never say.
+            lives = self.is_alive(rank, step)
+            if self.store.check([key]):
+                return self.store.get(key).decode()
             if not lives or (until_s is not None and time.monotonic() > until_s):
                 return None
-            if decided is not None and self._store.check([decided]):
+            if decided is not None and self.store.check([decided]):
                 return None
             _never.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def takes_part(self, rank: int, step: int) -> bool:
-        """Whether `rank` lives and was there in `step`, as far as deaths are recorded."""
-        return self._is_alive(rank, step)
-
-    def _is_alive(self, rank: int, step: int | None) -> bool:
-        """Whether `rank` lives; with `step`, whether it takes part in that step."""
+    def is_alive(self, rank: int, step: int | None) -> bool:
+        """Whether `rank` lives, as far as deaths are recorded; with `step`, whether it takes part
+        in that step.
+        """
         deaths = self._deaths(rank)
         if deaths == 0 or rank == self.rank:
             return True
         back = _back_key(rank, deaths)
-        return self._store.check([back]) and (step is None or int(self._store.get(back)) <= step)
+        return self.store.check([back]) and (step is None or int(self.store.get(back)) <= step)
 
     def _deaths(self, rank: int) -> int:
         key = _deaths_key(rank)
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        return int(self.store.get(key)) if self.store.check([key]) else 0
 
 
 def _deaths_key(rank: int) -> str:
@@ -281,3 +329,30 @@ def _step_key(rank: int) -> str:
 
 def _back_key(rank: int, restart: int) -> str:
     return f"{_PREFIX}/back/{rank}/{restart}"
+
+
+def supervised_coordinator() -> Coordinator:
+    """The view of a worker which a supervisor of offbeat's has started, and which makes a process
+    group by itself.
+    """
+    launch = launched()
+    assert launch is not None, "the supervisor says which rank this is"
+    return Coordinator(
+        store_client(os.environ["MASTER_ADDR"], int(os.environ[SUPERVISED_VARIABLE])),
+        launch.rank,
+        launch.world_size,
+        restart=int(os.environ.get(RETURN_VARIABLE) or 0),
+        supervised=True,
+    )
+
+
+def group_coordinator() -> Coordinator:
+    """One of the ranks of torch.distributed's default group, or of this process alone; a new one at
+    each call, which all ranks make in the same order.
+    """
+    if not dist.is_initialized():
+        return Coordinator(dist.HashStore(), 0, 1)
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    own = dist.PrefixStore(f"offbeat-record-{next(_numbers)}", store)
+    return Coordinator(own, dist.get_rank(), dist.get_world_size())

@@ -34,7 +34,8 @@ from offbeat.run.carried_state import CarriedStates
 from offbeat.run.children import ChildFunction
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.run.patches import ScriptListener
-from offbeat.run.recipes import ScriptRecipe, ScriptSession
+from offbeat.run.recipes import ScriptRecipe
+from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.session import Adopted, Session
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import is_in_flat_parameter
@@ -78,7 +79,7 @@ class ModelListener:
     """
 
     def attached(
-        self, session: ScriptSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, session: ExchangeSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """`session` is at work on `model`, which `optimizer` steps."""
 
@@ -118,30 +119,13 @@ class _Coupled:
     ddp: weakref.ref[DistributedDataParallel]
     module: torch.nn.Module
     parameters: frozenset[int]
-    session: ScriptSession
+    session: ExchangeSession
     optimizer: torch.optim.Optimizer | None
     evaluation: EvaluationWeights | None
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
         return not self.parameters.isdisjoint(map(id, parameters))
-
-
-@dataclass(kw_only=True, eq=False)
-class _Made:
-    """Optimizers and scalers of the script, in the order in which they were made."""
-
-    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
-    scalers: list[weakref.ref[torch.amp.GradScaler]] = field(default_factory=list)
-
-    def living_optimizers(self) -> list[torch.optim.Optimizer]:
-        found = [reference() for reference in self.optimizers]
-        return [optimizer for optimizer in found if optimizer is not None]
-
-    def newest_scaler(self) -> torch.amp.GradScaler | None:
-        found = [reference() for reference in self.scalers]
-        enabled = [scaler for scaler in found if scaler is not None and scaler.is_enabled()]
-        return enabled[-1] if enabled else None
 
 
 class ScriptSessions(ScriptListener):
@@ -166,7 +150,9 @@ class ScriptSessions(ScriptListener):
         self.trains_without_session = self.trains_without_ddp = False
         self._recipe = recipe
         self._listener = listener
-        self._made = _Made()
+        # In the order in which the script has made them.
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._carried = CarriedStates()
         self._adopted: weakref.WeakKeyDictionary[DistributedDataParallel, Adopted] = (
             weakref.WeakKeyDictionary()
@@ -180,7 +166,7 @@ class ScriptSessions(ScriptListener):
     @property
     def has_made_anything(self) -> bool:
         """Whether the script has made a DDP model or an optimizer."""
-        return bool(self.num_ddp_models or self._made.optimizers)
+        return bool(self.num_ddp_models or self._optimizers)
 
     # What the script does
 
@@ -203,14 +189,14 @@ class ScriptSessions(ScriptListener):
 
     @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._made.optimizers.append(weakref.ref(optimizer))
+        self._optimizers.append(weakref.ref(optimizer))
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
             optimizer.register_step_pre_hook(self._note_step)
             self._carried.watch(optimizer)
 
     @override
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
-        self._made.scalers.append(weakref.ref(scaler))
+        self._scalers.append(weakref.ref(scaler))
 
     @override
     def mode_changed(self, module: torch.nn.Module) -> None:
@@ -222,7 +208,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def backward_begins(self, loss: torch.Tensor) -> None:
-        scaler = self._made.newest_scaler()
+        scaler = self._newest_scaler()
         self._listener.loss_seen(loss, 1.0 if scaler is None else scaler.get_scale())
 
     @override
@@ -300,6 +286,11 @@ class ScriptSessions(ScriptListener):
             why = NOT_DISTRIBUTED if self.trains_without_session else NO_TRAINING
         return ConfigError(why.format(script=script, strategy=self._recipe.name))
 
+    def _newest_scaler(self) -> torch.amp.GradScaler | None:
+        living = (reference() for reference in self._scalers)
+        enabled = [scaler for scaler in living if scaler is not None and scaler.is_enabled()]
+        return enabled[-1] if enabled else None
+
     # Forward passes
 
     @override
@@ -308,7 +299,8 @@ class ScriptSessions(ScriptListener):
             return  # of several wrappers around each other the innermost one has the model
         self._listener.samples_seen(args)
         coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
-        candidates = self._made.living_optimizers()
+        living = (reference() for reference in self._optimizers)
+        candidates = [optimizer for optimizer in living if optimizer is not None]
         if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
             candidates = coupled.stepped
             self._end(coupled, None)
@@ -333,7 +325,7 @@ class ScriptSessions(ScriptListener):
             if other.has_any_of(model.parameters()):
                 self._end(other, None)
         adopted = self._adopted.get(ddp, "nothing")
-        session = self._recipe.attach(ddp, optimizer, self._made.newest_scaler(), adopted)
+        session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
             return None
         coupled = _Coupled(

@@ -42,22 +42,15 @@ def interrupts() -> Iterator[Interrupts]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupted
         return
-    with _stop_requests(count):
+    with stop_requests(count):
         yield interrupted
 
 
 @contextmanager
-def stop_requests(heed: Callable[[], object]) -> Iterator[None]:
-    """Call `heed` at SIGINT, SIGTERM and SIGHUP, in place of ending this process. A SIGHUP that is
-    ignored, as under nohup, stays so. Only in the main thread.
+def stop_requests(heed: Callable[[int], object]) -> Iterator[None]:
+    """Call `heed` with the number of the signal at SIGINT, SIGTERM and SIGHUP, in place of ending
+    this process. A SIGHUP that is ignored, as under nohup, stays so. Only in the main thread.
     """
-    with _stop_requests(lambda number: heed()):
-        yield
-
-
-@contextmanager
-def _stop_requests(heed: Callable[[int], object]) -> Iterator[None]:
-    """`stop_requests` that tell the number of the signal."""
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -99,7 +92,7 @@ def _leave_terminal() -> None:
     for descriptor in (1, 2):
         with suppress(OSError):
             is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
-            if is_device and not os.isatty(descriptor):  # as of a terminal that was closed
+            if is_device and not os.isatty(descriptor):  # the terminal was closed
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)

@@ -115,7 +115,7 @@ class LocalWorker:
     Attributes:
         rank: which one.
         process: of it.
-        stdin: its standard input, to which `run_until` writes. Its end ends the worker.
+        stdin: its standard input, whose end ends the worker.
         pipe: the descriptor from which its reports are read.
         restart: how many processes have had this rank before and died.
         joined: whether it is one of the members; one that comes back has to become one.
@@ -164,13 +164,6 @@ class LocalWorker:
                 " supervisor; does something else in it write to the same descriptor?"
             )
         return [decode(line) for line in lines], bool(chunk)
-
-    def run_until(self, until_step: int) -> None:
-        """Let it train up to `until_step`."""
-        self.paused_at = None
-        with suppress(OSError):  # a dead worker is noticed elsewhere
-            self.stdin.write(f"{until_step}\n".encode())
-            self.stdin.flush()
 
     def kill(self) -> None:
         if self.alive:
@@ -265,7 +258,8 @@ def description_of_end(
     where = "what it printed above" if is_shown else str(log)
     see = f"see {where}" if is_shown or (log.exists() and log.stat().st_size) else ""
     who, step = f"worker {rank} (pid {pid})", last_step(run_directory, rank)
-    when = f"after step {step}" if step else "before its first step"
+    # It may have done another step or two, which it had not written down yet.
+    when = f"after step {step} was recorded" if step else "before its first step was recorded"
     if code < 0:
         name = signal.Signals(-code).name
         advice = "did the machine run out of memory?" if name == "SIGKILL" else see
@@ -274,14 +268,3 @@ def description_of_end(
         details = f" ({see})" if failure.has_printed and see else ""
         return f"{who} failed {when}: {failure.message}{details}"
     return f"{who} ended with status {code} {when}" + (f"; {see}" if see else "")
-
-
-def hint(run_directory: Path) -> str:
-    """How to go on with a run that has ended before its time."""
-    steps = sorted(entry.name for entry in (run_directory / "checkpoint").glob("step-*"))
-    if not steps:
-        return "; there is no checkpoint yet"
-    return (
-        f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume"
-        f" {run_directory}"
-    )

@@ -38,7 +38,7 @@ import inspect
 import multiprocessing.process
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +131,12 @@ def _nothing_logged() -> SimpleNamespace:
 def _do_nothing(*_: object, **__: object) -> None: ...
 
 
+def _put(stack: ExitStack, owner: object, name: str, value: object) -> None:
+    """Let `owner` have `value` under this name until `stack` is closed."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
 @contextmanager
 def patched(
     listener: ScriptListener, *, exchanges: bool, ddp_options: Mapping[str, object]
@@ -143,11 +149,7 @@ def patched(
         ddp_options: what DDP is made with, in the place of what the script says.
     """
     with ExitStack() as stack:
-
-        def put(owner: object, name: str, value: object) -> None:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-
+        put = partial(_put, stack)
         ddp = DistributedDataParallel
         put(ddp, "__init__", _ddp_init(ddp.__init__, listener, exchanges, ddp_options))
         prepares = _pre_forward(getattr(ddp, PREPARES_FORWARD_OF_DDP), listener, exchanges)
@@ -159,21 +161,16 @@ def patched(
             for name in ("register_comm_hook", REGISTERS_BUILTIN_HOOK):
                 put(ddp, name, lambda model, *_, **__: listener.hook_ignored(model))
             put(ddp, "join", _refuse_join)
-        put(
-            torch.optim.Optimizer,
-            "__init__",
-            _then(torch.optim.Optimizer.__init__, listener.optimizer_made),
-        )
-        put(
-            torch.amp.GradScaler,
-            "__init__",
-            _then(torch.amp.GradScaler.__init__, listener.scaler_made),
-        )
-        put(torch.nn.Module, "train", _train(torch.nn.Module.train, listener))
+        for owner, name, tell in (
+            (torch.optim.Optimizer, "__init__", listener.optimizer_made),
+            (torch.amp.GradScaler, "__init__", listener.scaler_made),
+            (torch.nn.Module, "train", listener.mode_changed),
+        ):
+            put(owner, name, _then(getattr(owner, name), tell))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
-        for owner in (torch.nn.utils, clip_grad):
-            put(owner, "clip_grad_norm_", clip)
+        for module in (torch.nn.utils, clip_grad):
+            put(module, "clip_grad_norm_", clip)
         kept: list[dist.ProcessGroup | None] = []
         stack.callback(kept.clear)
         destroy = _destroy(dist.destroy_process_group, listener, kept)
@@ -202,8 +199,7 @@ def beside_the_group(rank: int, world_size: int) -> Iterator[None]:
                 ("get_rank", lambda group=None: rank),
                 ("get_world_size", lambda group=None: world_size),
             ):
-                stack.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, value)
+                _put(stack, module, name, value)
         yield
 
 
@@ -216,8 +212,7 @@ def no_group_unless(allowed: bool, refusal: Callable[[], Exception]) -> Iterator
 
     with ExitStack() as stack:
         for module in () if allowed else (dist, distributed_c10d):
-            stack.callback(setattr, module, "init_process_group", dist.init_process_group)
-            setattr(module, "init_process_group", init_process_group)  # noqa: B010 - mypy knows no such thing
+            _put(stack, module, "init_process_group", init_process_group)
         yield
 
 
@@ -226,17 +221,16 @@ def processes_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     """The function of each process that the script starts goes through `wrap`, while the block
     runs. What `wrap` returns is pickled where the process is a fresh interpreter.
     """
-    original = multiprocessing.process.BaseProcess.__init__
+    base = multiprocessing.process.BaseProcess
+    original = base.__init__
 
     @wraps(original)
     def init(self: Any, group: Any = None, target: Any = None, *args: Any, **kwargs: Any) -> None:
         original(self, group, None if target is None else wrap(target), *args, **kwargs)
 
-    multiprocessing.process.BaseProcess.__init__ = init  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        _put(stack, base, "__init__", init)
         yield
-    finally:
-        multiprocessing.process.BaseProcess.__init__ = original  # type: ignore[method-assign]
 
 
 def _ddp_init(
@@ -291,13 +285,14 @@ def _refuse_join(self: DistributedDataParallel, *_: Any, **__: Any) -> Any:
     )
 
 
-def _then(original: Callable[..., None], tell: Callable[[Any], None]) -> Callable[..., None]:
+def _then(original: Callable[..., Any], tell: Callable[[Any], None]) -> Callable[..., Any]:
     """`original`, a method, and then `tell` with its object."""
 
     @wraps(original)
-    def both(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
         tell(self)
+        return result
 
     return both
 
@@ -338,13 +333,3 @@ def _destroy(
         return original(group)
 
     return destroy
-
-
-def _train(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
-    @wraps(original)
-    def train(self: torch.nn.Module, mode: bool = True) -> Any:
-        result = original(self, mode)
-        listener.mode_changed(self)
-        return result
-
-    return train

@@ -20,7 +20,7 @@ def script_command(
     """The script that `words` begin with, and its arguments.
 
     Args:
-        words: as on the command line.
+        words: those of the command line.
         as_module: whether the first of them names a module, as for `python -m`.
         metric: the logged value that counts; None: chosen by its name.
 
@@ -58,7 +58,7 @@ def script_config(
         strategy: with its options.
         workers: number of ranks, >= 1.
         steps: after which the script is stopped; None: it stops by itself.
-        log_to: as in `RunConfig`.
+        log_to: who hears metrics while training runs; see `RunConfig`.
 
     Raises:
         ConfigError: no such strategy, option or logger, or a number that cannot be.

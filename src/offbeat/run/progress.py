@@ -76,7 +76,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, has_printed: bool = True) -> Failure:
-        """That of a worker which `error` ends."""
+        """The failure of a worker which `error` ends."""
         kind = type(error).__name__
         message = str(error) if isinstance(error, OffbeatError) else f"{kind}: {_gist(str(error))}"
         return cls(rank=rank, kind=kind, message=message, has_printed=has_printed)
@@ -152,7 +152,7 @@ NoticeListener: TypeAlias = Callable[[str], None]
 
 
 def ignore_notice(notice: str) -> None:
-    """For runs whose notices are shown at their end alone."""
+    """Ignore a notice, in runs whose notices are shown at their end alone."""
 
 
 def pipe_reporter() -> Reporter:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -45,17 +44,6 @@ SCRIPT_STRATEGIES: Final[Mapping[str, type[Strategy]]] = {**REGISTRY, ALONE: NoE
 """What `offbeat run` takes by name."""
 
 
-class ScriptSession(ExchangeSession, Protocol):
-    """What a recipe has put to work."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
 class ScriptRecipe(ABC):
     """What `offbeat run` puts into a script.
 
@@ -85,7 +73,7 @@ class ScriptRecipe(ABC):
         optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
         adopted: Adopted,
-    ) -> ScriptSession | None:
+    ) -> ExchangeSession | None:
         """Put it to work on a DDP model. Collective.
 
         Args:

@@ -24,14 +24,19 @@ from typing_extensions import override
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.config import RunConfig
-from offbeat.run.coordination import Coordinator
+from offbeat.run.coordination import Coordinator, group_coordinator
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
-from offbeat.run.recipes import ScriptSession
-from offbeat.run.records import Evaluation, Record, begin_attempt, create
-from offbeat.run.rendezvous import group_coordinator
+from offbeat.run.records import Evaluation, RunDirectory, begin_attempt, create
 from offbeat.run.run_summary import Measured, gather_ends, write_end
-from offbeat.run.step_recorder import AttachedModel, Position, RankRun, StepRecorder, StepTime
+from offbeat.run.step_recorder import (
+    AttachedModel,
+    ExchangeSession,
+    Position,
+    RankRun,
+    StepRecorder,
+    StepTime,
+)
 from offbeat.session.metrics import SessionObserver
 from offbeat.torch_private import tensors_in
 from offbeat.transport.connect import is_returning
@@ -88,7 +93,7 @@ class ScriptLength:
 class OpenRecord:
     """A record that is written, and the ranks that write it."""
 
-    record: Record
+    record: RunDirectory
     coordinator: Coordinator
 
 
@@ -115,8 +120,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._report = report
         self._patience_s = patience_s
         self._length = ScriptLength(stop_after)
-        self._run: RankRun | None = None
         self._recorder: StepRecorder | None = None
+        """From the first session on until the script has ended, where there is a record."""
         self._metric_name: str | None = None
         self._metric: Evaluation | None = None
         self._losses_of_step: list[torch.Tensor | float] = []
@@ -124,38 +129,37 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._evaluations: list[Evaluation] = []
         self._losses_seen = False
         self._num_samples = 0
-        self._step_has_begun = self._has_evaluated = self._is_over = self._was_asked = False
+        self._step_has_begun = self._has_evaluated = self._was_asked = False
         self._backward = ExitStack()
         self._evaluated_s = 0.0
 
     # What the script does
 
     def attached(
-        self, session: ScriptSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self, session: ExchangeSession, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """`session` is at work. Of several models at once, the first one's steps are recorded."""
-        run = self._run
-        opened = self._open_record() if run is None else None
-        if run is None and opened is None:
-            self._is_over = True  # nobody asked for a record
+        attached = AttachedModel(model=model, session=session)
+        if self._recorder is None:
+            if (opened := self._open_record()) is not None:  # else nobody asked for a record
+                session.observers.append(self)
+                self._begin(opened, attached)
             return
-        if run is not None and run.attached.model is not model:
+        run = self._recorder.run
+        if run.attached.model is not model:
             run.notices.append("the script trains several models; the record is that of the first")
             return
-        attached = AttachedModel(model=model, session=session)
         session.observers.append(self)
-        if run is not None:
-            assert self._recorder is not None
-            run.attached = attached
-            self._recorder.begin_anew()
-            return
-        assert opened is not None
+        run.attached = attached
+        self._recorder.begin_anew()
+
+    def _begin(self, opened: OpenRecord, attached: AttachedModel) -> None:
+        """Record from now on: the first session is at work."""
         record, coordinator = opened.record, opened.coordinator
-        config, step = record.config, session.start_step
-        if config.script is not None:
-            self._metric_name = config.script.metric
-        self._length.position.step = step
-        self._run = run = RankRun(
+        if record.config.script is not None:
+            self._metric_name = record.config.script.metric
+        self._length.position.step = step = attached.session.start_step
+        run = RankRun(
             record=record,
             coordinator=coordinator,
             attached=attached,
@@ -168,7 +172,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._recorder = StepRecorder(
             run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
         )
-        self._training_begins(run, self._recorder)
+        self._training_begins(self._recorder)
         self._recorder.restart_clock()
 
     def samples_seen(self, args: Sequence[Any]) -> None:
@@ -180,13 +184,15 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
         """`backward` is called on `loss`, which is `scale` times the script's."""
         self._begin_step()
-        if loss.numel() == 1 and not self._is_over:
+        if self._recorder is None:
+            return
+        if loss.numel() == 1:
             # Read when the step is over: a GPU would first have to end the forward pass here.
             self._losses_of_step.append(loss.detach().float() / scale)
-        if self._run is not None and self._recorder is not None:
-            self._run.step_time.before_backward(self._recorder.elapsed_s)
-            self._backward.close()
-            self._backward.enter_context(self._run.step_time.backward())
+        step_time = self._recorder.run.step_time
+        step_time.before_backward(self._recorder.elapsed_s)
+        self._backward.close()
+        self._backward.enter_context(step_time.backward())
 
     def backward_ended(self) -> None:
         """What `loss_seen` announced is over."""
@@ -195,11 +201,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def evaluates(self) -> None:
         """The script puts a model out of training mode: what follows belongs to no step."""
         self._has_evaluated = True
-        run, recorder = self._run, self._recorder
-        if run is None or recorder is None or self._is_over:
-            return
-        if run.coordinator.leader == run.coordinator.rank:
-            self._evaluated_s = self._evaluation_begins(run, recorder)
+        if self._recorder is not None and self._recorder.leads:
+            self._evaluated_s = self._evaluation_begins(self._recorder)
 
     @override
     def stepped_without_session(self) -> None:
@@ -208,20 +211,24 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     @override
     def training_ends(self) -> None:
-        if self._run is not None and not self._is_over:
-            self._run.coordinator.take_no_more_steps()
+        if self._recorder is not None:
+            self._recorder.run.coordinator.take_no_more_steps()
 
     @override
     def asked_for_step(self) -> int:
         self._was_asked = True
-        if self._run is None and is_returning() and (opened := self._open_record()) is not None:
+        if (
+            self._recorder is None
+            and is_returning()
+            and (opened := self._open_record()) is not None
+        ):
             return opened.coordinator.step
         return self._length.position.step
 
     @override
     def step_ended(self, num_steps: int) -> None:
-        run, recorder = self._run, self._recorder
-        if run is None or recorder is None or self._is_over:
+        recorder = self._recorder
+        if recorder is None:
             return
         self._length.position.step += 1
         step = self._length.position.step
@@ -247,10 +254,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._loss_logged(values["loss"])
         if self._metric_name is None:
             self._metric_name = next((name for name in values if name not in _NO_METRICS), None)
-        name, recorder, run = self._metric_name, self._recorder, self._run
-        if name is None or name not in values or recorder is None or run is None or self._is_over:
-            return
-        if run.coordinator.leader != run.coordinator.rank:
+        name, recorder = self._metric_name, self._recorder
+        if name is None or name not in values or recorder is None or not recorder.leads:
             return
         others = {other: value for other, value in values.items() if other != name}
         found = recorder.evaluation(values[name], others)
@@ -263,26 +268,26 @@ class ScriptRecorder(SessionObserver, ModelListener):
         Args:
             finished: False where it was interrupted.
         """
-        run, recorder = self._run, self._recorder
-        if run is None or recorder is None or self._is_over:
+        recorder = self._recorder
+        if recorder is None:
             return
         self.training_ends()
-        self._is_over = True
+        self._recorder = None
         self._evaluation_ends()
         try:
             # Of ranks that came back none took part in step 0: they have begun the script anew.
-            ends = gather_ends(run, recorder, [], patience_s=self._patience_s, step=0)
+            ends = gather_ends(recorder, [], patience_s=self._patience_s, step=0)
             if ends is not None:
-                measured = self._measured(recorder)
-                write_end(run, recorder, ends, measured, run.attached.model, finished=finished)
+                model = recorder.run.attached.model
+                write_end(recorder, ends, self._measured(recorder), model, finished=finished)
         finally:
             recorder.close()
 
     def abandon(self) -> None:
         """The script has failed: there is no summary."""
-        if self._recorder is not None and not self._is_over:
-            self._recorder.close()
-        self._is_over = True
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
         self._evaluation_ends()
 
     def _stop_at_limit(self) -> None:
@@ -291,27 +296,27 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     def _begin_step(self) -> None:
         """The first thing that is seen of a step."""
-        run, recorder = self._run, self._recorder
-        if self._step_has_begun or run is None or recorder is None:
+        recorder = self._recorder
+        if self._step_has_begun or recorder is None:
             return
         self._step_has_begun = True
         self._evaluation_ends()
-        self._step_begins(run, recorder)
+        self._step_begins(recorder)
         if self._has_evaluated:
             recorder.restart_clock()
             self._has_evaluated = False
-        run.step_time.begin_step(self._length.position.step + 1)
+        recorder.run.step_time.begin_step(self._length.position.step + 1)
 
     # What a run that shares its machine with others does besides
 
-    def _step_time(self, record: Record, rank: int) -> StepTime:
+    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
         """What makes the steps of `rank` longer."""
         return StepTime()
 
-    def _training_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+    def _training_begins(self, recorder: StepRecorder) -> None:
         """Before the first step."""
 
-    def _step_begins(self, run: RankRun, recorder: StepRecorder) -> None:
+    def _step_begins(self, recorder: StepRecorder) -> None:
         """Before the first thing that is seen of a step."""
 
     def _meet(self, step: int) -> float:
@@ -324,7 +329,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def _wait_for_turn(self, step: int) -> None:
         """Return when a step after `step` may begin."""
 
-    def _evaluation_begins(self, run: RankRun, recorder: StepRecorder) -> float:
+    def _evaluation_begins(self, recorder: StepRecorder) -> float:
         """This rank leads and evaluates. Returns the training time of what it measures."""
         return 0.0
 
@@ -336,7 +341,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         """The script says its loss, before the optimizer's step or after it."""
         if self._step_has_begun:
             self._losses_of_step = [loss]
-        elif self._recorder is not None and not self._is_over and self._length.position.step:
+        elif self._recorder is not None and self._length.position.step:
             self._recorder.amend_loss(loss)
             if not self._losses_seen:
                 self._losses.append(loss)
@@ -407,4 +412,4 @@ def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
             directory,
         )
         return None
-    return OpenRecord(record=Record(directory), coordinator=coordinator)
+    return OpenRecord(record=RunDirectory(directory), coordinator=coordinator)

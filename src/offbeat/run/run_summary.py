@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import resource
@@ -11,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from offbeat.run.records import Summary, write_summary
 from offbeat.run.step_recorder import RankRun, StepRecorder
+from offbeat.session.state import digest_of
 
 HANGS_S: Final = 10.0
 """Where ranks do not keep step: for how long the end waits for one that does not come, though all
@@ -40,7 +39,6 @@ class Measured:
 
 
 def gather_ends(
-    run: RankRun,
     recorder: StepRecorder,
     notices: Sequence[str],
     *,
@@ -50,11 +48,12 @@ def gather_ends(
     """What each living rank has to say at its end; None on ranks that do not lead.
 
     Args:
-        run, recorder: of this rank, which has done its last step.
+        recorder: of this rank, which has done its last step.
         notices: of this rank, besides those of its session.
         patience_s: how long to wait for late ranks; None: for ever.
         step: a rank that came back is waited for if it took part in this step; None: in any case.
     """
+    run = recorder.run
     last, session = run.attached.session.stats, run.attached.session
     num_steps = max(1, run.schedule.position.step - recorder.first_step)
     mine = {
@@ -74,7 +73,6 @@ def gather_ends(
 
 
 def write_end(
-    run: RankRun,
     recorder: StepRecorder,
     ends: Sequence[Mapping[str, Any]],
     measured: Measured,
@@ -85,12 +83,13 @@ def write_end(
     """Write the summary, as the rank that leads.
 
     Args:
-        run, recorder: of this rank.
+        recorder: of this rank.
         ends: from `gather_ends`.
         measured: of the final model.
         final: that model.
         finished: False where the run was stopped before its end.
     """
+    run = recorder.run
     config, step, last = run.record.config, run.schedule.position.step, run.attached.session.stats
     entry_ages = [end["mean_entry_age"] for end in ends if end["mean_entry_age"] is not None]
     identical = len({end["digest"] for end in ends}) == 1
@@ -137,13 +136,7 @@ def digest(model: nn.Module) -> str:
     """SHA-256 over all parameters of `model`, by name. Buffers stay out of it: where gradients are
     exchanged, each rank has BatchNorm statistics of its own.
     """
-    total = hashlib.sha256()
-    for name, tensor in model.named_parameters():
-        total.update(name.encode())
-        total.update(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return total.hexdigest()
+    return digest_of(model.named_parameters())
 
 
 def _replica_notices(run: RankRun, final: nn.Module, *, identical: bool) -> list[str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol
 
 from torch import nn
@@ -17,10 +18,8 @@ from torch import nn
 from offbeat.callbacks.profile import StepProfile
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
-from offbeat.run.records import Evaluation, EventWriter, Record, StepEvent
-from offbeat.run.records.profiles import ProfileWriter
-from offbeat.session.live_metrics import LiveMetrics
-from offbeat.session.loggers import named_loggers
+from offbeat.run.records import Evaluation, EventWriter, ProfileWriter, RunDirectory, StepEvent
+from offbeat.session.loggers import LiveMetrics, named_loggers
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session, Stats
 from offbeat.transport.driver import Arrival
@@ -52,6 +51,13 @@ class ExchangeSession(Protocol):
     def take_ready_at_s(self) -> float | None: ...
 
     def take_profile(self) -> StepProfile | None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +134,7 @@ class RunLength(Protocol):
 class RankRun:
     """What is recorded of one rank's training."""
 
-    record: Record
+    record: RunDirectory
     coordinator: Coordinator
     attached: AttachedModel
     schedule: RunLength
@@ -168,7 +174,7 @@ class StepRecorder:
             amendable: whether the loss of a step may be said after it, by `amend_loss`.
             report_every_s: from one report to the next, >= 0. Each wakes the supervisor.
         """
-        self._run = run
+        self.run = run
         self._report = report
         self._report_every_s = report_every_s
         self._events = EventWriter(
@@ -193,7 +199,6 @@ class StepRecorder:
         self._metric: float | None = None
         self._met_s = 0.0
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
-        self._earlier_totals: tuple[float, int] | None = None
         if run.coordinator.rank == 0 and not run.coordinator.restart:
             for notice in run.attached.session.notices:
                 report(Remark(rank=0, text=notice))
@@ -208,14 +213,19 @@ class StepRecorder:
         )
 
     @property
+    def leads(self) -> bool:
+        """Whether this rank measures and writes for all."""
+        return self.run.coordinator.leader == self.run.coordinator.rank
+
+    @property
     def elapsed_s(self) -> float:
         """Training time of this attempt; for a worker that came back, with what it has missed."""
         return self._missed_s + self.seconds
 
     def begin_anew(self) -> None:
         """Another session has taken the place of the one before, and counts from 0."""
-        self._before = self.first = self._stats_reported = self._run.attached.session.stats
-        self.first_step = self._run.schedule.position.step
+        self._before = self.first = self._stats_reported = self.run.attached.session.stats
+        self.first_step = self.run.schedule.position.step
         self._live = self._live_metrics()
         self.restart_clock()
 
@@ -224,16 +234,16 @@ class StepRecorder:
         before clocks stop.
         """
         event = self._event(
-            loss=loss, batch_size=batch_size, padded_s=self._run.step_time.slept_s, met_s=met_s
+            loss=loss, batch_size=batch_size, padded_s=self.run.step_time.slept_s, met_s=met_s
         )
         self._met_s = met_s
-        self._run.step_time.exclude_overhead(event.encode_s, max(0.0, event.wait_s - met_s))
+        self.run.step_time.exclude_overhead(event.encode_s, max(0.0, event.wait_s - met_s))
         self.num_samples += batch_size
         self.last_loss = loss
         if self._live is not None and loss is not None:
             self._live.loss_seen(loss)
         self._add(event)
-        if (profile := self._run.attached.session.take_profile()) is not None:
+        if (profile := self.run.attached.session.take_profile()) is not None:
             self._profiles.add(event.step, profile)
         self._report_if_due()
 
@@ -250,7 +260,7 @@ class StepRecorder:
     ) -> StepEvent:
         """What has happened since the event before."""
         now_s = time.monotonic()
-        run, stats, before = self._run, self._run.attached.session.stats, self._before
+        run, stats, before = self.run, self.run.attached.session.stats, self._before
         step_s = now_s - self._since_s
         compute_s, encode_s, wait_s = phases(
             step_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s + met_s
@@ -277,7 +287,7 @@ class StepRecorder:
         return event
 
     def _report_if_due(self) -> None:
-        now_s, schedule = self._since_s, self._run.schedule
+        now_s, schedule = self._since_s, self.run.schedule
         if (
             now_s - self._reported_s >= self._report_every_s
             or schedule.position.step >= schedule.target
@@ -308,12 +318,12 @@ class StepRecorder:
         """What `add_evaluation` writes, for `write_evaluation` later."""
         earlier_s, earlier_bytes = self._earlier()
         return Evaluation(
-            step=self._run.schedule.position.step,
+            step=self.run.schedule.position.step,
             seconds=earlier_s + self.elapsed_s,
             bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
             metric=metric,
             at_s=time.monotonic(),
-            rank=self._run.coordinator.rank,
+            rank=self.run.coordinator.rank,
             others=others,
             without=sorted(without),
         )
@@ -327,8 +337,8 @@ class StepRecorder:
         """This rank waits until it may do more steps."""
         self._report(
             Paused(
-                rank=self._run.coordinator.rank,
-                step=self._run.schedule.position.step,
+                rank=self.run.coordinator.rank,
+                step=self.run.schedule.position.step,
                 seconds=self.elapsed_s,
                 met_s=self._met_s,
             )
@@ -341,45 +351,34 @@ class StepRecorder:
 
     def _live_metrics(self) -> LiveMetrics | None:
         """What tells loggers how the present session is doing; None where nobody asked."""
-        session = self._run.attached.session
+        session = self.run.attached.session
         if not self._loggers or not isinstance(session, Session):
             return None
         live = LiveMetrics(
             session,
             self._loggers,
-            steps_before=self._run.schedule.position.step,
+            steps_before=self.run.schedule.position.step,
             ends_with_session=False,
         )
         session.observers.append(live)
         return live
 
     def _earlier(self) -> tuple[float, int]:
-        """Seconds and bytes of this rank's steps in earlier attempts."""
-        if self._earlier_totals is None:
-            record, start_step = self._run.record, self._run.record.attempts[-1].start_step
-            events = (
-                [e for e in record.events(self._run.coordinator.rank) if e.step <= start_step]
-                if start_step
-                else []
-            )
-            self._earlier_totals = (
-                sum(e.duration_s for e in events),
-                sum(e.bytes_sent for e in events),
-            )
-        return self._earlier_totals
+        """Seconds and bytes of this rank's steps in earlier attempts, where a run is resumed."""
+        return 0.0, 0
 
     @property
     def _steps_done(self) -> int:
-        return self._run.schedule.position.step
+        return self.run.schedule.position.step
 
     def _report_progress(self, now_s: float) -> None:
-        schedule, stats = self._run.schedule, self._before
+        schedule, stats = self.run.schedule, self._before
         step = self._steps_done
         num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)
         self._report(
             WorkerProgress(
-                rank=self._run.coordinator.rank,
+                rank=self.run.coordinator.rank,
                 pid=os.getpid(),
                 step=step,
                 seconds=self.elapsed_s,

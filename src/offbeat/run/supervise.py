@@ -1,27 +1,41 @@
-"""`offbeat run` on one host: starts the workers, and stays until the last of them has ended.
+"""`offbeat run` on a host: starts its workers, and stays until the last of them has ended.
 
 Where the strategy goes on without a worker, the others do, and a dead one is started again as often
 as `restarts` allows. Elsewhere one death ends all, and all are started anew from whatever
 checkpoint the script itself writes, as torchrun does.
+
+A run may have several hosts, each with a supervisor for its share of the workers:
+
+    offbeat run --rendezvous head:29500 --nodes 2 --node-rank 0 --workers 4 train.py  # on head
+    offbeat run --rendezvous head:29500 --nodes 2 --node-rank 1 --workers 4 train.py
+
+Starting these commands is the business of whoever places jobs. The first host serves the store, so
+the run ends with its supervisor; any other host, and any worker, may die where the strategy goes on
+without them.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.errors import ConfigError
 from offbeat.run.config import RunConfig
-from offbeat.run.hosts import OwnHost
+from offbeat.run.coordination import RunStore, serve_store, store_client
 from offbeat.run.interrupts import interrupts
 from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
 from offbeat.run.progress import Listener, NoticeListener, ignore_notice
 from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
-from offbeat.run.supervisor import WorkerGroup
+from offbeat.run.supervisor import HostShare, WorkerGroup
+from offbeat.transport.connect import SECRET_VARIABLE
+from offbeat.transport.interface import interface_of, listen_address
 
 SCRIPT_WORKER = "offbeat.run.worker"
+_HOSTS = "offbeat-hosts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +61,7 @@ def run_script(
     out: Path | None,
     restarts: int = 0,
     start: Callable[[WorkerStart], WorkerProcess] = start_process,
-    host: OwnHost | None = None,
+    host: HostShare | None = None,
     on_progress: Listener,
     on_notice: NoticeListener = ignore_notice,
     say: Callable[[str], None],
@@ -58,7 +72,7 @@ def run_script(
         config: from `script_config`.
         out: directory of the record; None: the next free one below runs/.
         restarts: how often workers are started again, >= 0.
-        start: as in `WorkerProgram`.
+        start: makes a worker's process; see `WorkerProgram`.
         host: this one's share of a run on several hosts.
         on_progress: hears of workers that die and come back.
         on_notice: is called with each notice that there is before the first step of an attempt.
@@ -68,7 +82,7 @@ def run_script(
         RecordError: `out` is in use.
     """
     directory = create(out, config)
-    num_here = config.workers if host is None else host.share.num_workers
+    num_here = config.workers if host is None else host.num_workers
     survives_death = SCRIPT_STRATEGIES[config.strategy].survives_death
     with lock(directory):
         attempt = 0
@@ -86,7 +100,7 @@ def run_script(
                     environment={} if host is None else host.environment,
                 ),
                 restarts=restarts,
-                share=None if host is None else host.share,
+                share=host,
                 on_progress=on_progress,
                 on_notice=on_notice,
             )
@@ -103,15 +117,10 @@ def run_script(
             restarts -= 1
             attempt += 1
             say(f"{problem}; all workers are started again ({restarts} restarts left)")
-    if interrupted.count:
-        return ScriptOutcome(
-            directory=directory,
-            status=128 + interrupted.number,
-            problem="interrupted",
-            summary=None,
-        )
     code = worker.process.wait()
     status = code if code > 0 else 128 - code
+    if interrupted.count:
+        status, problem = 128 + interrupted.number, "interrupted"
     return ScriptOutcome(directory=directory, status=status, problem=problem, summary=None)
 
 
@@ -128,7 +137,7 @@ def script_program(
 
     Args:
         workers: number of them on this host.
-        module, start, shown: as in `WorkerProgram`.
+        module, start, shown: are handed to `WorkerProgram`.
         attempt: how often all of them were started before.
         environment: further variables.
     """
@@ -147,5 +156,97 @@ def script_program(
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_RUN_ID": "offbeat",
             **(environment or {}),
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where the hosts of a run meet.
+
+    Attributes:
+        host, port: of the store, on the first of them.
+        num_nodes: how many hosts there are.
+        node_rank: which one this is, 0 <= node_rank < num_nodes.
+    """
+
+    host: str
+    port: int
+    num_nodes: int
+    node_rank: int
+
+
+def meeting(rendezvous: str | None, nodes: int | None, node_rank: int | None) -> Meeting | None:
+    """What the flags of these names say; None where there is one host only. Raises
+    `ConfigError`.
+    """
+    given = {"--rendezvous": rendezvous, "--nodes": nodes, "--node-rank": node_rank}
+    missing = [flag for flag, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if rendezvous is None or nodes is None or node_rank is None:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"{' and '.join(missing)} {verb} missing; a run on several hosts needs --rendezvous"
+            " HOST:PORT of the first of them, --nodes and --node-rank"
+        )
+    host, colon, port = rendezvous.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--rendezvous is {rendezvous!r}; allowed is HOST:PORT, as head:29500")
+    if not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank is {node_rank}; allowed is 0 to {nodes - 1}")
+    return Meeting(host=host.strip("[]"), port=int(port), num_nodes=nodes, node_rank=node_rank)
+
+
+def meet(where: Meeting, workers: int) -> HostShare:
+    """Wait for the other hosts, and divide ranks among all. Collective over hosts.
+
+    Args:
+        where: they meet.
+        workers: of this host.
+
+    Raises:
+        ConfigError: no address of this host leads there, the port is taken, or the first host has a
+            secret that this one lacks.
+    """
+    os.environ["MASTER_ADDR"] = where.host
+    address = listen_address()
+    if where.node_rank == 0:
+        store = serve_store(address, where.port)
+    else:
+        try:
+            found = store_client(where.host, where.port)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no supervisor serves a store at {where.host} port {where.port} ({error}); start"
+                " offbeat run --node-rank 0 there"
+            ) from None
+        store = RunStore(store=found, address=where.host, port=where.port)
+    raw = store.store
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if where.node_rank == 0:
+        # Anybody on this network can read the store, so a secret that the user chose stays out.
+        drawn = "" if secret else secrets.token_hex(32)
+        raw.set(f"{_HOSTS}/secret", drawn)
+        secret = secret or drawn
+    raw.set(f"{_HOSTS}/{where.node_rank}", str(workers))
+    counts = [int(raw.get(f"{_HOSTS}/{node}")) for node in range(where.num_nodes)]
+    secret = secret or raw.get(f"{_HOSTS}/secret").decode()
+    if not secret:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} is set on the first host, and not on this one; set the same on all"
+        )
+    interface = interface_of(address)
+    return HostShare(
+        first_rank=sum(counts[: where.node_rank]),
+        num_workers=workers,
+        num_of_all_hosts=sum(counts),
+        store=store,
+        secret=secret,
+        environment={
+            "OFFBEAT_INTERFACE": address,
+            "GROUP_RANK": str(where.node_rank),
+            "GROUP_WORLD_SIZE": str(where.num_nodes),
+            **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
         },
     )

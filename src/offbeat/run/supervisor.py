@@ -15,14 +15,20 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from offbeat.errors import PeerError
 from offbeat.run.config import RunConfig
-from offbeat.run.coordination import only_returned_ranks_step, publish_step
+from offbeat.run.coordination import (
+    LOOPBACK,
+    RunStore,
+    only_returned_ranks_step,
+    publish_step,
+    record_death,
+    serve_store,
+)
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.local_worker import (
     LocalWorker,
@@ -30,13 +36,10 @@ from offbeat.run.local_worker import (
     WorkerProgram,
     cause_of_end,
     description_of_end,
-    hint,
     start_worker,
 )
 from offbeat.run.progress import (
     ELAPSED_VARIABLE,
-    EXIT_STOPPED,
-    TURNS_VARIABLE,
     Failure,
     Joined,
     Listener,
@@ -48,7 +51,6 @@ from offbeat.run.progress import (
     ignore_notice,
 )
 from offbeat.run.records import WorkerLoss, last_step
-from offbeat.run.rendezvous import LOOPBACK, RunStore, StoreServer
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
 _POLL_S = 0.1
@@ -65,14 +67,18 @@ class HostShare:
 
     Attributes:
         first_rank, num_workers: of those here.
+        num_of_all_hosts: workers of the run.
         store: of the run.
         secret: the run's.
+        environment: variables of the workers here.
     """
 
     first_rank: int
     num_workers: int
+    num_of_all_hosts: int
     store: RunStore
     secret: str
+    environment: Mapping[str, str]
 
 
 class WorkerGroup:
@@ -83,7 +89,6 @@ class WorkerGroup:
         config: what it says.
         program: what workers run.
         survives_death: whether workers go on when one of them dies.
-        turns: whether workers train only up to the step that `run_until` names.
         restarts: how many times workers that die are started again, where their peers go on.
         share: which of the run's workers are here; None: all of them.
         on_progress: called for each report of a worker, and when one dies or comes back.
@@ -102,7 +107,6 @@ class WorkerGroup:
         *,
         program: WorkerProgram,
         survives_death: bool,
-        turns: bool = False,
         restarts: int = 0,
         share: HostShare | None = None,
         on_progress: Listener,
@@ -116,7 +120,6 @@ class WorkerGroup:
         self.remarks: list[str] = []
         self.losses: list[WorkerLoss] = []
         self._config = config
-        self._turns = turns
         self._on_progress, self._on_notice = on_progress, on_notice
         self.survives_death = survives_death
         self._workers: list[LocalWorker] = []
@@ -128,7 +131,6 @@ class WorkerGroup:
         self._stop_signal: int = signal.SIGTERM
         self._secret = secrets.token_hex(32) if share is None else share.secret
         self._training_has_begun = False
-        self._until_step: int | None = None
         self._stop_deadline_s: float | None = None
         self._fail_deadline_s: float | None = None
         self._end_deadline_s: float | None = None
@@ -161,26 +163,6 @@ class WorkerGroup:
         """Training time of the worker that has trained longest."""
         return max((worker.seconds for worker in self._workers), default=0.0)
 
-    @property
-    def paused_at(self) -> int | None:
-        """The step at which all living workers wait for the next turn; None while one of them still
-        trains.
-        """
-        living = [worker for worker in self._workers if worker.alive]
-        steps = [worker.paused_at for worker in living if worker.paused_at is not None]
-        return min(steps) if living and len(steps) == len(living) else None
-
-    @property
-    def met_s(self) -> float:
-        """For how long the first worker that came to the end of the last turn waited there."""
-        return max((worker.met_s for worker in self._workers if worker.alive), default=0.0)
-
-    def run_until(self, until_step: int) -> None:
-        """Let the workers train up to `until_step`."""
-        self._until_step = until_step
-        for worker in self._workers:
-            self._run_until(worker, until_step)
-
     def poll(self, timeout_s: float) -> None:
         """Pass reports on for up to `timeout_s`, and do what is due: a stop, the end after a
         death.
@@ -205,22 +187,6 @@ class WorkerGroup:
         """
         self._num_interrupts += 1
         self._stop_signal = number
-
-    def has_finished(self) -> bool:
-        """Whether the run finished; False when it was interrupted and has written a checkpoint.
-
-        Raises:
-            PeerError: a worker died or failed; the message names it and says how to go on.
-        """
-        root_cause = self.root_cause()
-        if root_cause is None:
-            return all(w.process.returncode != EXIT_STOPPED for w in self._workers)
-        how_to_go_on = hint(self.run_directory) if self._config.script is None else ""
-        if self._num_interrupts and not any(worker.failure for worker in self._workers):
-            raise PeerError(
-                f"interrupted before the workers could write a checkpoint{how_to_go_on}"
-            )
-        raise PeerError(self.describe(root_cause) + how_to_go_on, rank=root_cause.rank)
 
     def root_cause(self) -> LocalWorker | None:
         """The worker whose end ended the run; None if it has ended well. For when all have ended.
@@ -279,8 +245,8 @@ class WorkerGroup:
         return self.survives_death and self._training_has_begun
 
     def _start(self, rank: int, secret: str, *, restart: int = 0) -> LocalWorker:
-        """Start the process of `rank`; `life` counts those that have had this rank
-        before and died.
+        """Start the process of `rank`; `restart` counts those that have had this rank before and
+        died.
         """
         assert self._store is not None
         environment = {
@@ -288,7 +254,7 @@ class WorkerGroup:
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OFFBEAT_INTERFACE": LOOPBACK,
             SECRET_VARIABLE: secret,
-        } | ({TURNS_VARIABLE: "1"} if self._turns else {})
+        }
         local_rank = rank - self._first_rank
         if restart:
             environment |= {RETURN_VARIABLE: str(restart), ELAPSED_VARIABLE: repr(self.seconds)}
@@ -309,14 +275,11 @@ class WorkerGroup:
 
     def _serve_store(self) -> RunStore:
         """Where the run's store listens."""
-        return StoreServer()
+        return serve_store()
 
     def _placement(self, local_rank: int) -> Placement:
         """Where a worker is to run."""
         return Placement()
-
-    def _run_until(self, worker: LocalWorker, until_step: int) -> None:
-        worker.run_until(until_step)
 
     def _read(self, worker: LocalWorker) -> bool:
         """Take what `worker` has written; returns False at its end."""
@@ -409,7 +372,7 @@ class WorkerGroup:
         assert self._store is not None
         # Peers must hear of the death before anything else here takes time: they wait for this rank
         # until they do.
-        self._store.record_death(worker.rank, deaths=worker.restart + 1)
+        record_death(self._store.store, worker.rank, deaths=worker.restart + 1)
         self._drain(worker)
         if self._num_interrupts and (
             worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM
@@ -479,8 +442,6 @@ class WorkerGroup:
             old.rank, self._secret, restart=old.restart + 1
         )
         self._watch(worker)
-        if self._until_step is not None:
-            self._run_until(worker, self._until_step)
 
     def _drain(self, worker: LocalWorker) -> None:
         """Read everything that a dead process has written."""
@@ -496,5 +457,4 @@ class WorkerGroup:
         for worker in self._workers:
             worker.close()
         self._selector.close()
-        if self._store is not None and self._share is None:
-            self._store.close()
+        self._store = None

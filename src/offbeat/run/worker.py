@@ -19,22 +19,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from offbeat.errors import OffbeatError
 from offbeat.run import patches
 from offbeat.run.children import CHILD_VARIABLE
 from offbeat.run.config import RunConfig, ScriptCommand
+from offbeat.run.coordination import supervised_coordinator
 from offbeat.run.coupling import ScriptSessions, is_good_end
 from offbeat.run.interrupts import exit_at_stop_signals
 from offbeat.run.progress import Failure, Remark, Report, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe, recipe_for
 from offbeat.run.recording import OpenRecord, ScriptRecorder, shared_record
-from offbeat.run.records import Record
-from offbeat.run.rendezvous import launched, supervised_coordinator
+from offbeat.run.records import RunDirectory
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
-from offbeat.transport.connect import is_returning
+from offbeat.transport.connect import is_returning, launched
 
 LOGGER = logging.getLogger("offbeat")
 
@@ -179,49 +179,35 @@ def run_as_main(script: ScriptCommand) -> None:
         runpy.run_path(script.path, run_name="__main__")
 
 
-MakeRecorder: TypeAlias = Callable[[OpenRecord, Reporter, int | None, float | None], ScriptRecorder]
-"""Makes the recorder of a rank: of the record, a reporter, `stop_after` and `patience_s`."""
-
-
-def main() -> int:
-    """Entry point of a supervised worker; returns its exit status."""
-
-    def recorder(
-        opened: OpenRecord, report: Reporter, stop_after: int | None, patience_s: float | None
-    ) -> ScriptRecorder:
-        return ScriptRecorder(lambda: opened, report, stop_after=stop_after, patience_s=patience_s)
-
-    def recipe(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
-        return recipe_for(config.strategy, config.strategy_options)
-
-    return run_supervised(recorder, recipe)
+def _recipe_of(config: RunConfig, opened: OpenRecord) -> ScriptRecipe:
+    return recipe_for(config.strategy, config.strategy_options)
 
 
 def run_supervised(
-    make_recorder: MakeRecorder,
-    make_recipe: Callable[[RunConfig, OpenRecord], ScriptRecipe],
+    make_recorder: Callable[..., ScriptRecorder] = ScriptRecorder,
+    make_recipe: Callable[[RunConfig, OpenRecord], ScriptRecipe] = _recipe_of,
     obey: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Run the script of the record that the command line names; returns the exit status.
+    """Entry point of a supervised worker: run the script of the record that the command line names;
+    returns the exit status.
 
     Args:
-        make_recorder: makes the recorder of this rank.
+        make_recorder: makes the recorder of this rank, by the arguments of `ScriptRecorder`.
         make_recipe: makes what is put into the script.
         obey: is called with each line that the supervisor writes.
     """
     (config_path,) = sys.argv[1:]
-    record = Record(Path(config_path).resolve().parent)
+    record = RunDirectory(Path(config_path).resolve().parent)
     listen_to_supervisor(obey)
     report = pipe_reporter()
     exit_at_stop_signals()
     coordinator = supervised_coordinator()
-    assert coordinator is not None
     config = record.config
     os.environ[CHILD_VARIABLE] = config.to_json()
     opened = OpenRecord(record=record, coordinator=coordinator)
     # Where a host has gone nobody is left to say that its workers have died.
     patience_s = None if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else _OTHER_HOSTS_S
-    recorder = make_recorder(opened, report, config.steps, patience_s)
+    recorder = make_recorder(lambda: opened, report, stop_after=config.steps, patience_s=patience_s)
     recipe = make_recipe(config, opened)
     return ScriptRun(config, recipe, recorder, report, rank=coordinator.rank).carry_out()
 
@@ -235,11 +221,7 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
         out: directory of the record; None: the next free one below runs/.
     """
     os.environ[CHILD_VARIABLE] = config.to_json()
-    recorder = ScriptRecorder(
-        lambda: shared_record(config, out),
-        _say,
-        stop_after=config.steps,
-    )
+    recorder = ScriptRecorder(lambda: shared_record(config, out), _say, stop_after=config.steps)
     launch = launched()
     assert launch is not None
     # What torch.distributed reads, where srun has set variables of its own.
@@ -261,7 +243,7 @@ def _say(report: Report) -> None:
 
 def main_and_exit() -> NoReturn:
     """Be a supervised worker, and end this process."""
-    sys.exit(main())
+    sys.exit(run_supervised())
 
 
 def _end_forked(error: BaseException | None) -> NoReturn:

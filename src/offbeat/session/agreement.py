@@ -96,8 +96,8 @@ def answer_of(mine: Description | OffbeatError) -> dict[str, Any]:
 def require_agreement(
     mine: Description | OffbeatError, answers: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Compare what all ranks said, `answers` by rank, with what the first of them did; raises as
-    `agree`.
+    """Compare what all ranks said, `answers` by rank, with what the first of them did. The errors
+    are those of `agree`.
     """
     if isinstance(mine, OffbeatError):
         raise mine

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
-from offbeat.session.live_metrics import LiveMetrics
-from offbeat.session.loggers import MetricsLogger
+from offbeat.session.loggers import LiveMetrics, MetricsLogger
 from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_one_of
@@ -291,25 +290,17 @@ def _check(
             " offbeat needs every rank to hold whole parameters: pass the model before"
             " fully_shard()"
         )
-    lazy = next(
-        (
-            name
-            for name, p in parameters.items()
-            if isinstance(p, torch.nn.parameter.UninitializedParameter)
-        ),
-        None,
-    )
-    if lazy is not None:
-        raise UnsupportedError(
-            f"parameter {lazy!r} has no shape yet; run the model once on a sample batch before"
-            " attaching"
-        )
-    meta = next((name for name, parameter in parameters.items() if parameter.is_meta), None)
-    if meta is not None:
-        raise UnsupportedError(
-            f"parameter {meta!r} is on the meta device, so it has no values; call"
-            " model.to_empty(device=...) and initialise or load the model before attaching"
-        )
+    for name, parameter in parameters.items():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                f"parameter {name!r} has no shape yet; run the model once on a sample batch before"
+                " attaching"
+            )
+        if parameter.is_meta:
+            raise UnsupportedError(
+                f"parameter {name!r} is on the meta device, so it has no values; call"
+                " model.to_empty(device=...) and initialise or load the model before attaching"
+            )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(
             "the model has no parameter that requires a gradient, so there is nothing to train"

@@ -205,7 +205,7 @@ def read_manifest(path: str | Path) -> Manifest:
     they are read.
 
     Raises:
-        CheckpointError: as `latest`.
+        CheckpointError: it is missing, damaged or of a newer schema.
     """
     path = Path(path)
     raw = _read(path / _MANIFEST)
@@ -221,10 +221,7 @@ def read_manifest(path: str | Path) -> Manifest:
             " offbeat that wrote it"
         )
     if digest != actual_digest:
-        raise CheckpointError(
-            f"{path / _MANIFEST} does not match its own checksum: it was altered; restore a copy,"
-            " or start a new run"
-        )
+        raise _altered(path / _MANIFEST)
     manifest = _manifest_of(path, body)
     if path.name != f"step-{manifest.step:08d}":
         raise CheckpointError(
@@ -259,10 +256,7 @@ def read_shard(manifest: Manifest, rank: int) -> Tree:
         )
     content = _read(manifest.path / name)
     if hashlib.sha256(content).hexdigest() != manifest.files[name]:
-        raise CheckpointError(
-            f"{manifest.path / name} does not match its checksum: it was altered; restore a copy,"
-            " or start a new run"
-        )
+        raise _altered(manifest.path / name)
     return _parse(manifest.path / name, content).tree
 
 
@@ -270,10 +264,7 @@ def verify(manifest: Manifest) -> None:
     """Compare the checksum of every shard without reading tensors. Raises `CheckpointError`."""
     for name, expected in manifest.files.items():
         if _digest_file(manifest.path / name) != expected:
-            raise CheckpointError(
-                f"{manifest.path / name} does not match its checksum: it was altered; restore a"
-                " copy, or start a new run"
-            )
+            raise _altered(manifest.path / name)
 
 
 @contextmanager
@@ -314,6 +305,12 @@ def _manifest_of(path: Path, body: Mapping[str, Any]) -> Manifest:
 def _not_a_manifest(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path / _MANIFEST} is not a manifest ({why}); restore it from a copy, or start a new run"
+    )
+
+
+def _altered(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} does not match its checksum: it was altered; restore a copy, or start a new run"
     )
 
 

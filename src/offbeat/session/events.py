@@ -61,8 +61,8 @@ _SAMPLE: Final = 64
 
 
 def _without_grad(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """As `torch.no_grad()` on a method, at no price where autograd records nothing anyway, as in
-    most backward passes: there a method is called for each parameter.
+    """`torch.no_grad()` on a method, which costs nothing where autograd records nothing anyway.
+    Most backward passes are such, and there a method is called for each parameter.
     """
 
     @wraps(method)

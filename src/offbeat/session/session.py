@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -36,13 +37,11 @@ from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import GenerationHost, Generations
-from offbeat.session import at_exit
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
-from offbeat.session.loaders import LoaderFactory
-from offbeat.session.lockstep_loader import LockstepLoader
-from offbeat.session.metrics import SessionObserver, as_numbers
+from offbeat.session.loaders import LoaderFactory, LockstepLoader
+from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
 from offbeat.session.state import (
     digest_of_frozen,
     load_state_of,
@@ -212,7 +211,7 @@ class Session:
                 " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
         ATTACHED_MODELS.add(model)
-        at_exit.remember(self)
+        session_opened(self)
 
     # The user's side
 
@@ -220,23 +219,20 @@ class Session:
     def stats(self) -> Stats:
         """Totals so far."""
         traffic = self._traffic.total()
-        exchanges = skipped_steps = encode_s = watched = age = 0.0
+        counted: defaultdict[str, float] = defaultdict(float)
         for callback in self._callbacks:
-            counters = callback.counters()
-            exchanges += counters.get("exchanges", 0.0)
-            skipped_steps += counters.get("skipped_steps", 0.0)
-            encode_s += counters.get("encode_s", 0.0)
-            watched += counters.get("watched_entries_sent", 0.0)
-            age += counters.get("age_of_watched_entries", 0.0)
+            for name, value in callback.counters().items():
+                counted[name] += value
+        watched, age = counted["watched_entries_sent"], counted["age_of_watched_entries"]
         return Stats(
             steps=self._events.num_steps,
-            exchanges=int(exchanges),
-            skipped_steps=int(skipped_steps),
+            exchanges=int(counted["exchanges"]),
+            skipped_steps=int(counted["skipped_steps"]),
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             messages_sent=traffic.messages_sent,
             wait_s=traffic.wait_s,
-            encode_s=encode_s,
+            encode_s=counted["encode_s"],
             mean_entry_age=age / watched if watched else None,
         )
 
@@ -689,8 +685,8 @@ class Session:
             buffers=lambda: self._buffers_of(self._model),
             chosen=self._chosen_buffers,
         )
+        self.finish()
         if self._mean_source is not None:
-            self.finish()
             with torch.no_grad():
                 self._mean_source.average_into(weights)
         elif self.world_size > 1:
@@ -703,7 +699,7 @@ class Session:
                 )
 
     def _buffers_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Those of the attached model, or of a copy, that have to do with other ranks."""
+        """The buffers of the attached model, or of a copy, that have to do with other ranks."""
         return persistent_buffers(model, self._ignored)
 
     def _fail(self, error: BaseException) -> None:
@@ -723,7 +719,7 @@ class Session:
 
     def _close(self, error: BaseException | None = None) -> None:
         self._closed = True
-        at_exit.forget(self)
+        session_closed(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
         with ExitStack() as stack:

@@ -5,7 +5,7 @@ and shared out anew. And which tensors of the model have to do with other ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,22 +103,23 @@ def _copied(state: CallbackState) -> CallbackState:
 
 
 def digest_of_frozen(model: torch.nn.Module, ignored: Collection[str] = ()) -> str:
-    """Of what is not averaged and yet has to be the same on all ranks, but for parameters of the
-    names `ignored`.
+    """A digest of what is not averaged and yet has to be the same on all ranks, but for those of
+    the names `ignored`.
     """
+    return digest_of(
+        (plain_name(name), parameter)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and name not in ignored
+    )
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over names and contents."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and name not in ignored:
-            digest.update(plain_name(name).encode())
-            digest.update(
-                parameter.detach()
-                .cpu()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
+    for name, tensor in tensors:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(name.encode())
+        digest.update(content.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.codec.select import Selection
-from offbeat.codec.selectors import Selector
+from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire

@@ -33,7 +33,7 @@ from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket
 from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective, Operation, Send
 from offbeat.transport.virtual import VirtualCluster
-from offbeat.transport.virtual_thread import VirtualThread
+from offbeat.transport.virtual_driver import VirtualThread
 
 T = TypeVar("T")
 

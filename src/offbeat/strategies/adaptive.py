@@ -86,21 +86,8 @@ class MegaBatchStrategy(AveragingStrategy):
         """How mega-batches are shared out and merged."""
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        assert context.optimizer is not None
         group = AtomicGroup(context.own_store(), count=context.count, notify=context.notices.notify)
-        callback = MegaBatchCallback(
-            weights,
-            plan=self.plan(),
-            optimizer=context.optimizer,
-            group=group,
-            enter=lambda: context.enter(group),
-            rank=context.driver.rank,
-            world_size=context.driver.world_size,
-            notices=context.notices,
-            record_wait=context.record_wait,
-            on_merge=context.on_merge,
-        )
-        return [callback]
+        return [MegaBatchCallback(context, weights, plan=self.plan(), group=group)]
 
 
 @dataclass(frozen=True, kw_only=True)

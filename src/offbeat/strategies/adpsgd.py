@@ -27,17 +27,16 @@ import numpy as np
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import pair_average
 from offbeat.averaging.background.averager import (
+    BackgroundAverager,
     BackgroundWeightAverage,
     delta_merge,
-    start_background_averager,
 )
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least
-from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class ADPSGD(AveragingStrategy):
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors())
-        averager = start_background_averager(
+        averager = BackgroundAverager(
             context,
             weights,
             SharedModel(delta_merge(staging, weights), one_at_a_time=False),

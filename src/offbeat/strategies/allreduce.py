@@ -4,7 +4,12 @@ DistributedDataParallel (arXiv 2006.15704) does.
     for each bucket of gradients, as backward completes it: mean over all ranks
     optimizer step
 
-Cost per step: 2(P-1)/P n elements sent by each rank, overlapped with backward.
+With a codec, gradients travel in few bits (`collectives.coded_sum`), and what rounding loses is
+owed: signs are EF-SignSGD (arXiv 1901.09847), levels at random QSGD (arXiv 1610.02132) with error
+feedback.
+
+Cost per step: 2(P-1)/P n elements sent by each rank, overlapped with backward. With a codec, a
+buffer of the gradient's size is kept, and two passes of coding are computed.
 
 Differences from DistributedDataParallel: a non-finite gradient on one rank makes all ranks skip the
 step; buffers are broadcast once, when attached, and not before each forward pass.
@@ -15,15 +20,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.value_codecs import ValueCodec
+from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.coded_reduction import CodedReduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.reductions import DenseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
 from offbeat.strategies.options import require_positive
+from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,8 @@ class AllReduce(GradientStrategy):
     Args:
         bucket_mib: gradients are fused into buckets of at most this size, > 0.
         first_bucket_mib: the first bucket is smaller, to have something on the wire early, > 0.
+        codec: how values travel: a name of `codec.topk_codec.VALUE_CODECS`, such as "linear8" or
+            "sign", or a `ValueCodec`; None: as they are.
     """
 
     name: ClassVar[str] = "allreduce"
@@ -40,24 +51,45 @@ class AllReduce(GradientStrategy):
 
     bucket_mib: float = 25.0
     first_bucket_mib: float = 1.0
+    codec: ValueCodec | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.codec is not None:
+            TopKCodec(values=self.codec)  # which refuses what is no codec of values
         require_positive("bucket_mib", self.bucket_mib)
         require_positive("first_bucket_mib", self.first_bucket_mib)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        if self.codec is not None:
+            require_real(model)
 
     @override
     def as_first_steps(self) -> Self:
         return replace(self, replica_check_interval=0)
 
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
         cap_bytes, first_cap_bytes = int(self.bucket_mib * MIB), int(self.first_bucket_mib * MIB)
         buckets = make_buckets(
             context.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes
         )
-        return [
-            (bucket, DenseReduction(bucket, context.driver, context.new_stream()))
-            for bucket in buckets
-        ], []
+        driver = context.driver
+        if self.codec is None:
+            return Reductions(
+                [
+                    (bucket, DenseReduction(bucket, driver, context.new_stream()))
+                    for bucket in buckets
+                ]
+            )
+        values = TopKCodec(values=self.codec).values
+        return Reductions(
+            [
+                (bucket, CodedReduction(bucket, values, driver, context.new_stream()))
+                for bucket in buckets
+            ]
+        )

@@ -142,7 +142,6 @@ def options_of(kind: type[Any]) -> list[Option]:
             help=option.meaning,
         )
         for _, option in _options_by_name(kind).values()
-        if option.name in asked_names(kind)
     ]
 
 

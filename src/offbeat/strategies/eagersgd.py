@@ -37,15 +37,14 @@ import torch
 
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import delta_merge, start_background_averager
+from offbeat.averaging.background.averager import BackgroundAverager, delta_merge
 from offbeat.averaging.background.gradient_ledger import GradientLedger
 from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_one_of
-from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ class EagerSGD(AveragingStrategy):
             make_rule=delta_merge(staging, weights),
             averages_models=self._averages_models,
         )
-        averager = start_background_averager(
+        averager = BackgroundAverager(
             context,
             weights,
             ledger,

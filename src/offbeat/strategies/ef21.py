@@ -32,29 +32,23 @@ Differences from the papers:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import torch
+from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.topk_codec import TopKCodec
-from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, Reduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.gradient_estimates import EstimateReduction
-from offbeat.gradients.optimizer_momentum import momentum_to_take
-from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy
-from offbeat.strategies.options import require_density, require_one_of, require_positive
-from offbeat.strategies.sparse_gradient import require_real, wire_of
+from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
+from offbeat.strategies.gradient import Reductions
+from offbeat.strategies.sparse_gradient import EntriesStrategy, wire_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class EF21(GradientStrategy):
+class EF21(EntriesStrategy):
     """Gradients estimated from their largest changes, which are all that travels.
 
     Args:
@@ -65,7 +59,8 @@ class EF21(GradientStrategy):
             of `torch.optim.SGD`, with its weight decay, taken over until the session ends; other
             optimizers keep theirs. None: the optimizer works on the estimate.
         codec: what picks changes and how they are written: a `TopKCodec`, or names of its parts
-            such as "bfloat16" or "reuse+float8"; what rounding loses stays in the difference.
+            such as "bfloat16" or "reuse+float8"; what rounding loses stays in the difference. None:
+            "float32", all exact.
         bucket_mib: exchange in buckets of this size, each with its own largest changes, whose first
             messages leave during backward; None: all in one, after it.
         clip_norm: clip each rank's gradient / P to clip_norm / sqrt(P) before changes are looked
@@ -76,60 +71,22 @@ class EF21(GradientStrategy):
     name: ClassVar[str] = "ef21"
 
     density: float = 0.01
-    momentum_correction: Literal["auto"] | None = "auto"
-    codec: TopKCodec | str = "float32"
-    bucket_mib: float | None = None
-    clip_norm: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_density("density", self.density)
-        if self.momentum_correction is not None:
-            require_one_of("momentum_correction", self.momentum_correction, ("auto",))
-        self.entries()
-        if self.bucket_mib is not None:
-            require_positive("bucket_mib", self.bucket_mib)
-        if self.clip_norm is not None:
-            require_positive("clip_norm", self.clip_norm)
-
-    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().check(model, optimizer)
-        require_real(model)
-
-    def entries(self) -> TopKCodec:
-        """How entries travel. Raises `ConfigError` for a codec that is none."""
-        return TopKCodec.of(self.codec)
-
+    @override
     def clipping(self, world_size: int) -> LocalClipping | None:
         """What clips the mean leaves no more than the step it clips."""
         if self.clip_norm is None:
             return None
         return LocalClipping(self.clip_norm, world_size=world_size)
 
-    def build(self, context: Context) -> Sequence[Callback]:
-        counts, optimizer = ExchangeCounts(), context.optimizer
-        transform = GradientTransform(optimizer)
-        if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
-            world_size, inform = context.driver.world_size, context.notices.inform
-            taken = momentum_to_take(optimizer, world_size=world_size, inform=inform)
-            transform = taken or transform
-        pairs = self._pairs(context, transform)
-        exchange, others = self.exchange_of(pairs, [], context, counts, transform=transform)
-        transform.take()  # last, when nothing can fail any more
-        return [exchange, *others, transform]
-
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        """Where gradients are changed further before the step, momentum stays in the optimizer."""
-        return self._pairs(context, GradientTransform(context.optimizer)), []
-
-    def _pairs(
-        self, context: Context, transform: GradientTransform
-    ) -> list[tuple[Bucket, Reduction]]:
-        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes)
-        return [(bucket, self._reduction(bucket, context, transform)) for bucket in buckets]
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        buckets = self.buckets(context)
+        return Reductions(
+            [(bucket, self._reduction(bucket, context, transform)) for bucket in buckets]
+        )
 
     def _reduction(
         self, bucket: Bucket, context: Context, transform: GradientTransform
@@ -147,12 +104,7 @@ class EF21(GradientStrategy):
         everything = ExchangePlan(k=bucket.num_elements, collective=None)
         return SparseReduction(
             bucket,
-            ErrorFeedback(
-                bucket.num_elements,
-                dtype=bucket.flat.dtype,
-                device=bucket.flat.device,
-                selector=codec.selector,
-            ),
+            self.feedback(bucket),
             driver=driver,
             stream=stream,
             wire=wire,

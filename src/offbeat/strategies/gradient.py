@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -18,16 +18,31 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import (
     ExchangeCounts,
+    ExchangeListener,
     GradientExchange,
     GradientTransform,
-    Reduction,
+    LaunchOrder,
 )
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.reductions import Reduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_at_least, require_dense_optimizer
 
 MIB = 1 << 20
+
+
+class Reductions(NamedTuple):
+    """What a strategy exchanges.
+
+    Attributes:
+        pairs: each bucket with its reduction, in the order in which they are launched.
+        callbacks: what the strategy needs besides.
+        listeners: have to listen to the exchange.
+    """
+
+    pairs: Sequence[tuple[Bucket, Reduction]]
+    callbacks: Sequence[Callback] = ()
+    listeners: Sequence[ExchangeListener] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,52 +68,55 @@ class GradientStrategy(Strategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_dense_optimizer(optimizer)
 
+    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform | None:
+        """What works before the exchange in the optimizer's place; None: nothing ever does."""
+        return None
+
     @abstractmethod
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        """Each bucket with its reduction, and whatever other callbacks the strategy needs."""
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        """What is exchanged.
+
+        Args:
+            context: lent by the session.
+            counts: of the exchange.
+            transform: changes what the buckets hold; its state of each is to be made.
+        """
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """How gradients are clipped before they are sent; None where the user may clip the mean."""
         return None
 
     def build(self, context: Context) -> Sequence[Callback]:
-        exchange, others = self.build_exchange(context)
-        return [exchange, *others]
+        counts = ExchangeCounts()
+        transform = self.transform(context, counts)
+        exchange, others = self._exchange(context, counts, transform or GradientTransform(None))
+        if transform is None:
+            return [exchange, *others]
+        transform.take()  # last, when nothing can fail any more
+        return [exchange, *others, transform]
 
     def build_exchange(
         self, context: Context, *, launch_order: LaunchOrder | None = None
     ) -> tuple[GradientExchange, list[Callback]]:
-        """The exchange of gradients, and the other callbacks.
+        """The exchange of gradients that are changed further before the step, and the other
+        callbacks. Nothing works in the optimizer's place there: it steps with what is made of them.
 
         Strategies that send more than gradients share `launch_order` with the exchange, and listen
         to it (`GradientExchange.add_listener`).
         """
-        counts = ExchangeCounts()
-        pairs, others = self.reductions(context, counts)
-        return self.exchange_of(pairs, others, context, counts, launch_order=launch_order)
+        transform = GradientTransform(context.optimizer, is_followed=True)
+        return self._exchange(context, ExchangeCounts(), transform, launch_order)
 
-    def exchange_of(
+    def _exchange(
         self,
-        pairs: Sequence[tuple[Bucket, Reduction]],
-        others: list[Callback],
         context: Context,
         counts: ExchangeCounts,
-        *,
+        transform: GradientTransform,
         launch_order: LaunchOrder | None = None,
-        transform: GradientTransform | None = None,
     ) -> tuple[GradientExchange, list[Callback]]:
-        """The exchange of what `reductions` returns.
-
-        Args:
-            pairs: each bucket with its reduction.
-            others: the other callbacks, to which those that go with every exchange are added.
-            context: lent by the session.
-            counts: where what happens is counted.
-            launch_order: shared with other systems; None: there are none.
-            transform: what works before the exchange in the optimizer's place; None: nothing.
-        """
+        found = self.reductions(context, counts, transform)
         driver, norms = context.driver, context.new_stream()
 
         def agree_on(norm: float) -> float:
@@ -106,7 +124,7 @@ class GradientStrategy(Strategy):
             return float(driver.run(dense_broadcast(said, 0), norms.next()))
 
         exchange = GradientExchange(
-            pairs,
+            found.pairs,
             counts=counts,
             grad_scale=context.grad_scale,
             has_scaler=context.has_scaler,
@@ -117,6 +135,9 @@ class GradientStrategy(Strategy):
             agree_on=agree_on,
             transform=transform,
         )
+        others = list(found.callbacks)
+        for listener in found.listeners:
+            exchange.add_listener(listener)
         if self.replica_check_interval:
             stream, interval = context.new_stream(), self.replica_check_interval
             others.append(

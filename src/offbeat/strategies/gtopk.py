@@ -40,34 +40,24 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import TopKCodec
-from offbeat.collectives.base import SparseCollective
-from offbeat.collectives.gtopk_tree import gtopk_tree
-from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
-from offbeat.collectives.topk_allgather import global_topk, topk_sum
-from offbeat.gradients.collective_choice import BY_ITSELF, BucketKind, CheapestCollective
+from offbeat.gradients.collective_choice import (
+    BY_ITSELF,
+    COLLECTIVES,
+    BucketKind,
+    CheapestCollective,
+)
 from offbeat.gradients.density import DensitySchedule, MeasuredDensity
 from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.strategies.options import refuse_idle, require_one_of
-from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
-
-COLLECTIVES: Final[Mapping[str, SparseCollective | None]] = {
-    "reduce_scatter": sparse_reduce_scatter,
-    "all_gather": topk_sum,
-    "global": global_topk,
-    "tree": gtopk_tree,
-    "paper": partial(gtopk_tree, variant="paper"),
-    "dense": None,
-}
+from offbeat.strategies.sparse_gradient import Scheduled, SparseGradientStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +80,7 @@ class GTopK(SparseGradientStrategy):
     """
 
     name: ClassVar[str] = "gtopk"
+    measures: ClassVar[bool] = True
 
     density: float | Literal["auto"] = "auto"
     collective: Literal[
@@ -106,11 +97,6 @@ class GTopK(SparseGradientStrategy):
 
     @property
     @override
-    def measures(self) -> bool:
-        return True
-
-    @property
-    @override
     def takes_over(self) -> bool:
         """As published momentum is the optimizer's."""
         return super().takes_over and self.collective != "paper"
@@ -123,15 +109,13 @@ class GTopK(SparseGradientStrategy):
             return TopKCodec(values="float8")
         return super().entries()
 
-    def chooser(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[Choose, DensitySchedule, list[Callback]]:
-        if self.collective == "dense" or (self.collective != "auto" and self.density != "auto"):
+    def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
+        options = self.schedule_options(context, counts)
+        is_open, named = self.collective == "auto", COLLECTIVES.get(self.collective)
+        if self.collective == "dense" or not (is_open or self.density == "auto"):
             density = 1.0 if self.density == "auto" else self.density
-            named = COLLECTIVES[self.collective]
-            return lambda bucket, k: named, self.schedule(density, context, counts), []
-        is_open = self.collective == "auto"
-        cheapest = CheapestCollective.measure(
+            return DensitySchedule(density, collective=named, **options), []
+        costs = CheapestCollective.measure(
             context.driver,
             context.new_stream(),
             sample=next(iter(context.parameters.values())),
@@ -140,20 +124,12 @@ class GTopK(SparseGradientStrategy):
             notify=context.notices.notify,
             inform=context.notices.inform,
         )
-
-        def choose(bucket: BucketKind, k: int) -> SparseCollective | None:
-            return COLLECTIVES[cheapest.choose(bucket, k) if is_open else self.collective]
-
-        return choose, self._density(cheapest, context, counts), [cheapest]
-
-    def _density(
-        self, cheapest: CheapestCollective, context: Context, counts: ExchangeCounts
-    ) -> DensitySchedule:
+        options |= {"cheapest": costs} if is_open else {"collective": named}
         if self.density != "auto":
-            return self.schedule(self.density, context, counts)
+            return DensitySchedule(self.density, **options), [costs]
         parameters = context.parameters.values()
-        return MeasuredDensity(
-            cheapest,
+        measured = MeasuredDensity(
+            costs,
             gradient=BucketKind(
                 num_elements=sum(parameter.numel() for parameter in parameters),
                 element_bytes=max(parameter.element_size() for parameter in parameters),
@@ -161,9 +137,7 @@ class GTopK(SparseGradientStrategy):
             ),
             driver=context.driver,
             stream=context.new_stream(),
-            warmup=self.stages(),
-            optimizer=context.optimizer,
-            counts=counts,
-            inform=context.notices.inform,
             now_s=partial(context.driver.now_s, context.new_stream().next()),
+            **options,
         )
+        return measured, [costs]

@@ -41,7 +41,7 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, UnsupportedError, nearest
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.exchange import LaunchOrder
 from offbeat.kfac.blocks import slots_of
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.costs import gather_plan_inputs
@@ -115,13 +115,17 @@ class KFACStrategy(Strategy):
 
     def __post_init__(self) -> None:
         for name in ("factor_interval", "inverse_interval"):
-            if not callable(interval := getattr(self, name)):
+            interval = getattr(self, name)
+            if not callable(interval):
                 require_at_least(name, interval, 1)
+            for step in _steps_to_check(interval):
+                StepsApart(name, interval).check(step)
         for name in ("damping", "kl_clip"):
             value = getattr(self, name)
             if not callable(value) and value is not None:
                 require_positive(name, value)
-        self._check_schedules()
+            for step in _steps_to_check(value):
+                positive_at(name, value, step)
         require_one_of("grafting", self.grafting, ("auto", "none", "floor", "layer"))
         require_one_of("inverse_dtype", self.inverse_dtype, ("auto", "float32", "bfloat16"))
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
@@ -135,25 +139,6 @@ class KFACStrategy(Strategy):
                 "curvature must be an offbeat.Curvature, such as offbeat.Curvature(max_dim=1024),"
                 f" got {self.curvature!r}"
             )
-
-    def _check_schedules(self) -> None:
-        """Raise `ConfigError` where the first step's values, or any of a Schedule's points, are not
-        allowed.
-        """
-        for name, lowest in (
-            ("damping", 0),
-            ("kl_clip", 0),
-            ("factor_interval", 1),
-            ("inverse_interval", 1),
-        ):
-            schedule = getattr(self, name)
-            steps = [step for step, _ in schedule.points] if isinstance(schedule, Schedule) else [0]
-            if callable(schedule):
-                for step in steps:
-                    if lowest:
-                        StepsApart(name, schedule).check(step)
-                    else:
-                        positive_at(name, schedule, step)
 
     def settings(self) -> KFACSettings:
         """What all K-FAC strategies do alike."""
@@ -249,6 +234,15 @@ class KFACStrategy(Strategy):
         )
         exchange.add_listener(kfac.scheduler)
         return [exchange, *others, kfac]
+
+
+def _steps_to_check(option: object) -> list[int]:
+    """Steps at which the value of an option is looked at beforehand: of a function the first one,
+    of a `Schedule` those of its points.
+    """
+    if isinstance(option, Schedule):
+        return [step for step, _ in option.points]
+    return [0] if callable(option) else []
 
 
 @dataclass(frozen=True, kw_only=True)

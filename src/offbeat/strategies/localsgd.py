@@ -13,7 +13,8 @@ With `start_step` it is post-local SGD (arXiv 1808.07217): in the first steps gr
 all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps of them. With
 `outer` the mean goes through an optimizer of its own, any of `torch.optim`, which makes it SlowMo
 or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
-others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706).
+others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `streaming`
+fragments of the model are averaged in turn while training goes on; see `averaging.streaming`.
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
 again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
@@ -43,11 +44,13 @@ from offbeat.averaging.periodic import (
     GrowingPeriod,
     MeanOfAll,
     PeriodicAverage,
+    StartPhase,
+    WeightExchange,
 )
-from offbeat.averaging.start_phase import StartPhase
+from offbeat.averaging.streaming import Streaming, StreamingMean
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import WeightCodec
+from offbeat.codec.topk_codec import VALUE_CODECS, WeightCodec
 from offbeat.errors import ConfigError, nearest
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
@@ -126,7 +129,12 @@ class LocalSGD(AveragingStrategy):
             "averaged", and "local" with `start_step`, `outer` or `codec`.
         codec: how changes of weights since the last average travel: the name of a codec, or a
             `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
-            does not travel is owed. None: weights travel whole.
+            does not travel is owed. Names of value codecs, such as "linear4" or "e3m0", let all
+            changes travel in few bits. None: weights travel whole.
+        streaming: how averages travel while training goes on: fragments x delay in steps, and x the
+            weight of a rank's own parameters, such as "4x2" or "4x2x0.5", or an
+            `averaging.streaming.Streaming`; an average is of one fragment then, every period /
+            fragments steps. None: a rank waits for the average of all weights.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -138,6 +146,7 @@ class LocalSGD(AveragingStrategy):
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Literal["local", "averaged"] | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
+    streaming: Streaming | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,12 +155,14 @@ class LocalSGD(AveragingStrategy):
         elif not isinstance(self.period, AveragingSchedule):
             require_at_least("period", self.period, 1)
         if isinstance(self.codec, str):
-            require_one_of("codec", self.codec, tuple(WEIGHT_CODECS))
+            require_one_of("codec", self.codec, (*WEIGHT_CODECS, *VALUE_CODECS))
         elif self.codec is not None and not isinstance(self.codec, WeightCodec):
             raise ConfigError(
                 "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
                 f" {', '.join(map(repr, WEIGHT_CODECS))}, got {self.codec!r}"
             )
+        if self.streaming is not None:
+            self._check_streaming(Streaming.of(self.streaming))
         if self.warmup is not None:
             require_at_least("warmup", self.warmup, 0)
         if self.period == 1 and self.warmup:
@@ -171,6 +182,22 @@ class LocalSGD(AveragingStrategy):
                 f" lr=0.7), got {self.outer!r}"
             )
 
+    def _check_streaming(self, streaming: Streaming) -> None:
+        if not isinstance(self.period, int):
+            raise ConfigError("streaming needs a period that is a number of steps")
+        interval, rest = divmod(self.period, streaming.fragments)
+        if rest or streaming.delay >= interval:
+            raise ConfigError(
+                f"streaming in {streaming.fragments} fragments, {streaming.delay} steps late, needs"
+                " a period that is a multiple of the fragments, and a delay below period /"
+                f" fragments; got period={self.period}"
+            )
+        because = "a fragment is averaged at equal intervals, and without the optimizer's state"
+        if self.warmup:
+            refuse_idle(self, "warmup", because=because)
+        if self.optimizer_state == "averaged":
+            refuse_idle(self, "optimizer_state", because=because)
+
     @property
     def steps_of_growth(self) -> int:
         """`warmup`, and what it is by default."""
@@ -182,13 +209,15 @@ class LocalSGD(AveragingStrategy):
     @property
     def _begins_plainly(self) -> bool:
         """Whether averages are by default those of papers that have neither growth nor states."""
-        return bool(self.start_step) or self.outer is not None or self.codec is not None
+        changed = (self.outer, self.codec, self.streaming)
+        return bool(self.start_step) or any(each is not None for each in changed)
 
     @property
     def schedule(self) -> AveragingSchedule:
         """After which steps weights are averaged."""
         if isinstance(self.period, int):
-            return GrowingPeriod(self.period, warmup=self.steps_of_growth)
+            fragments = 1 if self.streaming is None else Streaming.of(self.streaming).fragments
+            return GrowingPeriod(self.period // fragments, warmup=self.steps_of_growth)
         return SCHEDULES[self.period] if isinstance(self.period, str) else self.period
 
     @property
@@ -239,7 +268,11 @@ class LocalSGD(AveragingStrategy):
     @property
     def weight_codec(self) -> WeightCodec | None:
         """How changes of weights travel; None: weights travel whole."""
-        return WEIGHT_CODECS[self.codec] if isinstance(self.codec, str) else self.codec
+        if not isinstance(self.codec, str):
+            return self.codec
+        if self.codec in VALUE_CODECS:
+            return WeightCodec(density=1.0, entries=self.codec)
+        return WEIGHT_CODECS[self.codec]
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
@@ -258,18 +291,27 @@ class LocalSGD(AveragingStrategy):
             )
         codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
-        if outer is None and codec is not None:
+        if outer is None and (codec is not None or self.streaming is not None):
             outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
-        mean = MeanOfAll(
-            weights,
-            Everyone(context.driver, context.new_stream()),
-            codec=codec,
-            rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
-            optimizer=context.optimizer,
-            averages_state=self.averages_state,
-            notify=context.notices.notify,
-        )
-        average = PeriodicAverage(mean, self.schedule, start_step=self.start_step)
+        peers = Everyone(context.driver, context.new_stream())
+        exchange: WeightExchange
+        if self.streaming is not None:
+            streaming = Streaming.of(self.streaming)
+            assert outer is not None
+            exchange = StreamingMean(
+                weights, context.parameters, peers, streaming=streaming, outer=outer, codec=codec
+            )
+        else:
+            exchange = MeanOfAll(
+                weights,
+                peers,
+                codec=codec,
+                rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
+                optimizer=context.optimizer,
+                averages_state=self.averages_state,
+                notify=context.notices.notify,
+            )
+        average = PeriodicAverage(exchange, self.schedule, start_step=self.start_step)
         return [*self._gradient_phase(context), average]
 
     def _gradient_phase(self, context: Context) -> list[Callback]:

@@ -9,9 +9,8 @@ object for an option is one file and one line. The tables name modules and impor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from typing_extensions import override
 
@@ -23,23 +22,32 @@ if TYPE_CHECKING:
     from offbeat.strategies.base import Strategy
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyEntry:
+class StrategyEntry(NamedTuple):
     """One strategy.
 
     Attributes:
         name: what the command line, records and checkpoints call it.
         class_name: its class, which is an attribute of `offbeat`.
-        module: where the class is defined.
-        paper: where it was published, or compared as a baseline, as "arXiv NUMBER".
+        arxiv: where it was published, or compared as a baseline.
         summary: what it does; the first sentence of the class's docstring, without its full stop.
+        file: where the class is defined, in this folder; None: in the one called `name`.
     """
 
     name: str
     class_name: str
-    module: str
-    paper: str
+    arxiv: str
     summary: str
+    file: str | None = None
+
+    @property
+    def paper(self) -> str:
+        """As "arXiv NUMBER"."""
+        return f"arXiv {self.arxiv}"
+
+    @property
+    def module(self) -> str:
+        """Where the class is defined."""
+        return f"offbeat.strategies.{self.file or self.name}"
 
     def load(self) -> type[Strategy]:
         """The class. Imports its module."""
@@ -71,126 +79,89 @@ class StrategyRegistry(Mapping[str, "type[Strategy]"]):
 
 
 REGISTRY: Final = StrategyRegistry(
+    StrategyEntry("allreduce", "AllReduce", "2006.15704", "Dense all-reduce of gradients"),
     StrategyEntry(
-        name="allreduce",
-        class_name="AllReduce",
-        module="offbeat.strategies.allreduce",
-        paper="arXiv 2006.15704",
-        summary="Dense all-reduce of gradients",
+        "topk",
+        "TopK",
+        "1809.07599",
+        "Local top-k, summed over all ranks without a further selection",
     ),
     StrategyEntry(
-        name="topk",
-        class_name="TopK",
-        module="offbeat.strategies.topk",
-        paper="arXiv 1809.07599",
-        summary="Local top-k, summed over all ranks without a further selection",
+        "gtopk",
+        "GTopK",
+        "1901.04359",
+        "Global top-k: only the k largest entries of the whole cluster's gradient",
     ),
     StrategyEntry(
-        name="gtopk",
-        class_name="GTopK",
-        module="offbeat.strategies.gtopk",
-        paper="arXiv 1901.04359",
-        summary="Global top-k: only the k largest entries of the whole cluster's gradient",
+        "ef21",
+        "EF21",
+        "2106.05203",
+        "Gradients estimated from their largest changes, which are all that travels",
+    ),
+    StrategyEntry("localsgd", "LocalSGD", "1805.09767", "Weights averaged once in a while"),
+    StrategyEntry(
+        "wagma",
+        "WAGMA",
+        "2005.00124",
+        "Weights averaged in rotating groups, without waiting for stragglers",
     ),
     StrategyEntry(
-        name="ef21",
-        class_name="EF21",
-        module="offbeat.strategies.ef21",
-        paper="arXiv 2106.05203",
-        summary="Gradients estimated from their largest changes, which are all that travels",
+        "eagersgd", "EagerSGD", "1908.04207", "Gradients averaged without waiting for stragglers"
     ),
     StrategyEntry(
-        name="localsgd",
-        class_name="LocalSGD",
-        module="offbeat.strategies.localsgd",
-        paper="arXiv 1805.09767",
-        summary="Weights averaged once in a while",
+        "powersgd", "PowerSGD", "1905.13727", "Gradients as products of two thin matrices"
     ),
     StrategyEntry(
-        name="wagma",
-        class_name="WAGMA",
-        module="offbeat.strategies.wagma",
-        paper="arXiv 2005.00124",
-        summary="Weights averaged in rotating groups, without waiting for stragglers",
+        "demo",
+        "DeMo",
+        "2411.19870",
+        "Momentum of which the largest cosine coefficients travel",
     ),
     StrategyEntry(
-        name="eagersgd",
-        class_name="EagerSGD",
-        module="offbeat.strategies.eagersgd",
-        paper="arXiv 1908.04207",
-        summary="Gradients averaged without waiting for stragglers",
+        "dpsgd", "DPSGD", "1705.09056", "Weights averaged with two neighbours in every step"
     ),
     StrategyEntry(
-        name="dpsgd",
-        class_name="DPSGD",
-        module="offbeat.strategies.dpsgd",
-        paper="arXiv 1705.09056",
-        summary="Weights averaged with two neighbours in every step",
+        "adpsgd",
+        "ADPSGD",
+        "1710.06952",
+        "Weights averaged with one random worker after every step, asynchronously",
     ),
+    StrategyEntry("sgp", "SGP", "1811.10792", "Weights pushed to a few other ranks in every step"),
     StrategyEntry(
-        name="adpsgd",
-        class_name="ADPSGD",
-        module="offbeat.strategies.adpsgd",
-        paper="arXiv 1710.06952",
-        summary="Weights averaged with one random worker after every step, asynchronously",
-    ),
-    StrategyEntry(
-        name="sgp",
-        class_name="SGP",
-        module="offbeat.strategies.sgp",
-        paper="arXiv 1811.10792",
-        summary="Weights pushed to a few other ranks in every step",
-    ),
-    StrategyEntry(
-        name="adaptive",
-        class_name="AdaptiveSGD",
-        module="offbeat.strategies.adaptive",
-        paper="arXiv 2110.07029",
-        summary="Each rank claims its next batch as soon as it is free, batch sizes follow speeds,"
+        "adaptive",
+        "AdaptiveSGD",
+        "2110.07029",
+        "Each rank claims its next batch as soon as it is free, batch sizes follow speeds,"
         " and models are merged after every mega-batch",
     ),
     StrategyEntry(
-        name="elasticsgd",
-        class_name="ElasticSGD",
-        module="offbeat.strategies.elasticsgd",
-        paper="arXiv 2110.07029",
-        summary="Models averaged after every mega-batch, of which each rank computes an equal share"
+        "elasticsgd",
+        "ElasticSGD",
+        "2110.07029",
+        "Models averaged after every mega-batch, of which each rank computes an equal share"
         " in equal batches",
     ),
     StrategyEntry(
-        name="crossbow",
-        class_name="Crossbow",
-        module="offbeat.strategies.crossbow",
-        paper="arXiv 1901.02244",
-        summary="Synchronous model averaging: every model is drawn towards a central one",
+        "crossbow",
+        "Crossbow",
+        "1901.02244",
+        "Synchronous model averaging: every model is drawn towards a central one",
     ),
     StrategyEntry(
-        name="dkfac",
-        class_name="DKFAC",
-        module="offbeat.strategies.kfac",
-        paper="arXiv 2007.00784",
-        summary="K-FAC, all factors inverted by every rank",
+        "dkfac", "DKFAC", "2007.00784", "K-FAC, all factors inverted by every rank", file="kfac"
     ),
     StrategyEntry(
-        name="mpdkfac",
-        class_name="MPDKFAC",
-        module="offbeat.strategies.kfac",
-        paper="arXiv 1811.12019",
-        summary="K-FAC, each factor inverted by one rank",
+        "mpdkfac", "MPDKFAC", "1811.12019", "K-FAC, each factor inverted by one rank", file="kfac"
     ),
     StrategyEntry(
-        name="spdkfac",
-        class_name="SPDKFAC",
-        module="offbeat.strategies.kfac",
-        paper="arXiv 2107.06533",
-        summary="K-FAC whose communication hides behind its computation",
+        "spdkfac",
+        "SPDKFAC",
+        "2107.06533",
+        "K-FAC whose communication hides behind its computation",
+        file="kfac",
     ),
     StrategyEntry(
-        name="dpkfac",
-        class_name="DPKFAC",
-        module="offbeat.strategies.kfac",
-        paper="arXiv 2206.15143",
-        summary="K-FAC, only preconditioned gradients travel",
+        "dpkfac", "DPKFAC", "2206.15143", "K-FAC, only preconditioned gradients travel", file="kfac"
     ),
 )
 """All strategies, those that exchange gradients first, then weights, then Kronecker factors."""

@@ -10,67 +10,47 @@ sparsification with error feedback.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import Wire
-from offbeat.collectives.base import SparseCollective
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.changed_gradients import ChangedGradients
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
-from offbeat.gradients.density import DensitySchedule, Warmup
-from offbeat.gradients.exchange import (
-    ExchangeCounts,
-    GradientExchange,
-    GradientTransform,
-    Reduction,
-)
-from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.density import AT_ONCE, DensitySchedule, Warmup
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
 from offbeat.strategies.options import require_density, require_one_of, require_positive
 
-FEW: Final = 0.15
-"""Below this density SGD's momentum is applied at once: an entry waits for 1 / density exchanges,
-and momentum is usually spread over ten. And Adam's scaling is taken over. Without the one
-images are 4 points worse (`benchmarks/sparse_accuracy.py`, momentum spread), without the other text
-is 11% of bits worse (`benchmarks/parity.py`, text, GTopK at 0.01).
-"""
-
-Choose: TypeAlias = Callable[[BucketKind, int], SparseCollective | None]
-"""(the bucket, k) -> the collective to use; None sends everything densely."""
+Scheduled: TypeAlias = tuple[DensitySchedule, list[Callback]]
+"""How many entries travel and by which collective; and what else remembers that, if anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseGradientStrategy(GradientStrategy):
-    """Only the largest entries of residual + gradient travel; the rest is owed.
+class EntriesStrategy(GradientStrategy):
+    """Only some entries travel.
 
     Args:
-        density: fraction of entries that travel, in (0, 1]; 1 gives the result of `AllReduce`.
         momentum_correction: "auto" takes over the momentum of `torch.optim.SGD`, Nesterov's too,
             and with it weight decay, until the session ends, and applies it before entries are
             selected (DGC, arXiv 1712.01887, section 3.1); and the scaling of Adam and AdamW at
             densities below 0.15, where the loop leaves gradients alone. None leaves all to the
             optimizer.
-        warmup: densities of the first exchanges, if larger than the later one: pairs of a density
-            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
-            density of 1 sends everything as `AllReduce` does; or None. "auto": at least 0.1 while
-            the learning rate rises and for 50 exchanges after that, if it begins to rise within the
-            first 1,000, unless Adam's scaling is taken over; for longer at densities below 0.01;
-            all ranks must have the same learning rate.
         codec: what picks entries and how they are written: a `TopKCodec`, or names of its parts
             such as "bfloat16" or "reuse+float8". None: "float32", all exact.
         bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
@@ -80,9 +60,11 @@ class SparseGradientStrategy(GradientStrategy):
             Clipping after backward would leave outliers in the residual. None: no clipping.
     """
 
+    measures: ClassVar[bool] = False
+    """Whether density="auto" is known."""
+
     density: float | Literal["auto"] = 0.001
     momentum_correction: Literal["auto"] | None = "auto"
-    warmup: Literal["auto"] | tuple[tuple[float, int], ...] | str | None = "auto"
     codec: TopKCodec | str | None = None
     bucket_mib: float | None = None
     clip_norm: float | None = None
@@ -93,7 +75,6 @@ class SparseGradientStrategy(GradientStrategy):
             require_density("density", self.density)  # type: ignore[arg-type]  # looked at there
         if self.momentum_correction is not None:
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
-        self.stages()
         self.entries()
         if self.bucket_mib is not None:
             require_positive("bucket_mib", self.bucket_mib)
@@ -105,11 +86,6 @@ class SparseGradientStrategy(GradientStrategy):
         require_real(model)
 
     @property
-    def measures(self) -> bool:
-        """Whether density="auto" is known."""
-        return False
-
-    @property
     def takes_over(self) -> bool:
         """Whether something works before the exchange in the optimizer's place, if it can."""
         return self.momentum_correction == "auto"
@@ -117,6 +93,47 @@ class SparseGradientStrategy(GradientStrategy):
     def entries(self) -> TopKCodec:
         """How entries travel. Raises `ConfigError` for a codec that is none."""
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
+
+    def buckets(self, context: Context) -> list[Bucket]:
+        """Of the model's gradients."""
+        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
+        return make_buckets(context.parameters, cap_bytes=cap_bytes)
+
+    def feedback(self, bucket: Bucket) -> ErrorFeedback:
+        """What is owed of a bucket, and what picks entries of it."""
+        flat, selector = bucket.flat, self.entries().selector
+        return ErrorFeedback(
+            bucket.num_elements, dtype=flat.dtype, device=flat.device, selector=selector
+        )
+
+    @override
+    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
+        optimizer, taken = context.optimizer, None
+        if self.takes_over and type(optimizer) is torch.optim.SGD:
+            world_size, inform = context.driver.world_size, context.notices.inform
+            taken = momentum_to_take(optimizer, world_size=world_size, inform=inform)
+        return taken or GradientTransform(optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGradientStrategy(EntriesStrategy):
+    """Only the largest entries of residual + gradient travel; the rest is owed.
+
+    Args:
+        density: fraction of entries that travel, in (0, 1]; 1 gives the result of `AllReduce`.
+        warmup: densities of the first exchanges, if larger than the later one: pairs of a density
+            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
+            density of 1 sends everything as `AllReduce` does; or None. "auto": at least 0.1 while
+            the learning rate rises and for 50 exchanges after that, if it begins to rise within the
+            first 1,000, unless Adam's scaling is taken over; for longer at densities below 0.01;
+            all ranks must have the same learning rate.
+    """
+
+    warmup: Literal["auto"] | tuple[tuple[float, int], ...] | str | None = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stages()
 
     def stages(self) -> Warmup | Literal["auto"] | None:
         """The warm-up. Raises `ConfigError` if `warmup` describes none."""
@@ -134,57 +151,35 @@ class SparseGradientStrategy(GradientStrategy):
             ) from error
 
     @abstractmethod
-    def chooser(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[Choose, DensitySchedule, list[Callback]]:
-        """How the collective is chosen, the density, and the part, if any, that remembers the
-        choice.
-        """
+    def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
+        """How many entries travel, and by which collective."""
 
-    def schedule(self, density: float, context: Context, counts: ExchangeCounts) -> DensitySchedule:
-        """A density that does not depend on measurements."""
-        return DensitySchedule(
-            density,
-            warmup=self.stages(),
-            optimizer=context.optimizer,
-            counts=counts,
-            inform=context.notices.inform,
-        )
+    def schedule_options(self, context: Context, counts: ExchangeCounts) -> dict[str, Any]:
+        """What a `DensitySchedule` needs besides a density and a collective."""
+        return {
+            "warmup": self.stages(),
+            "optimizer": context.optimizer,
+            "counts": counts,
+            "inform": context.notices.inform,
+        }
 
+    @override
     def clipping(self, world_size: int) -> LocalClipping | None:
         return LocalClipping(self.clip_norm, world_size=world_size)
 
-    def build(self, context: Context) -> Sequence[Callback]:
-        counts = ExchangeCounts()
-        transform = self._transform(context, counts)
-        pairs, others, density = self._reductions(context, counts, transform)
-        exchange, others = self.exchange_of(pairs, others, context, counts, transform=transform)
-        exchange.add_listener(density.listener)
-        if transform.minds_changes:
-            others.append(
-                ChangedGradients(
-                    exchange.buckets, counts=counts, when_changed=transform.gradients_are_changed
-                )
-            )
-        others.append(transform)
-        transform.take()  # last, when nothing can fail any more
-        return [exchange, *others]
-
-    def _transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
-        """What works before the exchange in the optimizer's place."""
+    @override
+    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
+        """Of SGD its momentum, of Adam its scaling."""
+        transform = super().transform(context, counts)
         optimizer, inform = context.optimizer, context.notices.inform
-        left = GradientTransform(optimizer)
-        if not self.takes_over or optimizer is None:
-            return left
-        if type(optimizer) is torch.optim.SGD:
-            world_size = context.driver.world_size
-            return momentum_to_take(optimizer, world_size=world_size, inform=inform) or left
+        if not self.takes_over or optimizer is None or type(optimizer) is torch.optim.SGD:
+            return transform
         groups = optimizer.param_groups
         if not any(group.get("momentum") or group.get("betas") for group in groups):
-            return left
+            return transform
         parameters = context.parameters.values()
         reason = reason_against(optimizer, parameters, has_scaler=context.has_scaler)
-        if reason is None and self.density != "auto" and self.density >= FEW:
+        if reason is None and self.density != "auto" and self.density >= AT_ONCE:
             reason = f"at a density of {self.density:g} that would be less accurate"
         if reason is None:
             return OptimizerScaling(
@@ -199,97 +194,52 @@ class SparseGradientStrategy(GradientStrategy):
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
             f" of it works before entries are selected, since {reason}"
         )
-        return left
+        return transform
 
-    def build_exchange(
-        self, context: Context, *, launch_order: LaunchOrder | None = None
-    ) -> tuple[GradientExchange, list[Callback]]:
-        """As of every strategy. Where gradients are changed further before the step, momentum stays
-        in the optimizer, which applies it afterwards.
-        """
-        counts = ExchangeCounts()
-        transform = GradientTransform(context.optimizer, is_followed=True)
-        pairs, others, density = self._reductions(context, counts, transform)
-        exchange, others = self.exchange_of(
-            pairs, others, context, counts, launch_order=launch_order
-        )
-        exchange.add_listener(density.listener)
-        return exchange, others
-
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        raise NotImplementedError  # `build_exchange` needs more
-
-    def _reductions(
         self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback], DensitySchedule]:
-        choose, density, others = self.chooser(context, counts)
-        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        buckets = make_buckets(context.parameters, cap_bytes=cap_bytes)
-        largest = self._kind(max(buckets, key=lambda bucket: bucket.num_elements))
-
-        def is_sparse(density: float) -> bool:
-            """Whether entries travel, or all of the gradient."""
-            return choose(largest, max(1, round(density * largest.num_elements))) is not None
-
-        density.needs_warm_up = lambda: transform.needs_warm_up
-        transform.follow(
-            sends_few=lambda: (now := density.now()) < FEW and is_sparse(now),
-            sends_entries=lambda: is_sparse(density.few),
-            when_taken=density.send_few,
-        )
-        reductions = [
-            self._reduction(each, context, choose, density, transform) for each in buckets
+    ) -> Reductions:
+        density, others = self.schedule(context, counts)
+        buckets, codec = self.buckets(context), self.entries()
+        kinds = [
+            BucketKind(
+                num_elements=bucket.num_elements,
+                element_bytes=bucket.flat.element_size(),
+                codec=codec,
+            )
+            for bucket in buckets
         ]
-        return list(zip(buckets, reductions, strict=True)), [*others, density], density
-
-    def _kind(self, bucket: Bucket) -> BucketKind:
-        return BucketKind(
-            num_elements=bucket.num_elements,
-            element_bytes=bucket.flat.element_size(),
-            codec=self.entries(),
-        )
+        density.follow(transform, largest=max(kinds, key=lambda kind: kind.num_elements))
+        pairs = [
+            (bucket, self._reduction(bucket, context, partial(density.plan, kind), transform))
+            for bucket, kind in zip(buckets, kinds, strict=True)
+        ]
+        return Reductions(pairs, [*others, density], [density.listener])
 
     def _reduction(
         self,
         bucket: Bucket,
         context: Context,
-        choose: Choose,
-        density: DensitySchedule,
+        plan: Callable[[], ExchangePlan],
         transform: GradientTransform,
     ) -> SparseReduction:
-        kind, codec = self._kind(bucket), self.entries()
-
-        def plan() -> ExchangePlan:
-            now = density.now()
-            k = max(1, round(now * bucket.num_elements))
-            # A density of 1 that the user named for the whole run goes through the collective that
-            # the user named; one that was chosen, or begins a warm-up, need not.
-            everything = now == 1.0 and self.density != 1.0
-            return ExchangePlan(k=k, collective=None if everything else choose(kind, k))
-
-        feedback = ErrorFeedback(
-            bucket.num_elements,
-            dtype=bucket.flat.dtype,
-            device=bucket.flat.device,
-            selector=codec.selector,
-        )
+        feedback, owed_rate = self.feedback(bucket), None
         transform.init(bucket, feedback)
+        if context.optimizer is not None:
+            owed_rate = OwedRate(
+                GroupRanges(bucket, context.optimizer),
+                rates=transform.rates,
+                leads_to_plain_steps=transform.leaves_plain_steps,
+            )
         return SparseReduction(
             bucket,
             feedback,
             driver=context.driver,
             stream=context.new_stream(),
-            wire=wire_of(bucket, codec),
+            wire=wire_of(bucket, self.entries()),
             plan=plan,
-            owed_rate=None
-            if context.optimizer is None
-            else OwedRate(
-                GroupRanges(bucket, context.optimizer),
-                rates=transform.rates,
-                leads_to_plain_steps=transform.leaves_plain_steps,
-            ),
+            owed_rate=owed_rate,
         )
 
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
+from offbeat.strategies.sparse_gradient import Scheduled, SparseGradientStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,6 @@ class TopK(SparseGradientStrategy):
 
     density: float = 0.001
 
-    def chooser(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[Choose, DensitySchedule, list[Callback]]:
-        return lambda bucket, k: topk_sum, self.schedule(self.density, context, counts), []
+    def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
+        options = self.schedule_options(context, counts)
+        return DensitySchedule(self.density, collective=topk_sum, **options), []

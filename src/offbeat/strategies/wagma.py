@@ -50,9 +50,9 @@ import numpy as np
 from offbeat.arithmetic.groups import VersionGroup, default_group_size, group_of_version
 from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import (
+    BackgroundAverager,
     BackgroundWeightAverage,
     delta_merge,
-    start_background_averager,
 )
 from offbeat.averaging.background.merge_rules import PaperMerge
 from offbeat.averaging.background.shared_model import SharedModel
@@ -62,8 +62,7 @@ from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import refuse_idle, require_at_least, require_one_of
-from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging
 
 _MANY = 65_536
 
@@ -160,7 +159,7 @@ class WAGMA(AveragingStrategy):
         rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
         is_rounded = self.rounds(staging.num_elements, staging.dtype)
         statistics = tuple(staging.spans(weights.positions_of_statistics()))
-        averager = start_background_averager(
+        averager = BackgroundAverager(
             context,
             weights,
             SharedModel(rule, interval=self.interval),

@@ -17,8 +17,9 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,9 @@ from offbeat.transport.backends import (
     gloo_device,
     nccl_backend,
 )
-from offbeat.transport.ciphers import CIPHER_VARIABLE, cipher_from_environment
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import check_listening, listen_address
-from offbeat.transport.link import SILENCE_VARIABLE, silence_s
+from offbeat.transport.link import SILENCE_VARIABLE, PeerLimits, silence_s
 from offbeat.transport.network import (
     Network,
     answering_within,
@@ -48,8 +48,8 @@ from offbeat.transport.network import (
     store_sockets,
 )
 from offbeat.transport.operations import AllGather, Operation
-from offbeat.transport.peers import PeerLimits, Peers
-from offbeat.transport.protection import key_pair
+from offbeat.transport.peers import Peers
+from offbeat.transport.protection import CIPHER_VARIABLE, check_secret, cipher_from_environment
 from offbeat.transport.rendezvous import Presence, Rendezvous, lost_ranks, unreadable
 from offbeat.transport.routed import C10d, Routed, Watch
 from offbeat.transport.single_rank import SingleRank
@@ -83,30 +83,43 @@ def join_process_group() -> bool:
     """
     if dist.is_initialized():
         return True
-    environment = _launch_environment()
-    if environment is None:
+    launch = launched()
+    if launch is None:
         return False
-    rank, world_size = environment
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"this is rank {rank} of {world_size}, but {' and '.join(missing)} must be set too; "
-            "start with torchrun, or export the address and a free port of rank 0's host"
-        )
+    require_address(launch)
     backend = (
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     )
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
     return True
 
 
-def _launch_environment() -> tuple[int, int] | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """This process's place among those that torchrun or srun started."""
+
+    rank: int
+    world_size: int
+
+
+def launched() -> Launch | None:
+    """This process's place, when torchrun or srun started it; None when it was started alone."""
     for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank_name in os.environ and size_name in os.environ:
-            rank, world_size = int(os.environ[rank_name]), int(os.environ[size_name])
-            if world_size > 1 or rank_name == "RANK":
-                return rank, world_size
+        rank, size = os.environ.get(rank_name, ""), os.environ.get(size_name, "")
+        if rank.isdigit() and size.isdigit() and (rank_name == "RANK" or int(size) > 1):
+            return Launch(rank=int(rank), world_size=int(size))
     return None
+
+
+def require_address(launch: Launch) -> None:
+    """Raise `ConfigError` where nothing says at which address the ranks meet."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this is rank {launch.rank} of {launch.world_size}, but {' and '.join(missing)} must"
+            " be set too; start with torchrun, or export the address and a free port of rank 0's"
+            " host"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,16 +170,11 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         rendezvous.refuse(refusal)
         raise
     given = os.environ.get(SECRET_VARIABLE, "").encode()
+    network_by = partial(
+        create_network, store, rank=rank, world_size=world_size, address=address, cipher=cipher
+    )
     if presence is None:
-        network = create_network(
-            store,
-            token=secrets.token_hex(8),
-            rank=0,
-            world_size=1,
-            address=address,
-            secret=given or secrets.token_bytes(32),
-            cipher=cipher,
-        )
+        network = network_by(token=secrets.token_hex(8), secret=given or secrets.token_bytes(32))
         return Connection(driver=SingleRank(), network=network)
     with answering_within(store, limit_s), ExitStack() as stack:
         stack.callback(presence.close)
@@ -184,8 +192,8 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         )
         entries = [_Entry.read(at, entry) for at, entry in enumerate(said)]
         token = entries[0].token
-        _compare_silence(entries)
-        _compare_ciphers(entries)
+        _require_same(SILENCE_VARIABLE, [f"{entry.silence_s:g}" for entry in entries])
+        _require_same(CIPHER_VARIABLE, [entry.cipher for entry in entries])
         proof = proof_of(given, token).decode() if given else ""
         _compare_secrets(given, rendezvous.exchange("secret", proof, limit_s=limit_s))
         try:
@@ -200,15 +208,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
             stack.callback(dense.close)
             secret = given or _drawn_secret(dense, rendezvous, limit_s=limit_s)
             with rendezvous.naming_who_took_the_store():
-                network = create_network(
-                    store,
-                    token=token,
-                    rank=rank,
-                    world_size=world_size,
-                    address=address,
-                    secret=secret,
-                    cipher=cipher,
-                )
+                network = network_by(token=token, secret=secret)
             messages = Peers(
                 rank,
                 world_size,
@@ -255,8 +255,8 @@ def reconnect() -> Connection:
         ConfigError: a variable is missing, no store answers, no run was begun there, it has ended,
             or has another secret.
     """
-    environment = _launch_environment()
-    if environment is None:
+    launch = launched()
+    if launch is None:
         raise ConfigError(
             f"{RETURN_VARIABLE} is set, but not RANK and WORLD_SIZE; set them as for the worker"
             " that it replaces"
@@ -270,7 +270,6 @@ def reconnect() -> Connection:
             f" run that was started with {SECRET_VARIABLE} on every rank, by the same address and"
             " port"
         )
-    rank, _ = environment
     port = os.environ["MASTER_PORT"]
     if not port.isdigit():
         raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
@@ -279,13 +278,13 @@ def reconnect() -> Connection:
     store = store_client(os.environ["MASTER_ADDR"], int(port))
     network = find_network(
         store,
-        rank=rank,
+        rank=launch.rank,
         address=address,
         secret=os.environ[SECRET_VARIABLE].encode(),
         cipher=cipher,
     )
     driver = RejoinedDriver(
-        rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
+        launch.rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
     )
     return Connection(driver=driver, network=network)
 
@@ -344,23 +343,15 @@ class _Entry:
             raise unreadable(f"what rank {rank} says of itself", said) from error
 
 
-def _compare_silence(entries: Sequence[_Entry]) -> None:
-    """Raises `MismatchError`, on every rank alike, if not all tolerate the same silence."""
-    for rank, entry in enumerate(entries):
-        if entry.silence_s != entries[0].silence_s:
+def _require_same(variable: str, values: Sequence[str]) -> None:
+    """Raises `MismatchError`, on every rank alike, if not all ranks have the same value of an
+    environment variable; `values` by rank.
+    """
+    for rank, value in enumerate(values):
+        if value != values[0]:
             raise MismatchError(
-                f"{SILENCE_VARIABLE} is {entry.silence_s:g} on rank {rank} and"
-                f" {entries[0].silence_s:g} on rank 0; set the same on every rank"
-            )
-
-
-def _compare_ciphers(entries: Sequence[_Entry]) -> None:
-    """Raises `MismatchError`, on every rank alike, if not all have the same cipher."""
-    for rank, entry in enumerate(entries):
-        if entry.cipher != entries[0].cipher:
-            raise MismatchError(
-                f"{CIPHER_VARIABLE} is {entry.cipher} on rank {rank} and {entries[0].cipher} on"
-                " rank 0; set the same on every rank"
+                f"{variable} is {value} on rank {rank} and {values[0]} on rank 0; set the same on"
+                " every rank"
             )
 
 
@@ -385,7 +376,7 @@ def _compare_secrets(given: bytes, proofs: Sequence[str]) -> None:
             f"{SECRET_VARIABLE} of rank{'s' * (len(others) > 1)} {', '.join(others)} is not that of"
             " rank 0; set the same on every rank"
         )
-    key_pair(given, generation=0, rank=0)  # refuses one that is too short
+    check_secret(given)
 
 
 def _connected_gloo(
@@ -420,8 +411,8 @@ def _connected_gloo(
 
 
 def _gloo_sockets(entries: Sequence[_Entry], rank: int) -> SocketAddresses:
-    """Those of this rank's gloo backend: it accepts some peers' connections, and connects to the
-    others.
+    """The sockets of this rank's gloo backend: it accepts some peers' connections, and connects to
+    the others.
     """
     mine = entries[rank].gloo
     if mine is None:
@@ -437,7 +428,7 @@ def _drawn_secret(dense: C10d, rendezvous: Rendezvous, *, limit_s: float) -> byt
     """
     mine = AllGather(secrets.token_bytes(32) if dense.rank == 0 else b"")
     # There is no message side yet that knows who is dead.
-    with Watch(dense, rendezvous.ended, limit_s=limit_s):
+    with closing(Watch(dense, rendezvous.ended, limit_s=limit_s)):
         try:
             drawn: bytes = dense.start(mine, 0).wait()[0]
         except PeerError as error:

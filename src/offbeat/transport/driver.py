@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from typing_extensions import override
 
@@ -61,19 +61,6 @@ class Finished:
 
     def wait(self) -> Any:
         return self._result
-
-
-class Raised:
-    """The ticket of an operation that has failed."""
-
-    def __init__(self, error: OffbeatError) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> NoReturn:
-        raise self._error
 
 
 class Driver(ABC):

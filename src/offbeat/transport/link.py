@@ -9,7 +9,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -113,14 +113,6 @@ class PeerLimits:
             connect_timeout_s=silence_s,
         )
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 < value < math.inf:
-                raise ConfigError(
-                    f"PeerLimits.{field.name} is {value}, allowed is any finite number above 0"
-                )
-
 
 def num_frames(num_bytes: int) -> int:
     """How many frames a payload of `num_bytes` travels in; an empty one in one."""
@@ -143,8 +135,6 @@ class Link:
         context: the ZeroMQ context to open the socket in.
         peer: its rank.
         endpoint: where it listens, "tcp://address:port", and what the cipher adds.
-        sender: this rank.
-        generation: number of the membership.
         protection: shows who this rank is, and seals what it says.
         limits: when the peer counts as dead.
         now_s: the monotonic clock.
@@ -162,17 +152,13 @@ class Link:
         *,
         peer: int,
         endpoint: str,
-        sender: int,
-        generation: int,
         protection: Protection,
         limits: PeerLimits,
         now_s: float,
     ) -> None:
         address, mark, salt = endpoint.partition("#")
         self._sealer = protection.sealer(peer, mark + salt)
-        self._with_checksum = protection.with_checksum
-        self._sender = sender
-        self._generation = generation
+        self._protection = protection
         self._limits = limits
         self._next_sequence = 0
         self.ever_connected = False
@@ -204,12 +190,12 @@ class Link:
         view = memoryview(payload).cast("B")
         header = pack(
             kind=kind,
-            sender=self._sender,
-            generation=self._generation,
+            sender=self._protection.rank,
+            generation=self._protection.generation,
             channel=channel,
             sequence=self._next_sequence,
             payload=view,
-            with_checksum=self._with_checksum,
+            with_checksum=self._protection.with_checksum,
         )
         frames = [
             view[begin : begin + FRAME_BYTES]
@@ -300,15 +286,13 @@ class Listener:
         unreadable: by the rank whose key they came with, why the first of these was dropped.
     """
 
-    def __init__(
-        self, address: str, *, generation: int, protection: Protection, limits: PeerLimits
-    ) -> None:
+    def __init__(self, address: str, *, protection: Protection, limits: PeerLimits) -> None:
         """Bind a free port, of those that OFFBEAT_PORTS allows.
 
         Args:
             address: numeric address of this host, no wildcard.
-            generation: number of the membership; messages of another one are dropped.
-            protection: says who comes in, and opens what they say.
+            protection: says who comes in, and opens what they say. Messages of another generation
+                than its own are dropped.
             limits: how long a handshake may take, and when a connection counts as lost.
 
         Raises:
@@ -322,7 +306,6 @@ class Listener:
             )
         self.num_foreign = 0
         self.unreadable: dict[int, str] = {}
-        self._generation = generation
         self._protection = protection
         self._openers = [protection.opener(rank) for rank in range(protection.world_size)]
         self._context = new_context()
@@ -407,11 +390,12 @@ class Listener:
             head = frames[0].buffer
             header = head if not self._protection.seal_bytes else head[:HEADER_BYTES]
             envelope = parse(header)
-            if (envelope.sender, envelope.generation) != (key_owner, self._generation):
+            generation = self._protection.generation
+            if (envelope.sender, envelope.generation) != (key_owner, generation):
                 raise WireError(
                     f"got a message of rank {envelope.sender} and generation"
                     f" {envelope.generation} with the key of rank {key_owner} and generation"
-                    f" {self._generation}"
+                    f" {generation}"
                 )
             if len(frames) != 1 + num_frames(envelope.num_bytes):
                 raise WireError(

@@ -22,11 +22,10 @@ from collections.abc import Sequence
 import zmq
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
-from offbeat.transport.ciphers import Cipher
 from offbeat.transport.envelope import Envelope, EnvelopeKind, verify
 from offbeat.transport.link import Link, Listener, PeerLimits
 from offbeat.transport.operations import Payload
-from offbeat.transport.protection import protection_of
+from offbeat.transport.protection import Protection
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children, parsed_address
 from offbeat.transport.threads import new_context
 
@@ -146,16 +145,12 @@ class Inbox:
 
 
 class Mesh:
-    """The connections of `rank` within one generation.
+    """The connections of one rank within one generation.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
         address: numeric address of this host that its peers can route to.
-        secret: the run's.
-        generation: number of the membership.
+        protection: of this rank within the generation, by the run's cipher.
         limits: when a peer counts as dead.
-        cipher: the same on all ranks.
 
     Attributes:
         endpoint: what peers need to connect.
@@ -168,33 +163,17 @@ class Mesh:
         watch_interval_s: how often connections are looked at while somebody waits.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        address: str,
-        secret: bytes,
-        generation: int,
-        limits: PeerLimits,
-        cipher: Cipher,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, address: str, *, protection: Protection, limits: PeerLimits) -> None:
+        self.rank, self.world_size = protection.rank, protection.world_size
         self.watch_all = True
         self.inbox = Inbox()
         self.failures: dict[int, str] = {}
-        self._generation = generation
         self._limits = limits
-        self._protection = protection_of(
-            cipher, secret, generation=generation, world_size=world_size, rank=rank
-        )
-        self.listener = Listener(
-            address, generation=generation, protection=self._protection, limits=limits
-        )
+        self._protection = protection
+        self.listener = Listener(address, protection=protection, limits=limits)
         self.endpoint = self.listener.endpoint + self._protection.endpoint_suffix
         self._sending = new_context()
-        self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
+        self._sending.set(zmq.MAX_SOCKETS, 4 * self.world_size + 64)
         self._links: dict[int, Link] = {}
         listening = frozenset([self.listener.listens_at])
         self._sockets = SocketAddresses(local=listening)
@@ -206,11 +185,9 @@ class Mesh:
         self.watch_interval_s = WATCH_INTERVAL_S
 
     def connect(self, endpoints: Sequence[str]) -> None:
-        """Connect to every rank's endpoint but one's own. Raises `ConfigError` for a malformed one,
-        or the second time.
+        """Connect to every rank's endpoint but one's own. Raises `ConfigError` for a malformed
+        one.
         """
-        if self._links:
-            raise ConfigError("connect was called twice; make a new Peers for a new membership")
         peers = frozenset(map(_address_of, endpoints))
         for peer, endpoint in enumerate(endpoints):
             if peer != self.rank:
@@ -218,8 +195,6 @@ class Mesh:
                     self._sending,
                     peer=peer,
                     endpoint=endpoint,
-                    sender=self.rank,
-                    generation=self._generation,
                     protection=self._protection,
                     limits=self._limits,
                     now_s=time.monotonic(),
@@ -229,10 +204,6 @@ class Mesh:
 
     def send(self, peer: int, channel: int, payload: Payload) -> None:
         """Queue a message; one to a rank that no longer reads is dropped."""
-        if peer not in self._links:
-            raise ConfigError(
-                "a message was sent before connect was called; call it with every rank's endpoint"
-            )
         if self._reads(peer):
             self._links[peer].send(EnvelopeKind.DATA, channel, payload)
 

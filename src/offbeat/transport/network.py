@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -24,9 +24,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from typing_extensions import override
 
 from offbeat.errors import MALFORMED, ConfigError, PeerError, WireError
-from offbeat.transport.ciphers import CIPHER_VARIABLE, Cipher
 from offbeat.transport.link import PeerLimits, silence_s
 from offbeat.transport.peers import Peers
+from offbeat.transport.protection import CIPHER_VARIABLE, Cipher
 from offbeat.transport.sockets import (
     SocketAddresses,
     ends_towards,
@@ -53,13 +53,12 @@ _opening = threading.Lock()
 
 
 def mesh_limits() -> PeerLimits:
-    """For meshes that a death does not end: what is lost by holding a living rank dead is a
-    generation, not the run. Raises `ConfigError` as `silence_s`.
+    """The limits of meshes that a death does not end: what is lost by holding a living rank dead
+    is a generation, not the run. Raises `ConfigError` where `OFFBEAT_SILENCE_S` is no time.
     """
     tolerated_s = silence_s()
-    return PeerLimits(
-        heartbeat_interval_s=min(1.0, tolerated_s / 10),
-        heartbeat_timeout_s=tolerated_s,
+    return replace(
+        PeerLimits.tolerating(tolerated_s),
         grace_s=min(1.0, tolerated_s / 4),
         connect_timeout_s=min(15.0, tolerated_s),
         linger_s=1.0,
@@ -134,8 +133,8 @@ class Network:
             ) from error
 
     def renewed_store(self) -> Store | None:
-        """As `own_store`, after a connection was lost; None, soon and quietly, while nobody listens
-        there.
+        """What `own_store` returns, after a connection was lost; None, soon and quietly, while
+        nobody listens there.
         """
         bottom = bottom_of(self.store)
         return (

@@ -9,20 +9,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
 
 from offbeat.errors import ConfigError, OffbeatError, PeerError, PeerTimeoutError, UnsupportedError
-from offbeat.transport.ciphers import Cipher
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
 from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
-
-__all__ = ["PeerLimits", "Peers"]
-
-T = TypeVar("T")
+from offbeat.transport.protection import PROTECTIONS, Cipher
 
 
 class Peers(Driver):
@@ -63,24 +60,15 @@ class Peers(Driver):
             cipher: the same on every rank.
 
         Raises:
-            ConfigError: a bad rank, secret or address, or a cipher that this machine lacks.
+            ConfigError: a bad secret or address.
         """
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"rank is {rank}, allowed is 0 to {world_size - 1} in a world of {world_size}"
-            )
         self.rank = rank
         self.world_size = world_size
         self._limits = limits if limits is not None else PeerLimits()
-        self._mesh = Mesh(
-            rank,
-            world_size,
-            address=address,
-            secret=secret,
-            generation=generation,
-            limits=self._limits,
-            cipher=cipher,
+        protection = PROTECTIONS[cipher](
+            run_secret=secret, generation=generation, world_size=world_size, rank=rank
         )
+        self._mesh = Mesh(address, protection=protection, limits=self._limits)
         self.endpoint = self._mesh.endpoint
         self.lost: frozenset[int] = frozenset()
         # The lock guards the mesh; the condition says that something may have happened to it.
@@ -117,40 +105,24 @@ class Peers(Driver):
             endpoints: every rank's `endpoint`, by rank. This rank's own is ignored.
 
         Raises:
-            ConfigError: not one well-formed endpoint for each rank, or connected before.
+            ConfigError: an endpoint is malformed.
         """
-        if len(endpoints) != self.world_size:
-            raise ConfigError(
-                f"got {len(endpoints)} endpoints for a world of {self.world_size}; give every"
-                " rank's, by rank"
-            )
         with self._changed:
             self._check_open()
             self._mesh.connect(endpoints)
-
-    def now_s(self, channel: int) -> float:
-        return time.monotonic()
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case Send():
                 self._send(operation, channel)
                 return Finished()
-            case Recv(peer, timeout_s):
+            case Recv(peer):
                 self._check_peer(peer)
-                return _ReceiveTicket(
-                    partial(self.can_receive, peer, channel),
-                    partial(self.receive, peer, channel),
-                    timeout_s,
-                )
-            case RecvAny(peers, timeout_s):
+                return _Receive(self, operation, channel)
+            case RecvAny(peers):
                 for peer in peers - {self.rank}:
                     self._check_peer(peer)
-                return _ReceiveTicket(
-                    partial(self.can_receive_any, peers, channel),
-                    partial(self.receive_any, peers, channel),
-                    timeout_s,
-                )
+                return _ReceiveAny(self, operation, channel)
             case Post(payload):
                 self._post(payload, channel)
                 return Finished()
@@ -171,8 +143,8 @@ class Peers(Driver):
         return self.wait_for_death(0)
 
     def wait_for_death(self, timeout_s: float) -> dict[int, str]:
-        """As `dead`, but waits for up to `timeout_s` until some rank is dead or has ended: for
-        another driver that has to name the cause of its failure.
+        """Return what `dead` does, but wait for up to `timeout_s` until some rank is dead or has
+        ended: for another driver that has to name the cause of its failure.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -254,86 +226,35 @@ class Peers(Driver):
             self.lost = self._mesh.lost()
             self._mesh.close()
 
-    def can_receive(self, peer: int, channel: int) -> bool:
-        """Whether `receive` would return or raise at once. Never blocks."""
+    def _is_answered(self, receive: _Receive) -> bool:
+        """Whether `_taken` would return or raise at once. Never blocks."""
+        inbox = self._mesh.inbox
         with self._changed:
-            if self._closed or self._mesh.inbox.has(peer, channel):
+            if self._closed or inbox.first_of(receive.peers, receive.channel) is not None:
                 return True
             self._update()
             return (
-                self._mesh.inbox.has(peer, channel)
-                or self._mesh.failure_of(peer, channel) is not None
+                inbox.first_of(receive.peers, receive.channel) is not None
+                or receive.failure(self._mesh) is not None
             )
 
-    def receive(self, peer: int, channel: int, deadline_s: float) -> Payload:
-        """The next message of `peer` on `channel`, waited for until `deadline_s` of the monotonic
-        clock.
+    def _taken(self, receive: _Receive) -> tuple[int, Payload]:
+        """The message that `receive` waits for as soon as there is one; else its failure is raised
+        once it is known, or its time limit.
         """
-        mesh = self._mesh
-        _, payload = self._taken(
-            frozenset([peer]),
-            channel,
-            deadline_s,
-            failure=lambda: mesh.failure_of(peer, channel),
-            timeout=lambda: PeerTimeoutError(
-                f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer
-            ),
-        )
-        return payload
-
-    def can_receive_any(self, peers: frozenset[int], channel: int) -> bool:
-        """Whether `receive_any` would return or raise at once. Never blocks."""
-        with self._changed:
-            if self._closed or self._mesh.inbox.first_of(peers, channel) is not None:
-                return True
-            self._update()
-            return (
-                self._mesh.inbox.first_of(peers, channel) is not None
-                or self._mesh.departure_of(peers) is not None
-            )
-
-    def receive_any(
-        self, peers: frozenset[int], channel: int, deadline_s: float
-    ) -> tuple[int, Payload]:
-        """The next message of any of `peers` on `channel`, waited for until `deadline_s` of the
-        monotonic clock.
-        """
-        mesh = self._mesh
-        return self._taken(
-            peers,
-            channel,
-            deadline_s,
-            failure=lambda: mesh.departure_of(peers),
-            timeout=lambda: PeerTimeoutError(
-                f"the time limit passed while rank {self.rank} waited for anybody's message"
-            ),
-        )
-
-    def _taken(
-        self,
-        peers: frozenset[int],
-        channel: int,
-        deadline_s: float,
-        *,
-        failure: Callable[[], OffbeatError | None],
-        timeout: Callable[[], PeerTimeoutError],
-    ) -> tuple[int, Payload]:
-        """The next message of any of `peers` as soon as there is one; else `failure` is raised once
-        it gives an error, or `timeout`.
-        """
-        mesh = self._mesh
+        inbox = self._mesh.inbox
         with self._changed:
             self._check_open()
             # What is here already is taken first: looking for more costs as much for each message.
-            while (message := mesh.inbox.take(peers, channel)) is None:
+            while (message := inbox.take(receive.peers, receive.channel)) is None:
                 self._update()
-                if mesh.inbox.first_of(peers, channel) is not None:
+                if inbox.first_of(receive.peers, receive.channel) is not None:
                     continue
-                if (error := failure()) is not None:
+                if (error := receive.failure(self._mesh)) is not None:
                     raise error
-                remaining_s = deadline_s - time.monotonic()
+                remaining_s = receive.deadline_s - time.monotonic()
                 if remaining_s <= 0:
-                    raise timeout()
+                    raise receive.timeout(self._mesh)
                 self._wait_for_change(remaining_s)
             return message
 
@@ -396,21 +317,53 @@ class Peers(Driver):
             self._changed.notify_all()
 
 
-class _ReceiveTicket(Generic[T]):
-    """A receive under way: `answered` tells whether `take` would return or raise at once."""
+class _Receive:
+    """A receive of one peer's message under way."""
 
-    def __init__(
-        self, answered: Callable[[], bool], take: Callable[[float], T], timeout_s: float | None
-    ) -> None:
-        self._can_take = answered
-        self._take = take
-        self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    def __init__(self, driver: Peers, operation: Recv | RecvAny, channel: int) -> None:
+        self._driver = driver
+        self.peers = (
+            operation.peers if isinstance(operation, RecvAny) else frozenset([operation.peer])
+        )
+        self.channel = channel
+        timeout_s = operation.timeout_s
+        self.deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def done(self) -> bool:
-        return self._can_take() or time.monotonic() >= self._deadline_s
+        return self._driver._is_answered(self) or time.monotonic() >= self.deadline_s
 
-    def wait(self) -> T:
-        return self._take(self._deadline_s)
+    def wait(self) -> Any:
+        return self._driver._taken(self)[1]
+
+    def failure(self, mesh: Mesh) -> OffbeatError | None:
+        """Why nothing will come; None: it still may."""
+        (peer,) = self.peers
+        return mesh.failure_of(peer, self.channel)
+
+    def timeout(self, mesh: Mesh) -> PeerTimeoutError:
+        """The error once the time limit has passed."""
+        (peer,) = self.peers
+        return PeerTimeoutError(
+            f"the time limit passed while {mesh.wait_of(peer, self.channel)}", rank=peer
+        )
+
+
+class _ReceiveAny(_Receive):
+    """A receive of anybody's message under way."""
+
+    @override
+    def wait(self) -> tuple[int, Payload]:
+        return self._driver._taken(self)
+
+    @override
+    def failure(self, mesh: Mesh) -> OffbeatError | None:
+        return mesh.departure_of(self.peers)
+
+    @override
+    def timeout(self, mesh: Mesh) -> PeerTimeoutError:
+        return PeerTimeoutError(
+            f"the time limit passed while rank {mesh.rank} waited for anybody's message"
+        )
 
 
 class _SleepTicket:

@@ -9,37 +9,60 @@ handed out:
 That keeps strangers out. It does not protect ranks from each other: a process that holds the run's
 secret can be any rank. A new generation (after a change of membership) has new keys, so a late
 worker of an earlier one is a stranger too.
+
+Which cipher a run has is said by `OFFBEAT_CIPHER`, the same on every rank:
+
+| cipher | who may connect | what is sent |
+|---|---|---|
+| "curve" | who has a key of the run | encrypted and authenticated by ZeroMQ's CURVE |
+| "aes-gcm" | who knows a rank's token | encrypted and authenticated here, by AES-256-GCM |
+| "none" | who knows a rank's token | as it is, with a checksum |
+
+With AES-GCM every connection has a key of its own in each direction,
+
+    key = HKDF-SHA256(run secret, salts of receiver and sender,
+                      label | generation | sender | receiver)
+
+Each rank draws a salt when it begins to listen. The receiver's is part of its endpoint, the
+sender's of each header, so what was recorded of another connection opens nothing here. A nonce is
+the number of the message and that of the frame in it, 96 bits together; a sender counts its
+messages, so none is used twice with a key. What is repeated has a number that was there before,
+which the inbox ignores.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib.util
 import os
+import secrets
 import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
+import numpy as np
 import zmq
 from typing_extensions import override
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from offbeat.errors import ConfigError
-from offbeat.transport.ciphers import (
-    SALT_BYTES,
-    SEAL_BYTES,
-    Cipher,
-    Opener,
-    Sealer,
-    checked_cipher,
-    connection_key,
-    drawn_salt,
-)
+from offbeat.errors import ConfigError, WireError
+from offbeat.transport.operations import Payload
+
+Cipher: TypeAlias = Literal["curve", "aes-gcm", "none"]
+
+CIPHER_VARIABLE: Final = "OFFBEAT_CIPHER"
+SALT_BYTES: Final = 16
+SEAL_BYTES: Final = 16
+"""What is added to each frame."""
+
+_KEY_LABEL = b"offbeat message key 1"
+_NONCE = struct.Struct("<QI")
 
 MIN_SECRET_BYTES = 16
 ZAP_DOMAIN = "offbeat"
@@ -57,6 +80,166 @@ ended yet when the new one comes."""
 _REQUESTS: Final = "inproc://zeromq.zap.01"
 
 _VERSION: Final = b"1.0"  # of ZeroMQ's authentication protocol, https://rfc.zeromq.org/spec/27
+
+
+def cipher_from_environment() -> Cipher:
+    """What `OFFBEAT_CIPHER` says; "curve" where it is not set.
+
+    Raises:
+        ConfigError: it is no cipher that this machine has.
+    """
+    name = os.environ.get(CIPHER_VARIABLE) or "curve"
+    known: dict[str, Cipher] = {cipher: cipher for cipher in get_args(Cipher)}
+    if name not in known:
+        raise ConfigError(f"{CIPHER_VARIABLE} is {name!r}, allowed are {', '.join(known)}")
+    if name == "aes-gcm" and importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(
+            f"{CIPHER_VARIABLE}=aes-gcm needs the package cryptography on every rank; pip install"
+            " 'offbeat[aes]', or use curve"
+        )
+    return known[name]
+
+
+def connection_key(
+    run_secret: bytes,
+    *,
+    receiver_salt: bytes,
+    sender_salt: bytes,
+    generation: int,
+    sender: int,
+    receiver: int,
+) -> bytes:
+    """The key of what `sender` sends to `receiver`, 32 bytes.
+
+    Args:
+        run_secret: 16 bytes or more.
+        receiver_salt: `SALT_BYTES` that the receiver drew.
+        sender_salt: `SALT_BYTES` that the sender drew.
+        generation: of the membership, < 2**32.
+        sender: a rank, < 2**32.
+        receiver: a rank, < 2**32.
+    """
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    info = _KEY_LABEL + _PARTIES.pack(generation, sender, receiver)
+    salt = receiver_salt + sender_salt
+    key: bytes = HKDF(SHA256(), length=32, salt=salt, info=info).derive(run_secret)
+    return key
+
+
+class Sealer:
+    """Seals what goes over one connection in one direction.
+
+    Args:
+        key: of that connection and direction, 32 bytes, used nowhere else.
+        salt: the sender's, which goes along.
+    """
+
+    def __init__(self, key: bytes, *, salt: bytes) -> None:
+        self._aead = _aes_gcm(key)
+        self._salt = salt
+        self._next_sequence = 0
+
+    def seal(
+        self, sequence: int, header: bytes, frames: Sequence[memoryview]
+    ) -> tuple[bytes, list[bytes]]:
+        """The frames to send in place of `header`, which stays readable, and of `frames`.
+
+        Args:
+            sequence: the number of the message, larger than that of the one before.
+            header: is authenticated.
+            frames: are encrypted and authenticated.
+        """
+        if sequence < self._next_sequence:
+            raise AssertionError("a nonce would be used twice")
+        self._next_sequence = sequence + 1
+        known = header + self._salt
+        sealed = known + self._aead.encrypt(_NONCE.pack(sequence, 0), b"", known)
+        return sealed, [
+            self._aead.encrypt(_NONCE.pack(sequence, number), frame, None)
+            for number, frame in enumerate(frames, start=1)
+        ]
+
+
+class Opener:
+    """Opens what one sender has sealed for one receiver.
+
+    Args:
+        run_secret: 16 bytes or more.
+        salt: the receiver's.
+        generation: of the membership.
+        sender: a rank.
+        receiver: a rank.
+    """
+
+    def __init__(
+        self, run_secret: bytes, *, salt: bytes, generation: int, sender: int, receiver: int
+    ) -> None:
+        self._secret, self._salt = run_secret, salt
+        self._generation, self._sender, self._receiver = generation, sender, receiver
+        # That of the first message whose seal was whole. A sender draws only one.
+        self._sender_salt = b""
+        self._aead: Any = None
+
+    def open(
+        self, sequence: int, header: Payload, seal: Payload, frames: Sequence[Payload]
+    ) -> Payload:
+        """What was in `frames`, joined.
+
+        Args:
+            sequence: the number that the header says.
+            header: as the sender gave it to `Sealer.seal`.
+            seal: what followed the header.
+            frames: sealed.
+
+        Raises:
+            WireError: somebody has altered them, or they were sealed for another connection.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        sizes = [len(frame) - SEAL_BYTES for frame in frames]
+        if len(seal) != SALT_BYTES + SEAL_BYTES or min(sizes) < 0:
+            raise self._refused("it is truncated")
+        sender_salt, tag = bytes(seal[:SALT_BYTES]), bytes(seal[SALT_BYTES:])
+        if self._sender_salt and sender_salt != self._sender_salt:
+            raise self._refused("it is of another connection")
+        aead = self._aead
+        if not self._sender_salt:
+            key = connection_key(
+                self._secret,
+                receiver_salt=self._salt,
+                sender_salt=sender_salt,
+                generation=self._generation,
+                sender=self._sender,
+                receiver=self._receiver,
+            )
+            aead = _aes_gcm(key)
+        payload = np.empty(sum(sizes), np.uint8)
+        try:
+            aead.decrypt(_NONCE.pack(sequence, 0), tag, bytes(header) + sender_salt)
+            self._aead, self._sender_salt = aead, sender_salt
+            begin = 0
+            for number, (frame, size) in enumerate(zip(frames, sizes, strict=True), start=1):
+                part = payload[begin : begin + size].data
+                aead.decrypt_into(_NONCE.pack(sequence, number), frame, None, part)
+                begin += size
+        except InvalidTag as error:
+            raise self._refused("its seal is broken") from error
+        return payload.data
+
+    def _refused(self, why: str) -> WireError:
+        return WireError(
+            f"a message that was to be rank {self._sender}'s was refused: {why}; somebody on the"
+            " way may have altered or repeated it"
+        )
+
+
+def _aes_gcm(key: bytes) -> Any:
+    # Imported where it is used: the package is an optional extra.
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +272,7 @@ def key_pair(run_secret: bytes, *, generation: int, rank: int) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-class Roster:
-    """The key pairs of all ranks of one generation, and which rank a public key belongs to."""
-
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int) -> None:
-        self.pairs = [
-            key_pair(run_secret, generation=generation, rank=rank) for rank in range(world_size)
-        ]
-        self._rank_of = {pair.public: rank for rank, pair in enumerate(self.pairs)}
-
-    def rank_of(self, public: bytes) -> int | None:
-        """The rank whose public key this is; None for a stranger."""
-        return self._rank_of.get(public)
-
-
+@dataclass(kw_only=True, repr=False, eq=False)
 class Protection(ABC):
     """What belongs to `rank` in one generation.
 
@@ -115,7 +285,6 @@ class Protection(ABC):
     Attributes:
         with_checksum: whether a message needs one, since it has no seal.
         seal_bytes: what follows a header.
-        frame_seal_bytes: what is added to a frame.
         endpoint_suffix: what peers need to know beside the address.
 
     Raises:
@@ -124,13 +293,14 @@ class Protection(ABC):
 
     with_checksum: ClassVar[bool] = False
     seal_bytes: ClassVar[int] = 0
-    frame_seal_bytes: ClassVar[int] = 0
-    endpoint_suffix: str = ""
+    endpoint_suffix: str = field(default="", init=False)
+    run_secret: bytes
+    generation: int
+    world_size: int
+    rank: int
 
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int, rank: int) -> None:
-        check_secret(run_secret)
-        self.world_size = world_size
-        self._secret, self._generation, self._rank = run_secret, generation, rank
+    def __post_init__(self) -> None:
+        check_secret(self.run_secret)
 
     @abstractmethod
     def guard_listener(self, listening: zmq.Socket[bytes]) -> None:
@@ -158,7 +328,7 @@ class Protection(ABC):
         """
         if endpoint_suffix:
             raise ConfigError(
-                f"rank {peer} listens with another cipher than rank {self._rank}; set"
+                f"rank {peer} listens with another cipher than rank {self.rank}; set"
                 " OFFBEAT_CIPHER alike on all ranks"
             )
         return None
@@ -171,30 +341,35 @@ class Protection(ABC):
 class CurveProtection(Protection):
     """Connections are encrypted and authenticated by ZeroMQ."""
 
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int, rank: int) -> None:
-        super().__init__(run_secret, generation=generation, world_size=world_size, rank=rank)
-        self._roster = Roster(run_secret, generation=generation, world_size=world_size)
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pairs = [
+            key_pair(self.run_secret, generation=self.generation, rank=rank)
+            for rank in range(self.world_size)
+        ]
+        self._rank_of = {pair.public: rank for rank, pair in enumerate(self._pairs)}
 
     @override
     def guard_listener(self, listening: zmq.Socket[bytes]) -> None:
         listening.curve_server = True
-        listening.curve_secretkey = self._roster.pairs[self._rank].secret
+        listening.curve_secretkey = self._pairs[self.rank].secret
         listening.zap_domain = ZAP_DOMAIN.encode()
 
     @override
     def guard_link(self, sending: zmq.Socket[bytes], peer: int) -> None:
-        sending.curve_publickey = self._roster.pairs[self._rank].public
-        sending.curve_secretkey = self._roster.pairs[self._rank].secret
-        sending.curve_serverkey = self._roster.pairs[peer].public
+        sending.curve_publickey = self._pairs[self.rank].public
+        sending.curve_secretkey = self._pairs[self.rank].secret
+        sending.curve_serverkey = self._pairs[peer].public
 
     @override
     def user_id(self, mechanism: bytes, credentials: Sequence[bytes]) -> bytes:
         key = z85.encode(credentials[0]) if mechanism == b"CURVE" else b""
-        return key if self._roster.rank_of(key) is not None else b""
+        return key if key in self._rank_of else b""
 
     @override
     def rank_of(self, user_id: bytes) -> int | None:
-        return self._roster.rank_of(user_id)
+        return self._rank_of.get(user_id)
 
 
 class TokenProtection(Protection):
@@ -211,19 +386,18 @@ class TokenProtection(Protection):
 
     @override
     def guard_link(self, sending: zmq.Socket[bytes], peer: int) -> None:
-        sending.plain_username = str(self._rank).encode()
-        sending.plain_password = self._token(self._rank, peer)
+        sending.plain_username = str(self.rank).encode()
+        sending.plain_password = self._token(self.rank, peer)
 
     @override
     def user_id(self, mechanism: bytes, credentials: Sequence[bytes]) -> bytes:
         if mechanism != b"PLAIN" or len(credentials) != 2:
             return b""
         sender = self.rank_of(credentials[0])
-        if sender is None or not hmac.compare_digest(
-            credentials[1], self._token(sender, self._rank)
-        ):
-            return b""
-        return bytes(credentials[0])
+        is_known = sender is not None and hmac.compare_digest(
+            credentials[1], self._token(sender, self.rank)
+        )
+        return bytes(credentials[0]) if is_known else b""
 
     @override
     def rank_of(self, user_id: bytes) -> int | None:
@@ -231,20 +405,20 @@ class TokenProtection(Protection):
         return next(ranks, None)
 
     def _token(self, sender: int, receiver: int) -> bytes:
-        parties = _PARTIES.pack(self._generation, sender, receiver)
-        return hmac.digest(self._secret, _TOKEN_LABEL + parties, hashlib.sha256).hex().encode()
+        parties = _PARTIES.pack(self.generation, sender, receiver)
+        return hmac.digest(self.run_secret, _TOKEN_LABEL + parties, hashlib.sha256).hex().encode()
 
 
 class SealProtection(TokenProtection):
-    """As `TokenProtection`, and each message is sealed by AES-GCM."""
+    """A peer shows a token, and each message is sealed by AES-GCM."""
 
     with_checksum = False
     seal_bytes = SALT_BYTES + SEAL_BYTES
-    frame_seal_bytes = SEAL_BYTES
 
-    def __init__(self, run_secret: bytes, *, generation: int, world_size: int, rank: int) -> None:
-        super().__init__(run_secret, generation=generation, world_size=world_size, rank=rank)
-        self._salt = drawn_salt()
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._salt = secrets.token_bytes(SALT_BYTES)
         self.endpoint_suffix = f"#{self._salt.hex()}"
 
     @override
@@ -256,11 +430,11 @@ class SealProtection(TokenProtection):
         if len(receiver_salt) != SALT_BYTES:
             super().sealer(peer, "another one")
         key = connection_key(
-            self._secret,
+            self.run_secret,
             receiver_salt=receiver_salt,
             sender_salt=self._salt,
-            generation=self._generation,
-            sender=self._rank,
+            generation=self.generation,
+            sender=self.rank,
             receiver=peer,
         )
         return Sealer(key, salt=self._salt)
@@ -268,32 +442,20 @@ class SealProtection(TokenProtection):
     @override
     def opener(self, peer: int) -> Opener | None:
         return Opener(
-            self._secret,
+            self.run_secret,
             salt=self._salt,
-            generation=self._generation,
+            generation=self.generation,
             sender=peer,
-            receiver=self._rank,
+            receiver=self.rank,
         )
 
 
-_BY_CIPHER: dict[Cipher, type[Protection]] = {
+PROTECTIONS: Final[Mapping[Cipher, type[Protection]]] = {
     "curve": CurveProtection,
     "aes-gcm": SealProtection,
     "none": TokenProtection,
 }
-
-
-def protection_of(
-    cipher: Cipher, run_secret: bytes, *, generation: int, world_size: int, rank: int
-) -> Protection:
-    """That of `cipher`. Raises `ConfigError` for one that this machine lacks, and as `Protection`.
-
-    Args:
-        cipher: the same on all ranks.
-        run_secret, generation, world_size, rank: the arguments of `Protection`.
-    """
-    kind = _BY_CIPHER[checked_cipher(cipher)]
-    return kind(run_secret, generation=generation, world_size=world_size, rank=rank)
+"""By cipher, which is the same on all ranks."""
 
 
 class Admission:

@@ -62,14 +62,9 @@ def parsed_address(text: str) -> Address:
 
 def listening_at(host: str) -> set[Address]:
     """The addresses of `host` at which this process listens."""
-    found: set[Address] = set()
-    for descriptor in _descriptors():
-        with suppress(OSError), _end(descriptor) as end:
-            if _listens(end):
-                address = _address(end.getsockname)
-                if address is not None and address[0] == host:
-                    found.add(address)
-    return found
+    return {
+        here for here, _, listens in _ends() if listens and here is not None and here[0] == host
+    }
 
 
 def of_service(port: int) -> SocketAddresses:
@@ -77,26 +72,22 @@ def of_service(port: int) -> SocketAddresses:
     for a service of which only the port is known.
     """
     serving, local, remote = False, set(), set()
-    for descriptor in _descriptors():
-        with suppress(OSError), _end(descriptor) as end:
-            here, there = _address(end.getsockname), _address(end.getpeername)
-            if here is not None and here[1] == port:
-                local.add(here)
-                serving |= _listens(end)
-            elif there is not None and there[1] == port:
-                remote.add(there)
+    for here, there, listens in _ends():
+        if here is not None and here[1] == port:
+            local.add(here)
+            serving |= listens
+        elif there is not None and there[1] == port:
+            remote.add(there)
     return SocketAddresses(frozenset(local if serving else ()), frozenset(remote))
 
 
 def ends_towards(port: int) -> frozenset[Address]:
     """This process's own ends of its connections to `port` of any host."""
-    found: set[Address] = set()
-    for descriptor in _descriptors():
-        with suppress(OSError), _end(descriptor) as end:
-            here, there = _address(end.getsockname), _address(end.getpeername)
-            if here is not None and there is not None and there[1] == port:
-                found.add(here)
-    return frozenset(found)
+    return frozenset(
+        here
+        for here, there, _ in _ends()
+        if here is not None and there is not None and there[1] == port
+    )
 
 
 def limit_answers(which: SocketAddresses, seconds: float) -> SocketAddresses:
@@ -196,6 +187,13 @@ def _descriptors() -> Iterator[int]:
         with suppress(OSError):  # the one that the list was read by is closed already
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 yield descriptor
+
+
+def _ends() -> Iterator[tuple[Address | None, Address | None, bool]]:
+    """Of each socket of this process its own address, its peer's, and whether it listens."""
+    for descriptor in _descriptors():
+        with suppress(OSError), _end(descriptor) as end:
+            yield _address(end.getsockname), _address(end.getpeername), _listens(end)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class VirtualCluster:
         num_bytes: what a message weighs; default: its length.
         dense_round_s: what a round of a dense operation takes besides latency and bytes.
         dense_announced: whether receivers of dense operations say that they are ready.
-        dense_ranks: as of `VirtualNetwork`.
+        dense_ranks: how many ranks take part in dense operations; see `VirtualNetwork`.
 
     Attributes:
         bytes_sent: by each rank, in messages.

@@ -1,21 +1,23 @@
-"""One rank of a virtual cluster: how it begins operations, and the tickets that it gets
-for them.
+"""One rank of a virtual cluster: how it begins operations, and the tickets that it gets for them.
+And code that blocks, in a thread of its own, which runs only while the cluster waits for it.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offbeat.errors import PeerError, PeerTimeoutError
-from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.errors import OffbeatError, PeerError, PeerTimeoutError
+from offbeat.transport.driver import Driver, Finished, Pending, Ticket
 from offbeat.transport.operations import (
+    Collective,
     DenseOperation,
     Now,
     Operation,
-    Payload,
     Post,
     Recv,
     RecvAny,
@@ -56,12 +58,12 @@ class VirtualDriver(Driver):
             case Send(peer, payload):
                 cluster.deliver(self.rank, peer, channel, payload)
                 return Finished()
-            case Recv(peer, timeout_s):
+            case Recv(peer):
                 self.waiting_for = f"Recv from {peer}"
-                return _VirtualReceive(cluster, peer, self.rank, channel, timeout_s)
-            case RecvAny(peers, timeout_s):
+                return _VirtualReceive(cluster, self.rank, operation, channel)
+            case RecvAny(peers):
                 self.waiting_for = f"RecvAny from {sorted(peers)}"
-                return _VirtualReceiveAny(cluster, peers, self.rank, channel, timeout_s)
+                return _VirtualReceive(cluster, self.rank, operation, channel)
             case Post(payload):
                 cluster.post(self.rank, channel, payload)
                 return Finished()
@@ -86,94 +88,80 @@ class VirtualDriver(Driver):
         self._cluster.leave(self.rank)
 
 
-class _VirtualTimeout:
-    """A time limit of the virtual clock."""
+class VirtualThread(Driver):
+    """A driver for code that waits for its collectives, as training does, and the thread that runs
+    it. One thread of all is awake, so nothing depends on how an operating system schedules them.
 
-    def __init__(self, cluster: VirtualCluster, rank: int, timeout_s: float | None) -> None:
-        self.expired = False
-        self._cluster, self._rank = cluster, rank
-        if timeout_s is not None:
-            cluster.at(cluster.now_s + timeout_s, self._expire)
+    Args:
+        inner: a driver of a virtual cluster, or a wrapper of one.
 
-    def _expire(self) -> None:
-        self.expired = True
-        self._cluster.touch(self._rank)
+    Attributes:
+        is_awake: whether the code runs, and does not wait for a collective.
+    """
 
+    def __init__(self, inner: Driver) -> None:
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.is_awake = True
+        self._inner = inner
+        self._awaited: Pending[Any] | None = None
+        self._error: BaseException | None = None
+        self._is_over = self._is_dropped = False
+        self._may_go_on, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
 
-class _VirtualReceive:
-    def __init__(
-        self,
-        cluster: VirtualCluster,
-        source: int,
-        target: int,
-        channel: int,
-        timeout_s: float | None,
-    ) -> None:
-        self._cluster = cluster
-        self._source = source
-        self._target = target
-        self._channel = channel
-        self._limit = _VirtualTimeout(cluster, target, timeout_s)
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        return self._inner.start(operation, channel)
 
-    def done(self) -> bool:
-        return (
-            self._is_here()
-            or self._limit.expired
-            or self._cluster.dead_among({self._source}) is not None
-        )
+    def now_s(self, channel: int) -> float:
+        return self._inner.now_s(channel)
 
-    def wait(self) -> Payload:
-        if self._is_here():
-            return self._cluster.take(self._source, self._target, self._channel)
-        if (death := self._cluster.dead_among({self._source})) is not None:
-            raise PeerError(
-                f"rank {death[0]} failed while rank {self._source} was waited for: {death[1]}",
-                rank=death[0],
-            )
-        assert self._limit.expired, "a virtual receive was waited for before it was done"
-        raise PeerTimeoutError(f"nothing came from rank {self._source} in time", rank=self._source)
+    def close(self) -> None:
+        self._inner.close()
 
-    def _is_here(self) -> bool:
-        return self._source in self._cluster.senders(self._target, self._channel)
+    def complete(self, pending: Pending[Any]) -> None:
+        if not pending.poll():
+            self._awaited, self.is_awake = pending, False
+            self._has_stopped.release()
+            self._may_go_on.acquire()
+            self.is_awake = True
+            if self._is_dropped:
+                raise SystemExit
 
+    def carry(self, job: Callable[[], None]) -> Collective[None]:
+        """Run `job`, which uses this driver, for `VirtualCluster.run`. Raises what it raises."""
+        thread = threading.Thread(target=self._run, args=(job,), daemon=True)
+        thread.start()
+        try:
+            while (awaited := self._next_awaited()) is not None:
+                while not awaited.over:
+                    yield SleepUntil(over=awaited.ready)
+                    with suppress(OffbeatError):  # which `job` gets
+                        awaited.advance()
+                self._may_go_on.release()
+        finally:
+            if not self._is_over:
+                self._is_dropped = True
+                self._may_go_on.release()
+            thread.join()
+        if self._error is not None:
+            raise self._error
 
-class _VirtualReceiveAny:
-    def __init__(
-        self,
-        cluster: VirtualCluster,
-        peers: frozenset[int],
-        target: int,
-        channel: int,
-        timeout_s: float | None,
-    ) -> None:
-        self._cluster = cluster
-        self._peers = peers
-        self._target = target
-        self._channel = channel
-        self._limit = _VirtualTimeout(cluster, target, timeout_s)
+    def _next_awaited(self) -> Pending[Any] | None:
+        """What the thread waits for, once it does; None: its job is over."""
+        self._has_stopped.acquire()
+        return None if self._is_over else self._awaited
 
-    def done(self) -> bool:
-        return (
-            bool(self._here())
-            or self._limit.expired
-            or self._cluster.departed_among(self._peers) is not None
-        )
-
-    def wait(self) -> tuple[int, Payload]:
-        if here := self._here():
-            sender = self._cluster.choose(here)
-            return sender, self._cluster.take(sender, self._target, self._channel)
-        if (departure := self._cluster.departed_among(self._peers)) is not None:
-            rank, reason = departure
-            raise PeerError(f"rank {rank} will send nothing more: {reason}", rank=rank)
-        assert self._limit.expired, "a virtual receive was waited for before it was done"
-        raise PeerTimeoutError("nothing came from anybody in time")
-
-    def _here(self) -> Set[int]:
-        return self._cluster.senders(self._target, self._channel) & self._peers
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - is raised where the cluster runs
+            self._error = error
+        self._is_over = True
+        self._has_stopped.release()
 
 
 class _VirtualSleep:
+    """A sleep under way, or the time limit of a receive."""
+
     def __init__(self, cluster: VirtualCluster, rank: int, seconds: float) -> None:
         self._over = False
         self._cluster, self._rank = cluster, rank
@@ -188,6 +176,52 @@ class _VirtualSleep:
 
     def wait(self) -> None:
         assert self._over, "a virtual sleep was waited for before it was done"
+
+
+class _VirtualReceive:
+    """A receive under way."""
+
+    def __init__(
+        self, cluster: VirtualCluster, rank: int, operation: Recv | RecvAny, channel: int
+    ) -> None:
+        self._takes_any = isinstance(operation, RecvAny)
+        self._peers = (
+            operation.peers if isinstance(operation, RecvAny) else frozenset([operation.peer])
+        )
+        self._cluster, self._rank, self._channel = cluster, rank, channel
+        timeout_s = operation.timeout_s
+        self._limit = None if timeout_s is None else _VirtualSleep(cluster, rank, timeout_s)
+
+    def done(self) -> bool:
+        is_late = self._limit is not None and self._limit.done()
+        return bool(self._here()) or is_late or self._departure() is not None
+
+    def wait(self) -> Any:
+        cluster, who = self._cluster, f"rank {min(self._peers)}"
+        if here := self._here():
+            sender = cluster.choose(here) if self._takes_any else next(iter(here))
+            payload = cluster.take(sender, self._rank, self._channel)
+            return (sender, payload) if self._takes_any else payload
+        if (departure := self._departure()) is not None:
+            rank, why = departure
+            awaited = "anybody" if self._takes_any else who
+            raise PeerError(
+                f"rank {rank} will send nothing more, and {awaited} was waited for: {why}",
+                rank=rank,
+            )
+        assert self.done(), "a virtual receive was waited for before it was done"
+        if self._takes_any:
+            raise PeerTimeoutError("nothing came from anybody in time")
+        raise PeerTimeoutError(f"nothing came from {who} in time", rank=min(self._peers))
+
+    def _here(self) -> Set[int]:
+        return self._cluster.senders(self._rank, self._channel) & self._peers
+
+    def _departure(self) -> tuple[int, str] | None:
+        """Who will send nothing more, and why."""
+        if self._takes_any:
+            return self._cluster.departed_among(self._peers)
+        return self._cluster.dead_among(self._peers)
 
 
 class _VirtualCondition:

@@ -110,7 +110,7 @@ class VirtualNetwork:
         return (into,) if begin == end else (self._first_up + begin, self._first_down + end, into)
 
     def latency_s(self, source: int, target: int) -> float:
-        """Of a message, without jitter."""
+        """How long a message is on its way, without jitter."""
         latency_s = self.links[target].latency_s
         racks = self._racks
         if racks is not None and racks.rack_of[source] != racks.rack_of[target]:

@@ -20,15 +20,14 @@ from typing import Final
 import numpy as np
 import torch
 
-from offbeat.codec.finite import is_finite
 from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.tally import is_finite
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import NonFiniteError
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Payload
-from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging
 
 _NOT_FINITE: Final = (
     " at the end of the session are not finite, so they have no mean with those of its peers. Lower"

@@ -1,4 +1,5 @@
-"""Weights, averaged over ranks in place: what of a model is averaged, and the weighted mean itself.
+"""Weights, averaged over ranks in place: what of a model is averaged, how it lies in vectors, and
+the weighted mean itself.
 
 The parameters' tensors stay the user's: values are copied into them, and nothing is ever rebound.
 Everything travels and is summed in float32, or in float64 where a tensor is of that type, so that
@@ -15,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from offbeat.codec.finite import is_finite
-from offbeat.codec.model_wire import Counters, no_counters
+from offbeat.codec.jit import keep_freed_memory
+from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.tally import is_finite
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.transport.driver import Driver, Stream
@@ -50,15 +52,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-@dataclass(slots=True)
-class _CounterHistory:
-    """What a rank has counted itself, and what its buffers were last seen to hold."""
-
-    own: Counters
-    seen: Counters
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ModelWeights:
     """What is averaged of a model.
 
@@ -71,7 +65,9 @@ class ModelWeights:
     parameters: Mapping[str, torch.Tensor]
     buffers: Callable[[], Mapping[str, torch.Tensor]]
     chosen: BufferNames
-    _history: list[_CounterHistory] = field(default_factory=list, init=False, repr=False)
+    # What this rank has counted itself, and what its counters were last seen to hold.
+    _own: Counters | None = field(default=None, init=False, repr=False)
+    _seen: Counters | None = field(default=None, init=False, repr=False)
 
     @property
     def names(self) -> list[str]:
@@ -92,7 +88,7 @@ class ModelWeights:
     def read_counters(self) -> Counters:
         """The counters, side by side, shape (any,)."""
         if not self.chosen.counters:
-            return no_counters()
+            return np.zeros(0, np.int64)
         buffers = self.buffers()
         parts = [
             buffers[name].detach().reshape(-1).to("cpu", torch.int64)
@@ -111,7 +107,7 @@ class ModelWeights:
         parts = torch.from_numpy(counters[: sum(sizes)]).split(sizes)
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-        self._history[0].seen = self.read_counters()
+        self._seen = self.read_counters()
 
     def own_counters(self) -> Counters:
         """What the counters would be if nothing had been written to them: what this rank has
@@ -121,23 +117,22 @@ class ModelWeights:
         of counts that were themselves taken over would be more than any rank has counted.
         """
         now = self.read_counters()
-        if not self._history:
-            self._history.append(_CounterHistory(own=now, seen=now))
-        history = self._history[0]
-        # A buffer that has fallen is no count, or was loaded.
-        history.own = np.where(now >= history.seen, history.own + (now - history.seen), now)
-        history.seen = now
-        return history.own
+        if self._own is None or self._seen is None:
+            self._own = now
+        else:
+            # A buffer that has fallen is no count, or was loaded.
+            self._own = np.where(now >= self._seen, self._own + (now - self._seen), now)
+        self._seen = now
+        return self._own
 
     def counter_state(self) -> dict[str, torch.Tensor]:
         """What `own_counters` has to know after a resumption; empty without counters."""
         if not self.chosen.counters:
             return {}
-        self.own_counters()
-        (history,) = self._history
+        own = self.own_counters()
         return {
-            f"counters/{name}": torch.from_numpy(counters.copy())
-            for name, counters in (("own", history.own), ("seen", history.seen))
+            "counters/own": torch.from_numpy(own.copy()),
+            "counters/seen": torch.from_numpy(self.read_counters()),
         }
 
     def load_counter_state(self, state: Mapping[str, Any]) -> None:
@@ -148,10 +143,11 @@ class ModelWeights:
         shape = self.read_counters().shape
         if any(value.shape != shape or value.dtype != torch.int64 for value in saved):
             raise CheckpointError("the counters were saved with another model")
-        self._history.clear()
+        self._own = self._seen = None
         if saved:
-            own, seen = (state[f"counters/{name}"].numpy().copy() for name in ("own", "seen"))
-            self._history.append(_CounterHistory(own=own, seen=seen))
+            self._own, self._seen = (
+                state[f"counters/{name}"].numpy().copy() for name in ("own", "seen")
+            )
 
     def average_(self, driver: Driver, stream: Stream, *, weight: float) -> float:
         """Replace parameters and statistics by their weighted mean over all ranks, and counters by
@@ -266,6 +262,114 @@ class Pack:
                 self._shapes[position].numel(), dtype=piece.dtype, device=piece.device
             )
         return real(tensor).reshape(-1).to(piece.dtype)
+
+
+class Staging:
+    """Lays tensors side by side in one vector: of float32, or of float64 if any of them is.
+
+    What lives on a CUDA device goes through pinned memory, copied on a stream of its own, so that
+    kernels that are under way there go on.
+
+    Args:
+        like: tensors of the shapes, types and devices that all later ones have.
+
+    Attributes:
+        num_elements: of the vector.
+        dtype: its type.
+        exact: whether the tensors hold what the vector does; those of half precision round.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        # Vectors are made anew in each step.
+        keep_freed_memory()
+        self._pack = Pack(like)
+        pieces = self._pack.pieces
+        self._dtype = (
+            torch.float64
+            if any(piece.dtype == torch.float64 for piece in pieces)
+            else torch.float32
+        )
+        self._sizes = [vector.numel() for vector in self._pack.vectors(like)]
+        self._streams = {
+            piece.device: torch.cuda.Stream(piece.device)
+            for piece in pieces
+            if piece.device.type == "cuda"
+        }
+        self.num_elements = sum(self._sizes)
+        self.dtype: np.dtype[np.floating] = (
+            np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
+        )
+        self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
+        self._shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
+
+    def spans(self, positions: Collection[int]) -> list[slice]:
+        """The elements of the vector that belong to the tensors at `positions`, in order."""
+        spans: list[slice] = []
+        begin = 0
+        for piece in self._pack.pieces:
+            for position, size in zip(piece.positions, self._pack.sizes(piece), strict=True):
+                if position in positions and size:
+                    if spans and spans[-1].stop == begin:
+                        spans[-1] = slice(spans[-1].start, begin + size)
+                    else:
+                        spans.append(slice(begin, begin + size))
+                begin += size
+        return spans
+
+    def parts(self, tensors: Sequence[torch.Tensor]) -> list[Values]:
+        """What `tensors` hold, in vectors that are side by side what `read` gives. They are the
+        tensors' own memory where that can be.
+        """
+        if self._shares_memory:
+            return [real(tensor).reshape(-1).numpy() for tensor in tensors]
+        return [self.read(tensors)]
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> Values:
+        """A vector of its own, shape (num_elements,), with what `tensors` hold."""
+        vectors = self._pack.vectors(tensors)
+        if (
+            len(vectors) == 1
+            and vectors[0].device.type == "cpu"
+            and vectors[0].dtype == self._dtype
+        ):
+            return vectors[0].numpy()
+        whole = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=bool(self._streams))
+        for vector, part in zip(vectors, whole.split(self._sizes), strict=True):
+            self._copy(vector, part, vector.device)
+        self._finish()
+        return whole.numpy()
+
+    def write_(self, values: Values, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `values`, shape (num_elements,), into `tensors`."""
+        whole = torch.from_numpy(values)
+        if self._streams:
+            pinned = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=True)
+            whole = pinned.copy_(whole)
+        parts = []
+        for piece, part in zip(self._pack.pieces, whole.split(self._sizes), strict=True):
+            vector = (
+                torch.empty(part.numel(), dtype=piece.dtype, device=piece.device)
+                if self._streams
+                else part.to(piece.dtype)
+            )
+            if self._streams:
+                self._copy(part, vector, piece.device)
+            parts.append(vector)
+        self._finish()
+        self._pack.write_(parts, tensors)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
+        stream = self._streams.get(device)
+        if stream is None:
+            target.copy_(source)
+            return
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def _finish(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 def average_(

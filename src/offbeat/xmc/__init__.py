@@ -1,3 +1,3 @@
-"""Data for extreme classification: sparse rows, their files, a generator, layers, optimizers and
-metrics.
+"""Data for extreme classification: sparse rows, how their files are read, layers, optimizers
+and metrics.
 """

@@ -88,7 +88,7 @@ def draw_candidates(
         raise ConfigError(
             f"{num_drawn} labels are to be drawn for each batch; at least 1 is needed"
         )
-    _require_in_range(labels, num_labels)
+    labels.require_columns(num_labels, "labels")
     device = labels.columns.device
     own = torch.zeros(num_labels, dtype=torch.bool, device=device)
     own[labels.columns.long()] = True
@@ -141,7 +141,7 @@ class LabelLayer(nn.Module):
         Raises:
             ConfigError: a label is out of range, or not among the candidates.
         """
-        _require_in_range(labels, self.num_labels)
+        labels.require_columns(self.num_labels, "labels")
         if candidates is not None:
             return self._sampled_loss(hidden, labels, candidates)
         rows, shares = _targets(labels, hidden.dtype)
@@ -231,13 +231,3 @@ def _targets(labels: SparseBatch, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     rows, values = labels.row_of_entry(), labels.values.to(dtype)
     sums = values.new_zeros(labels.num_rows).index_add_(0, rows, values)
     return rows, values / torch.where(sums > 0, sums, torch.ones_like(sums))[rows]
-
-
-def _require_in_range(labels: SparseBatch, num_labels: int) -> None:
-    if labels.columns.numel():
-        low, high = (int(bound) for bound in labels.columns.aminmax())
-        if low < 0 or high >= num_labels:
-            raise ConfigError(
-                f"labels run from {low} to {high}; there are {num_labels} of them: was the model"
-                " made for these data?"
-            )

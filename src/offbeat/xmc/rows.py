@@ -36,6 +36,16 @@ class SparseBatch(NamedTuple):
     def num_rows(self) -> int:
         return self.offsets.numel() - 1
 
+    def require_columns(self, num_columns: int, kind: str) -> None:
+        """Raise `ConfigError` unless all columns are below `num_columns`. `kind` names them."""
+        if self.columns.numel():
+            low, high = (int(bound) for bound in self.columns.aminmax())
+            if low < 0 or high >= num_columns:
+                raise ConfigError(
+                    f"{kind} run from {low} to {high}; there are {num_columns} of them: was the"
+                    " model made for these data?"
+                )
+
     def row_of_entry(self) -> torch.Tensor:
         """int64, shape (entries,)."""
         rows = torch.arange(self.num_rows, device=self.offsets.device)

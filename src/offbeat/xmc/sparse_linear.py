@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn import functional
 
 from offbeat.codec.jit import kernel
-from offbeat.errors import ConfigError
 from offbeat.xmc.row_gradients import RowGradient, as_sparse, densely, take_rows
 from offbeat.xmc.rows import SparseBatch
 
@@ -159,13 +158,7 @@ def sparse_matmul(batch: SparseBatch, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         ConfigError: a column is out of range.
     """
-    if batch.columns.numel():
-        low, high = (int(bound) for bound in batch.columns.aminmax())
-        if low < 0 or high >= weight.shape[0]:
-            raise ConfigError(
-                f"columns run from {low} to {high}; the layer has {weight.shape[0]}: was it made"
-                " for these data?"
-            )
+    batch.require_columns(weight.shape[0], "columns")
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
         # torch leaves it so
         product: torch.Tensor = _Product.apply(weight, *batch)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ import typer
 from offbeat.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from offbeat.xmc.xmlrepo import Inspection
+    from offbeat_lab.sparse_files import Inspection
 
 data = typer.Typer(
     help="Look at, convert and generate data of the Extreme Classification Repository's format.",
@@ -74,7 +74,7 @@ def inspect(
     from dataclasses import asdict
 
     from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat.xmc.xmlrepo import inspect as count
+    from offbeat_lab.sparse_files import inspect as count
 
     files = XmlFiles(
         path=file,
@@ -112,7 +112,7 @@ def convert(
     from 0 or from 1.
     """
     from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat.xmc.xmlrepo import convert as convert_files
+    from offbeat_lab.sparse_files import convert as convert_files
 
     files = XmlFiles(
         path=source,
@@ -157,8 +157,9 @@ def generate(
     """Draw sparse data with something to learn: Zipf features and labels, log-normal lengths, by
     default like Amazon-670k.
     """
-    from offbeat.xmc.synthetic import Split, Synthetic
-    from offbeat.xmc.xmlrepo import XmlFiles, write
+    from offbeat.xmc.xmlrepo import XmlFiles
+    from offbeat_lab.sparse_files import write
+    from offbeat_lab.synthetic_rows import Split, Synthetic
 
     if split not in get_args(Split):
         allowed = get_args(Split)

@@ -19,10 +19,10 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.records import Record, Summary
-from offbeat.run.records.profiles import read_profiles
+from offbeat.run.records import Summary
 from offbeat.strategies.by_name import Option
 from offbeat_lab.factor_work import factor_work
+from offbeat_lab.records import Record, read_profiles
 from offbeat_lab.report import charts_dispatch, page_factors
 
 _PLAIN_EVERY_S = 5.0

@@ -16,7 +16,8 @@ from typing import IO
 from pydantic import TypeAdapter
 
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.run.rendezvous import LOOPBACK, StoreServer, launched
+from offbeat.run.coordination import LOOPBACK, serve_store
+from offbeat.transport.connect import launched
 from offbeat_lab.doctor.advice import (
     QUESTION,
     USUAL_DENSITY,
@@ -195,8 +196,7 @@ def measure_locally(workers: int) -> Measurement:
     if not 2 <= workers <= MAX_WORKERS:
         raise ConfigError(f"--workers is {workers}; a measurement takes 2 to {MAX_WORKERS}")
     with ExitStack() as stack:
-        store = StoreServer()
-        stack.callback(store.close)
+        store = serve_store()
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-doctor-")))
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)

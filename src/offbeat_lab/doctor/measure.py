@@ -20,10 +20,10 @@ import torch
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.gradients.collective_choice import CheapestCollective
-from offbeat.run.rendezvous import join, leave
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs
+from offbeat_lab.joining import join, leave
 
 _RECEIVE, _SEND = Path("/proc/sys/net/ipv4/tcp_rmem"), Path("/proc/sys/net/ipv4/tcp_wmem")
 _ROWS = 512

@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 
 from offbeat.errors import OffbeatError
-from offbeat.run.rendezvous import launched
+from offbeat.transport.connect import launched
 from offbeat_lab.doctor.measure import Measurement, measure
 
 

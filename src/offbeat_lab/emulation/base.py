@@ -11,8 +11,8 @@ from typing import Self, TypeVar
 
 from offbeat.errors import ConfigError
 from offbeat.run.local_worker import Placement
-from offbeat.run.records import EmulationReport
 from offbeat_lab.emulation.quotas import Quotas
+from offbeat_lab.records import EmulationReport
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from offbeat.errors import ConfigError
-from offbeat.run.records import LinkCheck
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_rate
 from offbeat_lab.emulation.commands import call_in
 from offbeat_lab.emulation.plan import EmulationName, data_address
+from offbeat_lab.records import LinkCheck
 
 LEAST_SHARE = 0.85
 """Of the rate, in payload. Headers and acknowledgements take some 7%, so it is nine tenths of what

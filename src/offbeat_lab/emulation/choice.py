@@ -10,13 +10,13 @@ from typing import Literal, TypeVar
 
 from offbeat.errors import ConfigError
 from offbeat.run.local_worker import Placement
-from offbeat.run.records import EmulationReport
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation import leftovers
 from offbeat_lab.emulation.base import Emulation, MissingMeansError
 from offbeat_lab.emulation.namespaces import NamespaceEmulation
 from offbeat_lab.emulation.plan import EmulationName
 from offbeat_lab.emulation.quotas import ComputeShares, needs_quotas, open_compute
+from offbeat_lab.records import EmulationReport
 
 T = TypeVar("T")
 Mode = Literal["auto", "namespaces", "delaying", "none"]

@@ -19,10 +19,10 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
-from offbeat.transport.driver import Driver, Finished, Raised, Ticket, Wrapper
+from offbeat.transport.driver import Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import (
     DenseOperation,
     Operation,
@@ -51,6 +51,19 @@ class Delivery:
     receiver: int | None
     num_bytes: int
     num_messages: int = 1
+
+
+class Raised:
+    """The ticket of an operation that has failed."""
+
+    def __init__(self, error: OffbeatError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> NoReturn:
+        raise self._error
 
 
 class Delaying(Wrapper):

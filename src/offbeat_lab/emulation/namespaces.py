@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from offbeat.run.local_worker import Placement
-from offbeat.run.records import EmulationReport, LinkCheck
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration, display_rate
 from offbeat_lab.emulation import leftovers
@@ -40,6 +39,7 @@ from offbeat_lab.emulation.plan import (
     worker_queue,
 )
 from offbeat_lab.emulation.quotas import open_compute
+from offbeat_lab.records import EmulationReport, LinkCheck
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.errors import ConfigError
-from offbeat.run.records.layout import Speeds
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration
+from offbeat_lab.records import Speeds
 
 USED_SHARE = 0.8
 """Of all cores; the rest is for the network, the supervisor and the machine itself."""

@@ -133,7 +133,7 @@ class BFloat16(DDP):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(DDP):
+class PowerSGDHook(DDP):
     """DDP with torch's PowerSGD hook: low-rank gradients with error feedback (Vogels et al.,
     NeurIPS 2019).
 

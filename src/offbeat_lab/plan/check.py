@@ -20,7 +20,6 @@ import numpy as np
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.recipes import ALONE
-from offbeat.run.records import Record
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import Comparison, read_comparison
@@ -31,6 +30,7 @@ from offbeat_lab.plan.predictions import predict_recipe, setting_of
 from offbeat_lab.plan.profile import Checked, ModelProfile
 from offbeat_lab.plan.script_timing import measure_script
 from offbeat_lab.plan.simulation import PAYLOAD_SHARE, Setting
+from offbeat_lab.records import Record
 
 WITHIN: Final = 0.15
 """A prediction is good if it is no further from the measured step, and strategies that differ by

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
-from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
+from offbeat.codec.topk_codec import VALUE_CODECS
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat_lab.plan.clock import usual_s
 from offbeat_lab.plan.profile import SELECTED_DENSITY, CodecCost
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import ConfigError
-from offbeat.run.records import Record
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.comparison import is_comparison
+from offbeat_lab.records import Record
 
 _FEWEST_STEPS: Final = 10
 

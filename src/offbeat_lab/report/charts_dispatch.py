@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.run.records import MegaBatch, Share
+from offbeat_lab.records import MegaBatch, Share
 from offbeat_lab.report.charts import MAX_POINTS, Axis, LineChart, Series, bin_mean, rounded
 from offbeat_lab.report.data import Floats, PageContent, RunResults
 from offbeat_lab.report.style import COUNT, NUMBER, SAMPLES_PER_S, SECONDS, SHARE, Unit, write

@@ -11,11 +11,11 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.run.records import LinkCheck, MegaBatch, WorkerLoss
-from offbeat.run.records.profiles import Profiled
+from offbeat.run.records import WorkerLoss
 from offbeat_lab.breakdown import Steps
 from offbeat_lab.comparison import Difference
 from offbeat_lab.factor_work import FactorWork
+from offbeat_lab.records import LinkCheck, MegaBatch, Profiled
 from offbeat_lab.statistics import Estimate
 
 Floats = NDArray[np.float64]

@@ -13,14 +13,14 @@ import numpy as np
 
 from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig, ScriptCommand
-from offbeat.run.records import EmulationReport, Evaluation, Record, Summary
-from offbeat.run.records.profiles import Profiled, read_profiles
+from offbeat.run.records import Evaluation, Summary
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy, read_comparison
 from offbeat_lab.config import cluster_of
 from offbeat_lab.factor_work import factor_work
 from offbeat_lab.findings import winner
+from offbeat_lab.records import EmulationReport, Profiled, Record, read_profiles
 from offbeat_lab.report.data import (
     Better,
     Curve,

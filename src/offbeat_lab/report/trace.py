@@ -24,11 +24,11 @@ from typing import IO, TypeAlias
 
 from offbeat.callbacks.profile import Span
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run.records import Evaluation, Record, StepEvent
-from offbeat.run.records.profiles import read_profiles
+from offbeat.run.records import Evaluation, StepEvent
 from offbeat.session.checkpoint import Json
 from offbeat.transport.driver import Arrival
 from offbeat_lab.comparison import is_comparison, read_comparison
+from offbeat_lab.records import Record, read_profiles
 
 Event: TypeAlias = dict[str, Json]
 

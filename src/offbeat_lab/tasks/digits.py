@@ -7,6 +7,7 @@ Every fifth image is held out (360 of them). Parameters: tiny 105,226, small 1,0
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -47,7 +48,7 @@ class Digits(ImageTask):
     options_type = ImageOptions
 
     def read(self) -> ImageData:
-        table = torch.from_numpy(_bundled_table())
+        table = torch.from_numpy(bundled_table())
         pixels = table[:, :-1].to(torch.float32).div(_LARGEST_VALUE).view(-1, 1, 8, 8)
         classes = table[:, -1].to(torch.int64)
         held_out = torch.arange(len(classes)) % _HELD_OUT_EVERY == 0
@@ -68,7 +69,8 @@ class Digits(ImageTask):
         )
 
 
-def _bundled_table() -> NDArray[np.float64]:
+@cache
+def bundled_table() -> NDArray[np.float64]:
     """A row for each image: its 64 pixels, 0 to 16, and its class."""
     # Importing scikit-learn takes more than a second, and its file can be read without that.
     package = find_spec("sklearn")

@@ -9,7 +9,6 @@ import pytest
 
 from group_support.training import Training, TrainingWorld
 from offbeat.arithmetic.groups import default_group_size, group_of_version
-from offbeat.errors import ConfigError
 from offbeat.transport.virtual import VirtualLink
 
 PERIOD = 10
@@ -102,8 +101,3 @@ def test_several_that_are_late_in_turn_never_block_each_other(seed: int) -> None
     )
     world.run()  # a deadlock raises
     assert all(len(rank.step_ends_s) == 30 for rank in world.ranks)
-
-
-def test_less_than_a_period_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_ahead is 9, allowed is 10, the period, or more"):
-        group_of_version(0, 0, range(4), group_size=2, period=10, max_ahead=9)

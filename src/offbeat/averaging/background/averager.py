@@ -1,14 +1,14 @@
 """The background averager: averages travel and are merged while the trainer computes.
 
-`start_background_averager` puts together what a rank needs for that. The parts of strategies extend
-`BackgroundCallback`; `BackgroundWeightAverage` is the part of WAGMA-SGD and AD-PSGD.
+`BackgroundAverager` puts together what a rank needs for that. Callbacks of strategies extend
+`BackgroundCallback`; `BackgroundWeightAverage` is that of WAGMA-SGD and AD-PSGD.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,20 +18,17 @@ from typing_extensions import override
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
-from offbeat.averaging.background.progress_thread import ProgressThread
-from offbeat.averaging.background.served_generation import AveragingProtocol
+from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec import moves
 from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import CheckpointError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
-from offbeat.weights.model_weights import ModelWeights, non_finite_weights, require_finite
-from offbeat.weights.staging import Staging
+from offbeat.weights.model_weights import ModelWeights, Staging, non_finite_weights, require_finite
 
 HOLD_S = 10.0
 """How long a rank waits for members that are too far behind, in seconds. It then goes on without
@@ -42,70 +39,14 @@ GroupOf: TypeAlias = Callable[[int, int, int], VersionGroup]
 """The group of (a version, this rank's position, the number of members)."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BackgroundAverager:
-    """What takes part in averages on behalf of a rank while its trainer computes.
-
-    Attributes:
-        weights: the weights that are averaged.
-        staging: reads and writes `weights.tensors()` as one vector.
-        model: what peers may have of it.
-        progress: runs the protocol.
-        generations: keeps this rank in the newest generation; None in a world of one.
-        rank: this rank, for errors and remarks.
-        inform: tells the user what was counted.
-        record_wait: is told from when to when the trainer waited, in seconds of the monotonic
-            clock.
-    """
-
-    weights: ModelWeights
-    staging: Staging
-    model: SharedModel
-    progress: ProgressThread
-    generations: Generations | None
-    rank: int
-    inform: Callable[[str], None]
-    record_wait: Callable[[float, float], None]
-
-    @property
-    def num_members(self) -> int:
-        """How many ranks average in the current generation."""
-        return self.progress.num_members
-
-    def confirm_membership(self) -> None:
-        """Raise what this rank does not know yet if it was suspended: that its peers have gone on
-        or ended without it, and that it cannot join them again.
-        """
-        if self.generations is not None:
-            self.generations.confirm()
-        self.model.raise_failure()
-
-    def close(self, *, over: bool = False) -> None:
-        """End the threads of this rank. `over`: the run has ended for all members."""
-        # The membership first: otherwise it could begin a generation whose mesh is never closed.
-        if self.generations is not None:
-            self.generations.close(over=over)
-        self.progress.close()
-
-
 def delta_merge(staging: Staging, weights: ModelWeights) -> Callable[[Values], MergeRule]:
     """Makes the `DeltaMerge` of a vector that `staging` lays out, in which `weights` come first."""
     return partial(DeltaMerge, statistics=staging.spans(weights.positions_of_statistics()))
 
 
-def start_background_averager(
-    context: Context,
-    weights: ModelWeights,
-    model: SharedModel,
-    *,
-    staging: Staging,
-    serve: AveragingProtocol,
-    group_of: GroupOf,
-    num_flags: int = 0,
-    rounding: Rounding | None = None,
-    yields: bool = False,
-) -> BackgroundAverager:
-    """Start the threads that average on behalf of this rank. Collective.
+class BackgroundAverager:
+    """What takes part in averages on behalf of a rank while its trainer computes. Making it starts
+    the threads for that, and is collective.
 
     Args:
         context: of the session.
@@ -118,58 +59,85 @@ def start_background_averager(
         rounding: how values travel; None: as they are.
         yields: as of `ProgressThread`.
 
+    Attributes:
+        weights, staging, model: as given.
+        progress: runs the protocol.
+        rank: this rank, for errors and remarks.
+        inform: tells the user what was counted.
+        record_wait: is told from when to when the trainer waited, in seconds of the monotonic
+            clock.
+
     Raises:
         PeerError: a newcomer received no model.
     """
-    # Compiling takes longer than peers wait for an answer, so it comes before the first.
-    moves.warm()
-    rounding_kernels.warm()
-    buffers = weights.buffers()
-    num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
 
-    def settings(generation: Generation, position: int) -> ProtocolSettings:
-        num_members = len(generation.members)
-        return ProtocolSettings(
-            members=tuple(range(num_members)),
-            generation=generation.number,
-            num_elements=staging.num_elements,
-            num_counters=num_counters,
-            dtype=staging.dtype,
-            rounding=rounding,
-            group_of=lambda version: group_of(version, position, num_members),
+    def __init__(
+        self,
+        context: Context,
+        weights: ModelWeights,
+        model: SharedModel,
+        *,
+        staging: Staging,
+        serve: AveragingProtocol,
+        group_of: GroupOf,
+        num_flags: int = 0,
+        rounding: Rounding | None = None,
+        yields: bool = False,
+    ) -> None:
+        # Compiling takes longer than peers wait for an answer, so it comes before the first.
+        rounding_kernels.warm()
+        self.weights, self.staging, self.model = weights, staging, model
+        self.rank, self.record_wait = context.driver.rank, context.record_wait
+        self.inform = context.notices.inform
+        buffers = weights.buffers()
+        num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
+
+        def settings(generation: Generation, position: int) -> ProtocolSettings:
+            num_members = len(generation.members)
+            return ProtocolSettings(
+                members=tuple(range(num_members)),
+                generation=generation.number,
+                num_elements=staging.num_elements,
+                num_counters=num_counters,
+                dtype=staging.dtype,
+                rounding=rounding,
+                group_of=lambda version: group_of(version, position, num_members),
+            )
+
+        self.progress = ProgressThread(
+            model,
+            serve=serve,
+            settings=settings,
+            count=context.count,
+            notify=context.notices.notify,
+            yields=yields,
         )
+        self._generations: Generations | None = None  # None in a world of one
+        try:
+            self._generations = context.enter(self.progress)
+            self.progress.wait_for_model()
+        except BaseException:
+            self.close()
+            raise
 
-    progress = ProgressThread(
-        model,
-        serve=serve,
-        settings=settings,
-        count=context.count,
-        notify=context.notices.notify,
-        yields=yields,
-    )
-    generations = None
-    try:
-        generations = context.enter(progress)
-        progress.wait_for_model()
-    except BaseException:
-        if generations is not None:
-            generations.close()
-        progress.close()
-        raise
-    return BackgroundAverager(
-        weights=weights,
-        staging=staging,
-        model=model,
-        progress=progress,
-        generations=generations,
-        rank=context.driver.rank,
-        inform=context.notices.inform,
-        record_wait=context.record_wait,
-    )
+    def confirm_membership(self) -> None:
+        """Raise what this rank does not know yet if it was suspended: that its peers have gone on
+        or ended without it, and that it cannot join them again.
+        """
+        if self._generations is not None:
+            self._generations.confirm()
+        self.model.raise_failure()
+
+    def close(self, *, over: bool = False) -> None:
+        """End the threads of this rank. `over`: the run has ended for all members."""
+        # The membership first: otherwise it could begin a generation whose mesh is never closed.
+        if self._generations is not None:
+            self._generations.close(over=over)
+        self.progress.close()
 
 
 class BackgroundCallback(Callback):
-    """A part of a rank that has a background averager."""
+    """The callback of a rank that has a background averager."""
 
     averages_models = True
     averages_alone = True

@@ -11,12 +11,9 @@ little and ends with the peer's next message.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
-
-from offbeat.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +30,6 @@ class DeadlineRule:
         floor_s: the shortest deadline, in seconds, > 0. It should be longer than a busy machine may
             take to schedule a thread.
         cap_s: the longest deadline, in seconds, >= floor_s.
-
-    Raises:
-        ConfigError: a value is out of its range.
     """
 
     window: int = 128
@@ -45,24 +39,6 @@ class DeadlineRule:
     min_spread: float = 0.05
     floor_s: float = 0.25
     cap_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(
-                    f"DeadlineRule.{field.name} is {value}, allowed is any finite number from 0"
-                )
-        for name in ("window", "min_samples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"DeadlineRule.{name} is {getattr(self, name)}, allowed is 1 or more"
-                )
-        if not 0 < self.floor_s <= self.cap_s:
-            raise ConfigError(
-                f"DeadlineRule.floor_s is {self.floor_s}, allowed is above 0 and up to cap_s,"
-                f" {self.cap_s}"
-            )
 
 
 def deadline_s(waits_s: Collection[float], rule: DeadlineRule) -> float:

@@ -30,7 +30,7 @@ meanwhile, and no rank is waited for that is suspected, dead or takes no more st
 
 A peer that does not answer within a deadline learned from earlier answers is *suspected*: no rank
 waits for it and it is sent no values, until a message of it arrives. A peer that is *dead*, as the
-driver says, is left out for good. A late contribution is ignored and counted. A late average is
+driver says, is left out for good. A late contribution is ignored. A late average is
 merged when it arrives (`SharedModel.merge_late`). A suspicion therefore costs time and mixing, but
 changes no weight.
 
@@ -44,19 +44,29 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Set
+from typing import Literal, TypeAlias
 
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
 from offbeat.averaging.background.interface import (
     ProtocolCounts,
     ProtocolSettings,
     VersionResult,
 )
-from offbeat.averaging.background.managed_round import ClosedVersions, ManagedRound, Phase
 from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
+from offbeat.averaging.background.rounds import DirectRound, GroupRound, ScatteredRound
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective
+
+Phase: TypeAlias = Literal["arrivals", "contributions", "averages"]
+"""What a round waits for: that enough members arrive, that all contribute, or that the owners of
+regions send their averages.
+"""
+
+_MAX_DIRECT_GROUP = 64
+_REMEMBERED_VERSIONS = 4096
 
 
 def serve(
@@ -239,7 +249,6 @@ class RoundManager(ProtocolMember):
         if message.kind == MessageKind.ARRIVE:
             self._arrive(message.version, now_s)
         elif message.version not in self._rounds and message.version in self._closed:
-            self._count_late(message, is_late=True)
             if message.kind == MessageKind.CHUNK:
                 self._learn("contributions", self._closed.due_s(message.version), now_s)
         else:
@@ -258,17 +267,13 @@ class RoundManager(ProtocolMember):
                 managed.announced.add(sender)
             case MessageKind.AVERAGE:
                 self._learn("averages", managed.averages_due_s, now_s)
-                self._count_late(message, is_late=managed.round.receive(sender, message))
+                managed.round.receive(sender, message)
             case _:
                 self._learn("contributions", managed.contributions_due_s, now_s)
-                self._count_late(message, is_late=managed.round.receive(sender, message))
+                managed.round.receive(sender, message)
         has_stopped = self._rank in self.counts.stopped
         if is_new and not has_stopped and not managed.must_contribute(self.counts):
             self._model.invite(version)
-
-    def _count_late(self, message: ModelMessage, *, is_late: bool) -> None:
-        self.counts.late_chunks += is_late and message.kind == MessageKind.CHUNK
-        self.counts.late_averages += is_late and message.kind == MessageKind.AVERAGE
 
     def _forget_rank(self, rank: int) -> None:
         for managed in self._rounds.values():
@@ -314,3 +319,100 @@ class RoundManager(ProtocolMember):
         return any(
             managed.quorum_arrived and not managed.round.over for managed in self._rounds.values()
         )
+
+
+class ManagedRound:
+    """A round, what it waits for, and since when.
+
+    Args:
+        version: the number of the version.
+        group: its group.
+        rank: this rank.
+        settings: what the members agree on.
+        now_s: when this rank learned of the version.
+
+    Attributes:
+        announced: the ranks that have announced their arrival.
+        quorum_arrived: whether enough have arrived, and the model has been told.
+        contributions_due_s: when all members had to contribute.
+        averages_due_s: when this rank had averaged its own region.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        group: VersionGroup,
+        *,
+        rank: int,
+        settings: ProtocolSettings,
+        now_s: float,
+    ) -> None:
+        size = len(group.ranks)
+        num_bytes = settings.num_elements * settings.bytes_per_element
+        # Whether the model is so small that each member can send all of it to all others.
+        self.is_small = (size - 1) * num_bytes <= settings.direct_bytes
+        is_direct = size <= 2 or (self.is_small and size <= _MAX_DIRECT_GROUP)
+        kind = DirectRound if is_direct else ScatteredRound
+        self.round: GroupRound = kind(version, group.ranks, rank=rank, settings=settings)
+        self.group = group
+        self.opened_s = now_s
+        self.phase: Phase = "arrivals"
+        self.contributions_due_s = math.inf
+        self.averages_due_s = math.inf
+        self.deadline_s = math.inf
+        self.announced: set[int] = set()
+        self.quorum_arrived = False
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.group.min_arrivals == len(self.group.ranks)
+
+    def must_contribute(self, counts: ProtocolCounts) -> bool:
+        """Whether all members must contribute now.
+
+        Where all wait for all, an announcement does not count here: the chunks are waited for
+        without a deadline, so that all that take part get the same average.
+        """
+        return self._is_quorum(counts, frozenset() if self.waits_for_all else self.announced)
+
+    def has_quorum(self, counts: ProtocolCounts) -> bool:
+        """Whether the trainer of this rank may stop waiting for arrivals."""
+        return self.phase != "arrivals" or (
+            self.round.contributed and self._is_quorum(counts, self.announced)
+        )
+
+    def _is_quorum(self, counts: ProtocolCounts, announced: Set[int]) -> bool:
+        """Whether enough members have arrived; members that will not arrive are not waited for."""
+        absent = counts.dead | counts.stopped
+        if not self.waits_for_all:
+            absent = absent | counts.suspected
+        return self.round.must_contribute(self.group.min_arrivals, absent, announced)
+
+
+class ClosedVersions:
+    """The versions that a rank has closed: the latest by number, and all that are much older."""
+
+    def __init__(self) -> None:
+        self._due_s: dict[int, float] = {}
+        self._newest = -1
+
+    def __contains__(self, version: int) -> bool:
+        return version in self._due_s or self._is_forgotten(version)
+
+    def add(self, version: int, due_s: float) -> None:
+        """`version` is closed; its contributions were due at `due_s`."""
+        self._due_s[version] = due_s
+        self._newest = max(self._newest, version)
+        if len(self._due_s) > 2 * _REMEMBERED_VERSIONS:
+            self._due_s = {
+                known: when_s
+                for known, when_s in self._due_s.items()
+                if not self._is_forgotten(known)
+            }
+
+    def due_s(self, version: int) -> float:
+        """When the contributions to `version` were due; infinite where that is not known."""
+        return self._due_s.get(version, math.inf)
+
+    def _is_forgotten(self, version: int) -> bool:
+        return version < self._newest - _REMEMBERED_VERSIONS

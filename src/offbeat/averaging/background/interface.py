@@ -179,10 +179,7 @@ class ProtocolCounts:
         arrivals: the versions at which this rank arrived before it had contributed to them.
         stale_contributions: the versions to which a snapshot was contributed on its behalf while it
             was computing.
-        late_chunks: contributions that arrived here after their version was closed.
-        late_averages: averages that arrived here after their version was closed.
         suspicions: how often a peer became suspected.
-        foreign: messages of other generations.
         suspected: the ranks that are suspected now.
         dead: the ranks that are dead.
         stopped: the ranks that take no more steps, or have finished, including this one.
@@ -190,10 +187,7 @@ class ProtocolCounts:
 
     arrivals: int = 0
     stale_contributions: int = 0
-    late_chunks: int = 0
-    late_averages: int = 0
     suspicions: int = 0
-    foreign: int = 0
     suspected: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     stopped: set[int] = field(default_factory=set)

@@ -23,8 +23,7 @@ import numpy as np
 
 from offbeat.averaging.background.interface import Piece
 from offbeat.codec.model_wire import Values
-from offbeat.codec.moves import copy_to, move_by
-from offbeat.codec.rounding import move_by_rounded
+from offbeat.codec.rounding import copy_to, move_by, move_by_rounded
 from offbeat.weights.statistics import merge_statistics
 
 

@@ -162,7 +162,6 @@ class PairMember(ProtocolMember):
         self._waits_s.append(now_s - request.opened_s)
         pieces = [_piece(answer, request.mine)] if is_in else []
         if request.closed:
-            self.counts.late_averages += 1
             for piece in pieces:
                 self._model.merge_late(answer.version, piece)
         else:

@@ -10,19 +10,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from typing_extensions import override
 
-from offbeat.averaging.background.interface import Contribution, ProtocolSettings
+from offbeat.averaging.background.interface import (
+    Contribution,
+    ProtocolCounts,
+    ProtocolSettings,
+)
 from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
-from offbeat.averaging.background.served_generation import AveragingProtocol, ServedGeneration
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
-from offbeat.transport.driver import Driver
+from offbeat.transport.driver import Driver, Ticket, Wrapper
+from offbeat.transport.operations import Collective, Operation, Post
 from offbeat.transport.threads import let_others_first, transport_threads
+
+CHANNEL = 1 << 32
+"""The channel of the protocol. A generation's mesh carries nothing else."""
 
 QUIESCE_S = 0.5
 """How long open averages of one generation may delay the next one, in seconds."""
@@ -40,6 +49,12 @@ of a busy processor for each level, so three times as much for five.
 """
 
 _ASK_AGAIN_S = 0.05
+
+
+AveragingProtocol: TypeAlias = Callable[
+    [int, ProtocolSettings, SharedModel, ProtocolCounts], Collective[ProtocolCounts]
+]
+"""A protocol that averages on behalf of a rank: `group_average.serve`, `pair_average.serve`."""
 
 
 class MeanModel(NamedTuple):
@@ -109,22 +124,11 @@ class ProgressThread:
             if (version := self._model.take_awaited()) is not None:
                 self._served.post(arrive(version, generation=self._served.generation.number))
 
-    def native_ids(self) -> tuple[int, ...]:
-        """The system's identifiers of the threads that run the protocol."""
-        with self._switching:
-            native_id = None if self._current is None else self._current.native_id
-            return () if native_id is None else (native_id,)
-
     def names(self, positions: Collection[int]) -> str:
         """The ranks of members, for the user."""
         with self._switching:
             served = self._served
             return served.names([p for p in positions if p < len(served.generation.members)])
-
-    @property
-    def num_members(self) -> int:
-        """How many ranks the current generation has."""
-        return len(self._served.generation.members)
 
     def must_wait(self, version: int) -> bool:
         """Whether several ranks have to arrive at `version` before it proceeds."""
@@ -285,7 +289,7 @@ class ProgressThread:
             if self._stopped_stepping:
                 served.post(stop_stepping(generation=generation.number))
         if self._yields:
-            let_others_first({*self.native_ids(), *transport_threads()}, YIELDED_LEVELS)
+            let_others_first({served.native_id, *transport_threads()}, YIELDED_LEVELS)
         if old is not None:
             # This takes as long as its last messages do, and the trainer need not wait for that.
             old.driver.close()
@@ -333,3 +337,108 @@ class ProgressThread:
     def _served(self) -> ServedGeneration:
         assert self._current is not None, "begin must be called first"
         return self._current
+
+
+@dataclass(eq=False)
+class ServedGeneration:
+    """Runs the protocol of one generation from when it is made until `stop`."""
+
+    generation: Generation
+    position: int
+    driver: Driver
+    settings: ProtocolSettings
+    serve: AveragingProtocol
+    model: SharedModel
+
+    def __post_init__(self) -> None:
+        self.counts = ProtocolCounts()
+        self.ended_well = False
+        self._stoppable = _Stoppable(self.driver)
+        self._have_no_model: set[int] = set()
+        self._model_source: int | None = None
+        self.model.on_missing_model = self._on_missing_model
+        self._thread = threading.Thread(
+            target=self._run, name=f"offbeat-progress-{self.position}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def native_id(self) -> int:
+        """The system's identifier of the thread."""
+        assert self._thread.native_id is not None, "it was started"
+        return self._thread.native_id
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """The positions of the other members."""
+        return frozenset(self.settings.members) - {self.position}
+
+    @property
+    def collect_timeout_s(self) -> float:
+        """How long to wait for the models of all members: their time at 10 Mbit/s and a second."""
+        settings = self.settings
+        model_bytes = settings.num_elements * settings.dtype.itemsize
+        return 1.0 + len(settings.members) * model_bytes / 1.25e6
+
+    def ranks(self, positions: Collection[int]) -> frozenset[int]:
+        return frozenset(self.generation.members[position].rank for position in positions)
+
+    def names(self, positions: Collection[int]) -> str:
+        """The ranks at `positions`, for the user."""
+        return ", ".join(map(str, sorted(self.ranks(positions))))
+
+    def request_model(self, *, without: int) -> None:
+        """Request the model of a member, but not of `without` or of members that had none."""
+        self._have_no_model.add(without)
+        candidates = (
+            self.peers - self.generation.newcomers - self._have_no_model - self.model.dead()
+        )
+        self._model_source = min(candidates, default=None)
+        if self._model_source is not None:
+            self.post(fetch_model(self._model_source, generation=self.generation.number))
+        else:
+            self.model.continue_without_model(
+                PeerError("no member of the run has a model to give to this worker")
+            )
+
+    def _on_missing_model(self, member: int) -> None:
+        if member == self._model_source and not self.model.is_available:
+            self.request_model(without=member)
+
+    def post(self, message: bytes) -> None:
+        """Hand `message` to the protocol, as one of this rank's own."""
+        self.driver.start(Post(message), CHANNEL).wait()
+
+    def join(self) -> None:
+        """Wait until the protocol has ended."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        """End the protocol wherever it is. The driver stays open."""
+        self._stoppable.stopped = True
+        self.post(stop_stepping(generation=self.generation.number))  # any message wakes the thread
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._stoppable.run(
+                self.serve(self.position, self.settings, self.model, self.counts),
+                CHANNEL,
+            )
+            self.ended_well = True
+        except Exception as error:  # noqa: BLE001 - the trainer must hear of any failure of this thread
+            if not self._stoppable.stopped:
+                self.driver.abort(f"{type(error).__name__}: {error}")
+                self.model.fail(error)
+
+
+class _Stoppable(Wrapper):
+    """Refuses to start operations once it is `stopped`."""
+
+    stopped = False
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if self.stopped:
+            raise PeerError("this generation is over for this rank")
+        return super().start(operation, channel)

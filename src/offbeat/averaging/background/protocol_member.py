@@ -139,7 +139,6 @@ class ProtocolMember(ABC):
         """
         message = ModelMessage.from_bytes(payload)
         if message.generation != self._settings.generation:
-            self.counts.foreign += 1
             return
         if (sender == self._rank) != (message.kind in _FROM_THIS_RANK):
             raise WireError(

@@ -133,6 +133,13 @@ class SharedModel:
 
     Attributes:
         counts: what became of averages.
+        step: how many steps the trainer has made, including those of the member whose model was
+            adopted.
+        steps_behind: how many steps this rank had made less than half of the ranks when it last
+            heard of theirs; 0 for that half.
+        arrival: the trainer's, until its version is closed.
+        held_by: the members that must end their steps before this rank begins another one.
+        epoch: number of generations begun so far.
         on_missing_model: is called, outside the lock, with a member that may have been asked for
             its model and has none to give, or is dead.
     """
@@ -153,7 +160,7 @@ class SharedModel:
         self._one_at_a_time, self._max_credit, self._interval = one_at_a_time, max_credit, interval
         self._rule: MergeRule | None = None
         self._counters = no_counters()
-        self._step = self._num_since = self._epoch = self._steps_behind = 0
+        self.step = self._num_since = self.epoch = self.steps_behind = 0
         self._replaced = self._expelled = False
         self._error: Exception | None = None
         self._reset()
@@ -164,34 +171,18 @@ class SharedModel:
         self._open: set[int] = set()
         self._newest = -1
         self._invited: int | None = None
-        self._arrival: TrainerArrival | None = None
+        self.arrival: TrainerArrival | None = None
         self._trainer_waits = False
         self._credit = 0
         self._awaited: int | None = None
         self._steps: dict[int, int] = {}
-        self._held_by: Set[int] = frozenset()
+        self.held_by: Set[int] = frozenset()
         self._given_up: Set[int] = frozenset()
         self._dead: set[int] = set()
         self._averages_are_over = False
         self._received: dict[int, Contribution | None] = {}
 
     # The trainer
-
-    @property
-    def step(self) -> int:
-        """How many steps the trainer has made, including those of the member whose model was
-        adopted.
-        """
-        with self._changed:
-            return self._step
-
-    @property
-    def steps_behind(self) -> int:
-        """How many steps this rank had made less than half of the ranks when it last heard of
-        theirs; 0 for that half.
-        """
-        with self._changed:
-            return self._steps_behind
 
     @property
     def has_begun(self) -> bool:
@@ -202,7 +193,7 @@ class SharedModel:
     def begin(self, model: Values, counters: Counters, *, step: int) -> None:
         """From now on there is a model: `model`, which belongs to this object."""
         with self._changed:
-            self._rule, self._counters, self._step = self._make_rule(model), counters, step
+            self._rule, self._counters, self.step = self._make_rule(model), counters, step
             self._num_since = step % self._interval
 
     def forget(self) -> None:
@@ -229,7 +220,7 @@ class SharedModel:
                     return False
                 self._counters = counters
             self._replaced = False
-            self._step += 1
+            self.step += 1
             self._num_since += 1
             return True
 
@@ -263,13 +254,7 @@ class SharedModel:
     def is_free(self) -> bool:
         """Whether `arrive` need not wait for a contribution that is under way."""
         with self._changed:
-            return self._arrival is None and not (self._one_at_a_time and self._open)
-
-    @property
-    def arrival(self) -> TrainerArrival | None:
-        """The trainer's, until its version is closed."""
-        with self._changed:
-            return self._arrival
+            return self.arrival is None and not (self._one_at_a_time and self._open)
 
     def arrive(self, must_wait: Callable[[int], bool]) -> int | None:
         """Arrive at a version, unless this rank need not.
@@ -297,15 +282,9 @@ class SharedModel:
                 if not must_wait(version):
                     return None
                 self._changed.wait()
-            self._arrival, self._invited = TrainerArrival(version), None
+            self.arrival, self._invited = TrainerArrival(version), None
             self._trainer_waits = must_wait(version)
             return version
-
-    @property
-    def held_by(self) -> Set[int]:
-        """The members that must end their steps before this rank begins another one."""
-        with self._changed:
-            return self._held_by
 
     def rest(self) -> None:
         """The trainer computes no step until `resume`, so that its model is fresh at any
@@ -335,7 +314,7 @@ class SharedModel:
 
         def may_go_on() -> bool:
             ended = self._error is not None or self._expelled or self._quiescing
-            return ended or not self._held_by - self._given_up
+            return ended or not self.held_by - self._given_up
 
         with self._changed:
             # Meanwhile this rank has ended its step, so that its model is fresh at any version.
@@ -343,7 +322,7 @@ class SharedModel:
             released = self._changed.wait_for(may_go_on, timeout_s)
             self._trainer_waits = False
             self.raise_failure()
-            late = frozenset() if released else frozenset(self._held_by - self._given_up)
+            late = frozenset() if released else frozenset(self.held_by - self._given_up)
             self._given_up |= late
             return late
 
@@ -360,9 +339,9 @@ class SharedModel:
 
         def is_over() -> bool:
             return (
-                self._arrival is None
+                self.arrival is None
                 or self._error is not None
-                or (self._arrival.has_quorum and not for_average)
+                or (self.arrival.has_quorum and not for_average)
             )
 
         with self._changed:
@@ -415,7 +394,7 @@ class SharedModel:
         """
         with self._changed:
             if self.is_arrived_at(version):
-                self._arrival = TrainerArrival(version, has_quorum=True)
+                self.arrival = TrainerArrival(version, has_quorum=True)
                 self._changed.notify_all()
 
     def await_step(self, version: int) -> bool:
@@ -436,7 +415,7 @@ class SharedModel:
         it need not wait for any. Called when this changes.
         """
         with self._changed:
-            self._held_by = late
+            self.held_by = late
             self._given_up &= late
             self._changed.notify_all()
 
@@ -454,10 +433,10 @@ class SharedModel:
             if self._steps:
                 # Until there is news, peers go on as this rank does.
                 half = sorted(self._steps.values())[len(self._steps) // 2]
-                self._steps_behind = max(0, half - self._step)
+                self.steps_behind = max(0, half - self.step)
             self._open.discard(result.version)
             if self.is_arrived_at(result.version):
-                self._arrival = None
+                self.arrival = None
             self._changed.notify_all()
 
     def merge_late(self, version: int, piece: Piece) -> None:
@@ -519,11 +498,6 @@ class SharedModel:
     # call that waits for members is told the epoch in which it began, and ends when that is over.
 
     @property
-    def epoch(self) -> int:
-        with self._changed:
-            return self._epoch
-
-    @property
     def is_available(self) -> bool:
         """Whether there is a model that peers may have."""
         with self._changed:
@@ -532,7 +506,7 @@ class SharedModel:
     def begin_generation(self) -> None:
         """A new generation begins: no version is open, and every caller that waits continues."""
         with self._changed:
-            self._epoch += 1
+            self.epoch += 1
             self._reset()
             self._changed.notify_all()
 
@@ -561,7 +535,7 @@ class SharedModel:
         with self._changed:
             self._replaced = self._rule is not None
             self._rule, self._counters = self._make_rule(model.values.copy()), model.counters
-            self._step = self._step if self._replaced else model.step
+            self.step = self.step if self._replaced else model.step
             self._expelled = False
             self._changed.notify_all()
 
@@ -582,7 +556,7 @@ class SharedModel:
     def is_arrived_at(self, version: int) -> bool:
         """Whether the trainer has arrived at `version`, and the version is not closed."""
         with self._changed:
-            return self._arrival is not None and self._arrival.version == version
+            return self.arrival is not None and self.arrival.version == version
 
     def take_awaited(self) -> int | None:
         """The version after which peers await the end of this rank's step; None if they do not.
@@ -657,10 +631,10 @@ class SharedModel:
         self, epoch: int, until: Callable[[], bool], timeout_s: float | None = None
     ) -> bool:
         self._changed.wait_for(
-            lambda: until() or self._error is not None or self._epoch != epoch, timeout_s
+            lambda: until() or self._error is not None or self.epoch != epoch, timeout_s
         )
         self.raise_failure()
-        return self._epoch == epoch
+        return self.epoch == epoch
 
     # What versions average. A subclass whose versions average something else overrides these, which
     # are called under the lock.
@@ -691,7 +665,7 @@ class SharedModel:
         """No further piece of `version` will come."""
 
     def _contribution(self, values: Values, *, fresh: bool) -> Contribution:
-        return Contribution(values=values, step=self._step, fresh=fresh, counters=self._counters)
+        return Contribution(values=values, step=self.step, fresh=fresh, counters=self._counters)
 
     @property
     def _existing(self) -> MergeRule:

@@ -16,10 +16,11 @@ from offbeat.callbacks.context import Context
 from offbeat.codec.tally import Tally
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.reductions import DenseReduction
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.gradient import Reductions
 from offbeat.transport.operations import Collective
 
 
@@ -37,11 +38,12 @@ class SoloSteps(Strategy):
 class HalfPrecisionSteps(AllReduce):
     """Buckets are summed in half precision."""
 
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        pairs, others = super().reductions(context, counts)
-        return [(bucket, _HalfReduction(bucket, context)) for bucket, _ in pairs], others
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        found = super().reductions(context, counts, transform)
+        return Reductions([(bucket, _HalfReduction(bucket, context)) for bucket, _ in found.pairs])
 
 
 class _HalfReduction(DenseReduction):
@@ -69,11 +71,14 @@ class LowRankSteps(AllReduce):
     rank: int = 1
     start_step: int = 0
 
+    @override
     def reductions(
-        self, context: Context, counts: ExchangeCounts
-    ) -> tuple[list[tuple[Bucket, Reduction]], list[Callback]]:
-        pairs, others = super().reductions(context, counts)
-        return [(bucket, _LowRankReduction(bucket, context, self)) for bucket, _ in pairs], others
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        found = super().reductions(context, counts, transform)
+        return Reductions(
+            [(bucket, _LowRankReduction(bucket, context, self)) for bucket, _ in found.pairs]
+        )
 
 
 class _LowRankReduction(DenseReduction):

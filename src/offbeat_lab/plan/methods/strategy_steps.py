@@ -14,8 +14,7 @@ from offbeat.arithmetic.costs import LinkCost
 from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import Tally
-from offbeat.codec.topk_codec import TopKCodec
-from offbeat.codec.value_codecs import VALUE_CODECS
+from offbeat.codec.topk_codec import VALUE_CODECS, TopKCodec
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged

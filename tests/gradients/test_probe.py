@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat.collectives.probe import MESSAGE_BYTES, fit_cost, probe
+from offbeat.gradients.collective_choice import MESSAGE_BYTES, fit_cost, probe
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 

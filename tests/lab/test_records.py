@@ -15,9 +15,6 @@ from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig
 from offbeat.run.records import (
     EventWriter,
-    MegaBatch,
-    Record,
-    Share,
     StepEvent,
     Summary,
     begin_attempt,
@@ -26,6 +23,7 @@ from offbeat.run.records import (
     write_summary,
 )
 from offbeat_lab.config import Request, resolve
+from offbeat_lab.records import MegaBatch, Record, Share, add_mega_batch
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 
@@ -143,7 +141,7 @@ def test_mega_batches_are_read_back_without_those_that_a_resume_took_back(tmp_pa
             path, rank=0, attempt=begin_attempt(path, CONFIG, start_step=2 * attempt)
         )
         for step in steps:
-            writer.add_mega_batch(mega_batch(step, weight=attempt))
+            add_mega_batch(path, mega_batch(step, weight=attempt))
         writer.close()
     EventWriter(path, rank=1, attempt=1).close()
     assert Record(path).mega_batches() == [

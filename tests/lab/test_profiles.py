@@ -10,9 +10,9 @@ import pytest
 
 from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
 from offbeat.errors import RecordError
-from offbeat.run.records import Record, begin_attempt, create
-from offbeat.run.records.profiles import ProfileWriter, read_profiles
+from offbeat.run.records import ProfileWriter, begin_attempt, create
 from offbeat_lab.config import Request, resolve
+from offbeat_lab.records import Record, read_profiles
 
 CONFIG = resolve(Request(task="digits", strategy="spdkfac", steps=20, workers=2))
 DUTY = FactorAssignment(

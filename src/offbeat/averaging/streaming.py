@@ -1,0 +1,234 @@
+"""Averages that travel while training goes on, one fragment of the model after the other.
+
+    every period / F steps, of the next of F fragments, in turn:
+        begun   = x                                     its parameters as they leave
+        change  = begun - anchor                        travels for `delay` steps
+    `delay` steps later:
+        anchor  = the outer optimizer's step from the anchor with the mean of all ranks' changes
+        x       = x + anchor - begun                    what was learned meanwhile is kept whole
+        or x    = mix x + (1 - mix) anchor
+
+With fragments, an outer optimizer and a mix this is Streaming DiLoCo (arXiv 2501.18512, algorithm
+2, without quantisation, which a `WeightCodec` does). With one fragment and the mean as it is, it is
+DaSGD (arXiv 2006.00441), whose weighted correction is replaced by the exact one, so that nothing of
+a rank's progress is lost and the mean over ranks is that of Local SGD.
+
+Cost per period: the bytes of Local SGD, a fragment at a time, hidden behind `delay` steps; memory
+for the anchor, and a copy of one fragment.
+
+Differences from Streaming DiLoCo: a fragment is a run of parameters of about equal elements, and
+not of strided layers; statistics are averaged with the first fragment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from offbeat.averaging.outer import OuterFactory, OuterOptimizer
+from offbeat.averaging.periodic import Drift, EncodedChanges, Everyone, WeightExchange
+from offbeat.callbacks.callback import CallbackState
+from offbeat.codec.option_value import OptionValue
+from offbeat.codec.topk_codec import WeightCodec
+from offbeat.errors import ConfigError
+from offbeat.weights.model_weights import ModelWeights, average_
+
+
+class Streaming(OptionValue):
+    """How averages travel while training goes on.
+
+    Args:
+        fragments: of the model, averaged in turn, >= 1.
+        delay: steps in which a fragment travels, >= 0, less than period / fragments.
+        mix: weight of a rank's own parameters when the average comes, in [0, 1); None: they keep
+            what they have learned meanwhile, and only what left is replaced.
+    """
+
+    def __init__(self, *, fragments: int = 1, delay: int = 0, mix: float | None = None) -> None:
+        if fragments < 1 or delay < 0 or not (mix is None or 0 <= mix < 1):
+            raise ConfigError(
+                "Streaming needs fragments >= 1, delay >= 0 and mix in [0, 1) or None, got"
+                f" {fragments}, {delay} and {mix}"
+            )
+        self.fragments, self.delay, self.mix = fragments, delay, mix
+
+    @classmethod
+    def of(cls, streaming: Streaming | str) -> Streaming:
+        """An object as it is; or the one that text such as "4x2" (fragments, delay) or "4x2x0.5"
+        (and mix) describes.
+        """
+        if isinstance(streaming, Streaming):
+            return streaming
+        try:
+            fragments, delay, *mixes = str(streaming).split("x")
+            (mix,) = mixes or ("",)
+            numbers = int(fragments), int(delay), float(mix) if mix else None
+        except ValueError as error:
+            raise ConfigError(
+                "streaming must be a Streaming, or fragments x delay, or fragments x delay x mix,"
+                f" such as '4x2' or '4x2x0.5', got {streaming!r}"
+            ) from error
+        return cls(fragments=numbers[0], delay=numbers[1], mix=numbers[2])
+
+
+class _Fragment:
+    """Some parameters, where their last average left them, and what travels of them."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        peers: Everyone,
+        codec: WeightCodec | None,
+        outer: OuterFactory,
+    ) -> None:
+        self.parameters = parameters
+        self.rule = OuterOptimizer(parameters, make=outer)
+        self.changes = EncodedChanges(self.rule.anchor, codec, peers)
+        self.begun: list[torch.Tensor] = []
+        self.means: list[torch.Tensor] = []  # once they have come, for a state that is saved
+
+
+class StreamingMean(WeightExchange):
+    """Fragments of all ranks' weights, averaged in turn and merged later.
+
+    Args:
+        weights: what is averaged.
+        parameters: those among it, by name.
+        peers: all ranks.
+        streaming: fragments, delay and mix.
+        outer: makes the optimizer that is applied to means.
+        codec: how changes travel; None: as they are.
+    """
+
+    state_key = "streaming_average"
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        parameters: Mapping[str, torch.nn.Parameter],
+        peers: Everyone,
+        *,
+        streaming: Streaming,
+        outer: OuterFactory,
+        codec: WeightCodec | None,
+    ) -> None:
+        self.delay, self._mix = streaming.delay, streaming.mix
+        self._weights, self._peers = weights, peers
+        self._fragments = [
+            _Fragment(fragment, peers, codec, outer)
+            for fragment in fragments_of(parameters, streaming.fragments)
+        ]
+        self._under_way: int | None = None  # the place of a fragment
+
+    @override
+    def begin(self) -> None:
+        for fragment in self._fragments:
+            fragment.rule.begin()
+
+    @override
+    def launch(self, number: int) -> None:
+        begin_s = time.perf_counter()
+        self._under_way = number % len(self._fragments)
+        fragment = self._fragments[self._under_way]
+        fragment.begun = [each.detach().clone() for each in fragment.parameters.values()]
+        fragment.changes.launch(fragment.rule.changes())
+        self.encode_s += time.perf_counter() - begin_s
+
+    @override
+    def merge(self, *, measures_drift: bool) -> Drift:
+        place, driver, stream = self._under_way, self._peers.driver, self._peers.stream
+        assert place is not None, "nothing was launched"
+        if not place:
+            tensors = self._weights.tensors()
+            statistics = [tensors[each] for each in self._weights.positions_of_statistics()]
+            if statistics:
+                self.encode_s += average_(
+                    statistics, statistics, driver=driver, stream=stream, weight=1.0
+                )
+            self._weights.average_counters_(driver, stream)
+        means, fragment = self._arrived(), self._fragments[place]
+        begin_s = time.perf_counter()
+        own = [each.detach().clone() for each in fragment.parameters.values()]
+        fragment.rule.merge_(means)  # the parameters hold the anchor now
+        for parameter, mine, begun in zip(
+            fragment.parameters.values(), own, fragment.begun, strict=True
+        ):
+            if not parameter.requires_grad:  # frozen meanwhile: it stays where it is
+                parameter.detach().copy_(mine)
+            elif self._mix is None:
+                parameter.detach().add_(mine.sub_(begun))
+            else:
+                parameter.detach().lerp_(mine, self._mix)
+        fragment.begun, fragment.means, self._under_way = [], [], None
+        self.encode_s += time.perf_counter() - begin_s
+        return Drift()
+
+    def _arrived(self) -> list[torch.Tensor]:
+        """The mean changes of the fragment under way; none where nothing is."""
+        if self._under_way is None:
+            return []
+        fragment = self._fragments[self._under_way]
+        fragment.means = fragment.means or fragment.changes.mean()
+        return fragment.means
+
+    @override
+    def state(self) -> CallbackState:
+        state: dict[str, Any] = {"additive": {}, "local": {}, "replicated": {}}
+        means = self._arrived()  # all ranks have launched it, so it comes
+        for place, fragment in enumerate(self._fragments):
+            state["replicated"] |= fragment.rule.state()
+            owed = fragment.changes.state()
+            state["additive"] |= owed["additive"]
+            state["local"] |= owed["local"]
+            if place == self._under_way:
+                for name, mean, begun in zip(
+                    fragment.parameters, means, fragment.begun, strict=True
+                ):
+                    state["replicated"][f"arrived/{name}"] = mean
+                    state["local"][f"begun/{name}"] = begun
+        return state
+
+    @override
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """With other fragments than before, what was under way is given up."""
+        self._under_way = None
+        replicated, local = state["replicated"], state["local"]
+        arrived = {key for key in replicated if key.startswith("arrived/")}
+        for place, fragment in enumerate(self._fragments):
+            fragment.changes.load(state)
+            mine = {
+                key: value
+                for key, value in replicated.items()
+                if key.rpartition("/")[2] in fragment.parameters
+            }
+            fragment.rule.load(mine)
+            fragment.begun, fragment.means = [], []
+            if arrived and arrived == {f"arrived/{name}" for name in fragment.parameters}:
+                self._under_way = place
+                for name, parameter in fragment.parameters.items():
+                    begun = local.get(f"begun/{name}", parameter)  # a rank that was not there
+                    fragment.begun.append(begun.detach().clone().to(parameter))
+                    fragment.means.append(replicated[f"arrived/{name}"].clone())
+
+    @property
+    @override
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
+
+
+def fragments_of(
+    parameters: Mapping[str, torch.nn.Parameter], count: int
+) -> Sequence[Mapping[str, torch.nn.Parameter]]:
+    """The parameters in at most `count` runs of about equal elements, in the model's order."""
+    total = max(1, sum(parameter.numel() for parameter in parameters.values()))
+    fragments: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(count)]
+    before = 0
+    for name, parameter in parameters.items():
+        middle = before + parameter.numel() / 2
+        fragments[min(count - 1, int(middle * count / total))][name] = parameter
+        before += parameter.numel()
+    return [fragment for fragment in fragments if fragment]

@@ -1,0 +1,258 @@
+"""Kernels that write codes of a few bits side by side, the lowest bit first, and read them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.codec.jit import kernel
+
+_BYTE = np.uint64(8)
+_ONE = np.uint64(1)
+
+
+@kernel
+def pack(codes: NDArray[np.unsignedinteger], bits: int, packed: NDArray[np.uint8]) -> None:
+    """Write codes side by side.
+
+    Args:
+        codes: each below 2**bits.
+        bits: of a code, 1 to 32.
+        packed: takes them: as many bytes as the codes fill, rounded up.
+    """
+    width = np.uint64(bits)
+    waiting, num_waiting, place = np.uint64(0), np.uint64(0), np.uint64(0)
+    for i in range(codes.size):
+        waiting |= np.uint64(codes[i]) << num_waiting
+        num_waiting += width
+        while num_waiting >= _BYTE:
+            packed[place] = np.uint8(waiting & np.uint64(0xFF))
+            waiting >>= _BYTE
+            num_waiting -= _BYTE
+            place += _ONE
+    if num_waiting:
+        packed[place] = np.uint8(waiting & np.uint64(0xFF))
+
+
+@kernel
+def unpack(packed: NDArray[np.uint8], bits: int, codes: NDArray[np.unsignedinteger]) -> None:
+    """Inverse of `pack`: reads as many codes as `codes` has places."""
+    width = np.uint64(bits)
+    mask = (_ONE << width) - _ONE
+    waiting, num_waiting, place = np.uint64(0), np.uint64(0), np.uint64(0)
+    for i in range(codes.size):
+        while num_waiting < width:
+            waiting |= np.uint64(packed[place]) << num_waiting
+            num_waiting += _BYTE
+            place += _ONE
+        codes[i] = waiting & mask
+        waiting >>= width
+        num_waiting -= width
+
+
+@kernel
+def count_rice(indices: NDArray[np.int64], shift: int) -> np.int64:
+    """Bits of the unary halves that `encode_rice` writes."""
+    position, count = np.int64(-1), np.int64(indices.size)
+    for i in range(indices.size):
+        count += (indices[i] - position - 1) >> shift
+        position = indices[i]
+    return count
+
+
+@kernel
+def encode_rice(
+    indices: NDArray[np.int64],
+    shift: int,
+    unary: NDArray[np.uint8],
+    lower: NDArray[np.uint32],
+) -> None:
+    """Rice codes of the gaps between ascending indices (Golomb's, with a power of two): a gap's
+    upper bits as so many zeros and a one, its lower bits as they are.
+
+    Args:
+        indices: strictly ascending, >= 0.
+        shift: how many bits are lower ones, 0 to 31.
+        unary: zeros, in which `count_rice` bits are written, the lowest bit of a byte first.
+        lower: takes the lower bits, which `pack` packs.
+    """
+    position, mask = np.int64(-1), (np.int64(1) << shift) - 1
+    bit = np.int64(0)
+    for i in range(indices.size):
+        gap = indices[i] - position - 1
+        bit += gap >> shift
+        unary[bit >> 3] |= np.uint8(1 << (bit & 7))
+        bit += 1
+        lower[i] = np.uint32(gap & mask)
+        position = indices[i]
+
+
+@kernel
+def decode_rice(
+    unary: NDArray[np.uint8], shift: int, lower: NDArray[np.uint32], indices: NDArray[np.int64]
+) -> np.int64:
+    """Inverse of `encode_rice`. Returns how many indices were found, which is less than there are
+    places for if ones are missing.
+    """
+    position, upper, count = np.int64(-1), np.int64(0), np.int64(0)
+    for place in range(unary.size):
+        byte = np.int64(unary[place])
+        for bit in range(8):
+            if byte >> bit & 1:
+                if count == indices.size:
+                    return count + 1
+                position += (upper << shift) + np.int64(lower[count]) + 1
+                indices[count] = position
+                count += 1
+                upper = np.int64(0)
+            else:
+                upper += 1
+    return count
+
+
+@kernel
+def encode_linear(
+    values: NDArray[np.floating],
+    scales: NDArray[np.float32],
+    block: int,
+    bits: int,
+    draws: NDArray[np.float32],
+    packed: NDArray[np.uint8],
+) -> None:
+    """The evenly spaced level of each value, packed: level c of 0 to 2**bits - 1 stands for
+    scale * (2 c / (2**bits - 1) - 1).
+
+    Args:
+        values: what is rounded.
+        scales: of each block of values, the largest magnitude that can be said; 0: there is none.
+        block: values of a block, a multiple of 8.
+        bits: of a level: 1, 2, 4 or 8.
+        draws: added to the level's exact place before the fraction is cut off: 1/2 rounds to
+            nearest, random numbers in [0, 1) round at random without bias. Of one entry, which
+            serves all values, or as many as there are values.
+        packed: takes the levels.
+    """
+    each = 8 // bits
+    highest = float((1 << bits) - 1)
+    draw = draws[0] if draws.size else np.float32(0)
+    at_random = draws.size > 1
+    for number in range(scales.size):
+        scale = np.float64(scales[number])  # the inverse of a tiny one is no float32
+        factor = highest / 2 / scale if scale > 0 else 0.0
+        end = min(values.size, (number + 1) * block)
+        for begin in range(number * block, end, each):
+            byte = 0
+            for place in range(min(each, end - begin)):
+                if at_random:
+                    draw = draws[begin + place]
+                level = values[begin + place] * factor + (highest / 2 + draw)
+                level = min(max(level, 0.0), highest)
+                byte |= int(level) << (place * bits)
+            packed[begin // each] = byte
+
+
+@kernel
+def encode_exponents(
+    values: NDArray[np.floating], scales: NDArray[np.float32], block: int, packed: NDArray[np.uint8]
+) -> None:
+    """Signs and the nearest of eight magnitudes, in 4 bits each: 0 for zero, c from 1 to 7 for
+    scale * 2**(c - 7), and 8 more below zero.
+
+    Args:
+        values: what is rounded.
+        scales: of each block of values, the largest magnitude.
+        block: values of a block, even.
+        packed: takes the codes.
+    """
+    for number in range(scales.size):
+        scale = np.float64(scales[number])
+        factor = 1 / scale if scale > 0 else 0.0
+        end = min(values.size, (number + 1) * block)
+        for begin in range(number * block, end, 2):
+            byte = 0
+            for place in range(min(2, end - begin)):
+                share = np.float32(values[begin + place] * factor)
+                bits = int(share.view(np.uint32))
+                # Half a unit is added, so that cutting the fraction off rounds to nearest.
+                code = (((bits & 0x7FFF_FFFF) + 0x40_0000) >> 23) - 120
+                code = min(max(code, int(abs(share) >= np.float32(2.0**-7))), 7)
+                byte |= (code | (bits >> 28 & 8)) << (4 * place)
+            packed[begin // 2] = byte
+
+
+@kernel
+def encode_signs(values: NDArray[np.floating], packed: NDArray[np.uint8]) -> None:
+    """A bit for each value: whether it is above zero."""
+    for begin in range(0, values.size, 8):
+        byte = 0
+        for place in range(min(8, values.size - begin)):
+            byte |= int(values[begin + place] > 0) << place
+        packed[begin // 8] = byte
+
+
+@kernel
+def decode_scaled(
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    block: int,
+    bits: int,
+    levels: NDArray[np.float32],
+    values: NDArray[np.float32],
+) -> None:
+    """Read packed codes: scale * levels[code].
+
+    Args:
+        packed: codes of 1, 2, 4 or 8 bits.
+        scales: of each block of values.
+        block: values of a block, a multiple of 8.
+        bits: of a code.
+        levels: what codes stand for, with a scale of 1.
+        values: takes them.
+    """
+    each, mask = 8 // bits, (1 << bits) - 1
+    for number in range(scales.size):
+        scale = scales[number]
+        end = min(values.size, (number + 1) * block)
+        for begin in range(number * block, end, each):
+            byte = packed[begin // each]
+            for place in range(min(each, end - begin)):
+                values[begin + place] = levels[(byte >> (place * bits)) & mask] * scale
+
+
+@kernel
+def block_scales(
+    values: NDArray[np.floating], block: int, takes_mean: bool, scales: NDArray[np.float32]
+) -> None:
+    """The largest magnitude of each block, or the mean magnitude; at most what float32 can say."""
+    limit = np.finfo(np.float32).max
+    for number in range(scales.size):
+        begin, end = number * block, min(values.size, (number + 1) * block)
+        largest = total = 0.0
+        if takes_mean:
+            for i in range(begin, end):
+                total += abs(values[i])
+            scales[number] = np.float32(total / (end - begin) if total < limit else limit)
+        else:
+            for i in range(begin, end):
+                largest = max(largest, float(abs(values[i])))
+            scales[number] = np.float32(largest if largest < limit else limit)
+
+
+def warm() -> None:
+    """Compile every kernel for all dtypes of values."""
+    indices, lower = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint32)
+    packed, codes = np.zeros(4, dtype=np.uint8), np.zeros(1, dtype=np.uint8)
+    for each in (codes, lower):
+        pack(each, 1, packed)
+        unpack(packed, 1, each)
+    count_rice(indices, 1)
+    encode_rice(indices, 1, packed, lower)
+    decode_rice(packed, 1, lower, indices)
+    scales = np.ones(1, dtype=np.float32)
+    for dtype in (np.float32, np.float64):
+        values: NDArray[np.floating] = np.zeros(1, dtype=dtype)
+        block_scales(values, 8, True, scales)
+        encode_linear(values, scales, 8, 1, scales, packed)
+        encode_exponents(values, scales, 8, packed)
+        encode_signs(values, packed)
+    decode_scaled(packed, scales, 8, 1, scales, np.zeros(1, dtype=np.float32))

@@ -1,0 +1,103 @@
+"""How one bucket becomes the ranks' weighted mean in few bits a value: all of it travels, and what
+rounding loses is owed to the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from offbeat.codec.dense_wire import DenseWire
+from offbeat.codec.tally import Tally, is_finite
+from offbeat.codec.value_codecs import ValueCodec
+from offbeat.collectives.coded_sum import CodedSum, coded_sum
+from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.reductions import ResidualReduction, owe_rounding_
+from offbeat.transport.driver import Driver, Pending, Stream
+
+
+class CodedReduction(ResidualReduction):
+    """Weighted mean by `coded_sum`.
+
+    Memory beside the gradient: two buffers of its size, and a third one while a step lasts.
+
+    Args:
+        bucket: what will be reduced; fixes sizes and names of the state.
+        values: how values travel.
+        driver: carries the collective out.
+        stream: this bucket's channels.
+        decay: what is owed is multiplied by it when a step is committed, in (0, 1].
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        values: ValueCodec,
+        driver: Driver,
+        stream: Stream,
+        *,
+        decay: float = 1.0,
+    ) -> None:
+        super().__init__(bucket, driver, stream)
+        self._decay = decay
+        double = self._residual.dtype == torch.float64
+        values = values.suited_to(np.dtype(np.float64 if double else np.float32))
+        self._wire = DenseWire(num_parameters=len(bucket.indices), values=values)
+        # What one exchange leaves for the methods that end it, from `launch` on:
+        self._pending: Pending[CodedSum] | None = None
+        self._grad_scale = 1.0
+
+    @override
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        begin_s = time.perf_counter()
+        self._grad_scale = grad_scale
+        mine = torch.zeros_like(self._residual)
+        if not tally.num_failed:
+            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
+            tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
+            if tally.num_nonfinite:
+                mine.zero_()  # which no codec minds; the step will be skipped
+        driver = self._driver
+        work = coded_sum(driver.rank, driver.world_size, mine, tally, self._wire)
+        self._pending = driver.launch(work, self._stream.next())
+        self.encode_s += time.perf_counter() - begin_s
+
+    @override
+    def wait(self) -> Tally:
+        return self._result.tally
+
+    @property
+    def _result(self) -> CodedSum:
+        assert self._pending is not None, "nothing was launched"
+        return self._pending.wait()
+
+    @override
+    def commit(self) -> torch.Tensor:
+        begin_s = time.perf_counter()
+        (kept, owed, tally), flat = self._result, self._bucket.flat
+        factor = self._grad_scale / (tally.weight or 1)
+        self._residual.copy_(owed)
+        for position in np.flatnonzero(~tally.used).tolist():
+            self._take_back(position, kept)
+        flat.copy_(kept.mul_(factor))
+        if flat.dtype != kept.dtype:
+            owe_rounding_(self._residual, kept, flat, factor, self._driver)
+        if self._decay != 1:
+            self._residual.mul_(self._decay)
+        self.encode_s += time.perf_counter() - begin_s
+        return flat
+
+    def _take_back(self, position: int, kept: torch.Tensor) -> None:
+        """Nothing is applied to a parameter that no rank used: codes of few bits have no zero, and
+        what is owed to it waits until it is used. One rank owes what all ranks have read.
+        """
+        begin, end = self._bucket.offsets[position : position + 2]
+        if position % self._driver.world_size == self._driver.rank:
+            self._residual[begin:end] += kept[begin:end]
+        kept[begin:end] = 0

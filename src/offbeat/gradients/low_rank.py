@@ -1,0 +1,239 @@
+"""How buckets become the ranks' weighted mean by matrices of low rank (PowerSGD, arXiv 1905.13727,
+algorithms 1 and 2).
+
+    M = residual + weight * gradient                of each parameter, shape (n, m)
+    P = M Q                                         Q: the last step's, at first random
+    all-reduce P, a message for each bucket while backward goes on
+    orthonormalise the columns of P
+    Q = M^T P
+    all-reduce Q, one message for all buckets
+    result = P Q^T;  residual = M - P (M^T P)^T
+
+The exchange is linear, so there is one way for any number of ranks, and the mean is that of all.
+Parameters whose P and Q would be more than half of them (vectors, thin matrices) travel whole, in
+P's message.
+
+Difference from the paper: a rank owes what its own projection has lost, and not the difference from
+the mean of all. The sum over ranks is the same, so the result is; what one rank owes is smaller.
+
+Replicas stay identical only as long as all ranks multiply matrices alike: on unlike processors the
+last bits may differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.reductions import ResidualReduction, launch_sums, owe_rounding_
+from offbeat.transport.driver import Driver, Pending, Stream
+
+_MAX_SHARE = 0.5  # of the elements of a parameter that its P and Q may have
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Matrix:
+    """A parameter that is reduced by two factors.
+
+    Attributes:
+        name: the parameter's.
+        begin: its first element's place in the bucket.
+        rows: n.
+        columns: m.
+        right: Q, shape (m, r), the same on every rank.
+    """
+
+    name: str
+    begin: int
+    rows: int
+    columns: int
+    right: torch.Tensor
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its place in a buffer, shape (n, m)."""
+        size = self.rows * self.columns
+        return flat[self.begin : self.begin + size].view(self.rows, self.columns)
+
+
+class RightFactors:
+    """The second message of an exchange, which brings Q of all buckets.
+
+    Args:
+        driver: carries it out.
+        stream: its channels.
+    """
+
+    def __init__(self, driver: Driver, stream: Stream) -> None:
+        self._driver, self._stream = driver, stream
+        self._reductions: list[LowRankReduction] = []
+
+    def add(self, reduction: LowRankReduction) -> None:
+        """Let the factors of one more bucket travel, which is launched behind the others."""
+        self._reductions.append(reduction)
+
+    def exchange(self) -> None:
+        """Called when all buckets are launched, at the same point on all ranks: dense operations of
+        different ranks are matched by the order in which they begin.
+        """
+        factors = [each for reduction in self._reductions for each in reduction.right_factors()]
+        if not factors:
+            return
+        message = torch.cat([factor.flatten() for factor in factors])
+        for pending in launch_sums(self._driver, self._stream, message):
+            pending.wait()
+        sizes = [factor.numel() for factor in factors]
+        for factor, part in zip(factors, message.split(sizes), strict=True):
+            factor.copy_(part.view_as(factor))
+
+
+class LowRankReduction(ResidualReduction):
+    """Weighted mean of one bucket. All of an exchange share `rights`.
+
+    Memory beside the gradient: two buffers of its size and the factors.
+
+    Args:
+        bucket: what will be reduced; fixes sizes and names of the state.
+        rank: r, of the matrices that travel, >= 1.
+        driver: carries the all-reduces out.
+        stream: this bucket's channels.
+        rights: brings Q.
+    """
+
+    def __init__(
+        self, bucket: Bucket, *, rank: int, driver: Driver, stream: Stream, rights: RightFactors
+    ) -> None:
+        super().__init__(bucket, driver, stream)
+        self._mine, self._rights = torch.zeros_like(self._residual), rights
+        self._matrices, self._whole = _split(bucket, rank, self._residual)
+        rights.add(self)
+        # What one exchange leaves for the methods that end it, from `launch` on:
+        self._message = self._residual
+        self._sums: list[Pending[torch.Tensor]] = []
+        self._lefts: list[torch.Tensor] = []
+        self._new_rights: list[torch.Tensor] = []
+        self._grad_scale = 1.0
+
+    @override
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        begin_s, mine = time.perf_counter(), self._mine
+        self._grad_scale = grad_scale
+        if tally.num_failed:
+            mine.zero_()
+        else:
+            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
+            tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
+        tail = mine.new_zeros(NUM_COUNTERS + len(self._bucket.indices))
+        tally.write_to(tail)
+        lefts = [(each.of(mine) @ each.right).flatten() for each in self._matrices]
+        self._message = torch.cat([*lefts, *(mine[part] for part in self._whole), tail])
+        self.encode_s += time.perf_counter() - begin_s
+        self._sums = launch_sums(self._driver, self._stream, self._message)
+
+    def right_factors(self) -> Sequence[torch.Tensor]:
+        """This rank's Q of each matrix. They are made the sum over all ranks."""
+        for pending in self._sums:
+            pending.wait()
+        begin_s = time.perf_counter()
+        tail = self._message[-NUM_COUNTERS - len(self._bucket.indices) :]
+        self._tally = Tally.read_from(tail)
+        self._sums, self._lefts, self._new_rights, place = [], [], [], 0
+        for each in self._matrices if self._tally.good else []:
+            size = each.rows * each.right.shape[1]
+            left = orthonormal(self._message[place : place + size].view(each.rows, -1))
+            mine = each.of(self._mine)
+            right = mine.T @ left
+            mine.addmm_(left, right.T, alpha=-1)  # what is left of it is owed
+            self._lefts.append(left)
+            self._new_rights.append(right)
+            place += size
+        self.encode_s += time.perf_counter() - begin_s
+        return self._new_rights
+
+    @override
+    def wait(self) -> Tally:
+        if self._sums:  # the first bucket that is waited for
+            self._rights.exchange()
+        return self._tally
+
+    @override
+    def commit(self) -> torch.Tensor:
+        begin_s, flat = time.perf_counter(), self._bucket.flat
+        total = flat if flat.dtype == self._mine.dtype else torch.empty_like(self._mine)
+        place = 0
+        for each, left, right in zip(self._matrices, self._lefts, self._new_rights, strict=True):
+            torch.mm(left, right.T, out=each.of(total))
+            each.right.copy_(right)
+            place += left.numel()
+        for part in self._whole:
+            size = part.stop - part.start
+            total[part] = self._message[place : place + size]
+            self._mine[part] = 0
+            place += size
+        self._residual, self._mine = self._mine, self._residual
+        factor = self._grad_scale / (self._tally.weight or 1)
+        total.mul_(factor)
+        if flat is not total:
+            flat.copy_(total)
+            owe_rounding_(self._residual, total, flat, factor, self._driver)
+        self._mark_unused_with_gradient()
+        self.encode_s += time.perf_counter() - begin_s
+        return flat
+
+    @override
+    def local_state(self) -> dict[str, float | torch.Tensor]:
+        return {f"right/{each.name}": each.right for each in self._matrices}
+
+    @override
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
+        """A matrix of another rank than the saved one begins with the Q that a new run has."""
+        super().load(additive, local)
+        for each in self._matrices:
+            saved = local.get(f"right/{each.name}")
+            if saved is not None and saved.shape == each.right.shape:
+                each.right.copy_(saved)
+
+
+def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix], list[slice]]:
+    """The matrices of a bucket, and where those parameters stand that travel whole."""
+    matrices, whole = [], []
+    for name, parameter, begin in zip(
+        bucket.names, bucket.parameters, bucket.offsets, strict=False
+    ):
+        size = parameter.numel()
+        rows = parameter.shape[0] if parameter.dim() > 1 else 1
+        columns = size // max(1, rows)
+        if parameter.dim() > 1 and (rows + columns) * rank < _MAX_SHARE * size:
+            # The same on every rank, and another one for each parameter.
+            draw = torch.Generator().manual_seed(len(name) + begin + size)
+            right = torch.randn(columns, rank, generator=draw).to(like)
+            matrices.append(
+                _Matrix(name=name, begin=begin, rows=rows, columns=columns, right=right)
+            )
+        else:
+            whole.append(slice(begin, begin + size))
+    return matrices, whole
+
+
+def orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    """The columns of a matrix, shape (n, r), each made orthogonal to those before it and of norm 1
+    (Gram and Schmidt); one that depends on those before it becomes zero.
+    """
+    result = columns.clone()
+    for place in range(result.shape[1]):
+        column, before = result[:, place], result[:, :place]
+        norm = column.norm()
+        for _ in range(2):  # once more, for what rounding has left of the others
+            column -= before @ (before.T @ column)
+        rest = column.norm()
+        keeps = rest > 1e-6 * norm
+        column.mul_(torch.where(keeps, 1 / torch.where(keeps, rest, 1.0), 0.0))
+    return result

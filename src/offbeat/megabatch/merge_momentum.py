@@ -1,0 +1,147 @@
+"""The momentum of merges, as published: w' = sum_i alpha_i w_i + gamma (w - w_before)
+
+There is none in the first merge: the released code reads a buffer there that nothing has been
+written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+
+from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.errors import CheckpointError, WireError
+from offbeat.transport.operations import Payload
+
+ModelT = TypeVar("ModelT", float, NDArray[np.float64], torch.Tensor)
+
+GAMMA: Final = 0.9
+"""Of the momentum of merges."""
+
+
+def with_momentum(
+    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = GAMMA
+) -> ModelT:
+    """sum_i alpha_i w_i + gamma (w - w_before).
+
+    Args:
+        merged: the weighted mean of the replicas.
+        latest: the model that they began this mega-batch with.
+        before: the model that they began the last one with; None in the first.
+        gamma: in [0, 1).
+
+    >>> with_momentum(3.0, 2.0, 1.0, gamma=0.5), with_momentum(3.0, 2.0, None)
+    (3.5, 3.0)
+    """
+    return merged if before is None else merged + gamma * (latest - before)
+
+
+class MergeMomentum:
+    """The models of the last two merges, in float32 or float64, the same on every rank.
+
+    Args:
+        parameters: by name.
+        gamma: in [0, 1).
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float = GAMMA) -> None:
+        self._parameters = parameters
+        self._gamma = gamma
+        self._latest: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """The first mega-batch begins with the parameters as they are now, unless a merge has
+        already said with which it began.
+        """
+        if not self._latest:
+            self._latest = {
+                name: _widened(parameter).clone() for name, parameter in self._parameters.items()
+            }
+
+    def added_to(self, merged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What becomes of the merged parameters, in the model's order, in the type in which means
+        are computed. One that was frozen meanwhile stays at the mean.
+        """
+        return [
+            with_momentum(mean, self._latest[name], self._before.get(name), gamma=self._gamma)
+            if parameter.requires_grad
+            else mean
+            for (name, parameter), mean in zip(self._parameters.items(), merged, strict=False)
+        ]
+
+    def move_to(self, merged: Sequence[torch.Tensor]) -> None:
+        """A merge is final, and `merged` is what it has made of the parameters."""
+        self._before = self._latest
+        self._latest = {
+            name: model.clone() for name, model in zip(self._parameters, merged, strict=False)
+        }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The models, with keys "latest/<name>" and "before/<name>". Tensors are live ones."""
+        models = {"latest": self._latest, "before": self._before}
+        return {
+            f"{model}/{name}": tensor
+            for model, tensors in models.items()
+            for name, tensor in tensors.items()
+        }
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
+        models: dict[str, dict[str, torch.Tensor]] = {"latest": {}, "before": {}}
+        for key, tensor in state.items():
+            model, _, name = key.partition("/")
+            if (
+                model not in models
+                or name not in self._parameters
+                or tensor.shape != self._parameters[name].shape
+            ):
+                raise CheckpointError(
+                    f"the merges' momentum was saved with another model or strategy: see {key!r}"
+                )
+            models[model][name] = tensor.to(_widened(self._parameters[name])).clone()
+        for model, tensors in models.items():
+            if tensors and (missing := self._parameters.keys() - tensors.keys()):
+                raise CheckpointError(
+                    "the merges' momentum was saved with another model or strategy: it lacks"
+                    f" '{model}/{min(missing)}'"
+                )
+        self._latest, self._before = (
+            {name: tensors[name] for name in self._parameters if tensors}
+            for tensors in (models["latest"], models["before"])
+        )
+
+    def to_bytes(self) -> bytes:
+        """The state in the format of safetensors, for a worker that joins the run."""
+        # The format has no complex128, so complex numbers travel as pairs.
+        real = {
+            key: torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            for key, tensor in self.state().items()
+        }
+        return to_bytes(real)
+
+    def from_bytes(self, payload: Payload) -> None:
+        """Inverse of `to_bytes`. Raises `WireError` for what does not fit the parameters."""
+        try:
+            state = safetensors.torch.load(bytes(payload))
+            for key, tensor in state.items():
+                parameter = self._parameters.get(key.partition("/")[2])
+                if parameter is not None and parameter.is_complex() and tensor.shape[-1:] == (2,):
+                    state[key] = torch.view_as_complex(tensor)
+            self.load(state)
+        except (safetensors.SafetensorError, CheckpointError) as error:
+            raise WireError(
+                f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
+                f" the model; do all ranks train the same model? ({error})"
+            ) from error
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type in which means are computed: at least float32."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,206 @@
+"""DeMo: the fast components of momentum travel, the slow ones stay (arXiv 2411.19870, algorithm 1).
+
+    m = decay m + gradient                                 on each rank: what is owed
+    of each block of at most 64 x 64 elements of a matrix: C = its discrete cosine transform
+    q = the largest entries of C;  m = m - inverse transform of q
+    gradient = sign of the inverse transform of the mean of all ranks' q
+
+The transform is linear and keeps lengths, so it is the gradient that is transformed, once, and all
+else happens to cosine coefficients: what is not sent is owed, and fades by `decay`, as with any
+error feedback. With `torch.optim.SGD` without momentum the step is the paper's.
+
+Cost per step: the all-gather of k pairs (P-1 times a message's bytes for each rank); two transforms
+of 64 + 64 multiplications an element.
+
+Differences from the paper: blocks have all lengths up to 64 that divide a parameter's first
+dimension and the product of the others; indices are 1 or 2 bytes where the published code sends 8;
+the mean is over all ranks, and not over those that sent an entry; the learning rate and weight
+decay are the optimizer's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from offbeat.callbacks.context import Context
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.sparseloco import ChunkSelector
+from offbeat.codec.tally import Tally
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.collectives.topk_allgather import topk_sum
+from offbeat.errors import ConfigError
+from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.reductions import ExchangePlan, SparseReduction
+from offbeat.strategies.gradient import GradientStrategy, Reductions
+from offbeat.strategies.options import require_density
+from offbeat.strategies.sparse_gradient import require_real
+
+BLOCK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeMo(GradientStrategy):
+    """Momentum of which the largest cosine coefficients travel.
+
+    Args:
+        density: fraction of the coefficients of each block that travel in a step, in (0, 1].
+        decay: of momentum, in (0, 1].
+        sign: whether the optimizer gets the signs of the mean, and not the mean.
+    """
+
+    name: ClassVar[str] = "demo"
+    needs_optimizer: ClassVar[bool] = False
+
+    density: float = 1 / 128
+    decay: float = 0.999
+    sign: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_density("density", self.density)
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay must be in (0, 1], got {self.decay!r}")
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        require_real(model)
+
+    def entries(self) -> TopKCodec:
+        """How coefficients travel."""
+        return TopKCodec()
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        buckets = make_buckets(context.parameters, cap_bytes=None)
+        return Reductions([(bucket, _Transformed(bucket, context, self)) for bucket in buckets])
+
+
+class Block(NamedTuple):
+    """The blocks of one parameter: `down` x `across` of `rows` x `columns` elements, from `begin`
+    on in its bucket.
+    """
+
+    begin: int
+    down: int
+    rows: int
+    across: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.down * self.rows * self.across * self.columns
+
+
+def blocks_of(bucket: Bucket) -> list[Block]:
+    """The blocks of each of its parameters."""
+    found = []
+    for parameter, begin in zip(bucket.parameters, bucket.offsets, strict=False):
+        if size := parameter.numel():
+            height = parameter.shape[0] if parameter.dim() > 1 else 1
+            rows, columns = _divisor(height), _divisor(size // height)
+            found.append(Block(begin, height // rows, rows, size // height // columns, columns))
+    return found
+
+
+def transform_(flat: torch.Tensor, blocks: Sequence[Block], *, inverse: bool = False) -> None:
+    """Replace a bucket's elements by their cosine coefficients, block after block, or back."""
+    for block in blocks:
+        down, rows, across, columns = block[1:]
+        part = flat[block.begin : block.begin + block.size]
+        left, right = (cosines(size).to(flat) for size in (rows, columns))
+        if inverse:
+            whole = left.T @ part.view(down, across, rows, columns) @ right
+            part.view(down, rows, across, columns).copy_(whole.transpose(1, 2))
+        else:
+            apart = part.view(down, rows, across, columns).transpose(1, 2)
+            part.view(down, across, rows, columns).copy_(left @ apart @ right.T)
+
+
+@cache
+def cosines(size: int) -> torch.Tensor:
+    """The orthogonal matrix of the discrete cosine transform (DCT-II), float64."""
+    place = np.arange(size)
+    matrix = np.cos(np.pi / size * (place + 0.5) * place[:, None]) * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return torch.from_numpy(matrix)
+
+
+def _divisor(length: int) -> int:
+    return max(each for each in range(1, min(BLOCK, length) + 1) if length % each == 0)
+
+
+class _LargestOfBlocks(ChunkSelector):
+    def __init__(self, blocks: Sequence[Block], density: float) -> None:
+        super().__init__(BLOCK * BLOCK)
+        self.blocks, self.density = blocks, density
+
+    @override
+    def largest(self, magnitudes: torch.Tensor, k: int) -> torch.Tensor:
+        places = []
+        for block in self.blocks:
+            size = block.rows * block.columns
+            part = magnitudes[block.begin : block.begin + block.size].view(-1, size)
+            found = part.topk(max(1, round(self.density * size)), sorted=False).indices
+            first = block.begin + size * torch.arange(len(part), device=part.device)
+            places.append((found + first[:, None]).flatten())
+        return torch.cat(places)
+
+
+class _Transformed(SparseReduction):
+    """The sparse mean of cosine coefficients."""
+
+    def __init__(self, bucket: Bucket, context: Context, strategy: DeMo) -> None:
+        self._blocks, self._sign = blocks_of(bucket), strategy.sign
+        double, codec = bucket.state_dtype == torch.float64, strategy.entries()
+        plan = ExchangePlan(
+            k=max(1, round(strategy.density * bucket.num_elements)), collective=topk_sum
+        )
+        super().__init__(
+            bucket,
+            ErrorFeedback(
+                bucket.num_elements,
+                dtype=bucket.flat.dtype,
+                device=bucket.flat.device,
+                selector=_LargestOfBlocks(self._blocks, strategy.density),
+                decay=strategy.decay,
+            ),
+            driver=context.driver,
+            stream=context.new_stream(),
+            wire=codec.wire(
+                bucket.num_elements,
+                num_parameters=len(bucket.indices),
+                dtype=np.dtype(np.float64 if double else np.float32),
+            ),
+            plan=lambda: plan,
+        )
+
+    @override
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        gradient = gradient.to(self._bucket.state_dtype)
+        transform_(gradient, self._blocks)
+        super().launch(gradient, tally, weight=weight, grad_scale=grad_scale)
+
+    @override
+    def commit(self) -> torch.Tensor:
+        flat = super().commit()
+        wide = flat.to(self._bucket.state_dtype)
+        transform_(wide, self._blocks, inverse=True)
+        if self._sign:
+            wide.sign_().mul_(self._grad_scale)
+        if wide is not flat:
+            flat.copy_(wide)
+        return flat

@@ -1,0 +1,71 @@
+"""PowerSGD (arXiv 1905.13727): gradients as products of two thin matrices.
+
+    for each bucket of gradients, as backward completes it: P of its matrices, summed over all ranks
+    Q of all matrices, summed over all ranks; gradient = P Q^T / P, and what that loses is owed
+    optimizer step
+
+`gradients.low_rank` has the steps, and the differences from the paper.
+
+Cost per step: two all-reduces of r (n + m) elements for each parameter of shape (n, m), the first
+one overlapped with backward; three products of n m r multiplications.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from offbeat.callbacks.context import Context
+from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.low_rank import LowRankReduction, RightFactors
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
+from offbeat.strategies.options import require_at_least, require_positive
+from offbeat.strategies.sparse_gradient import require_real
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD(GradientStrategy):
+    """Gradients as products of two thin matrices.
+
+    Args:
+        rank: columns of these matrices, >= 1: 1, 2 or 4 are usual.
+        bucket_mib: the first matrices leave in buckets of gradients of at most this size, > 0.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    needs_optimizer: ClassVar[bool] = False
+
+    rank: int = 2
+    bucket_mib: float = 25.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("rank", self.rank, 1)
+        require_positive("bucket_mib", self.bucket_mib)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        require_real(model)
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        driver, new_stream = context.driver, context.new_stream
+        rights = RightFactors(driver, new_stream())
+        return Reductions(
+            [
+                (
+                    bucket,
+                    LowRankReduction(
+                        bucket, rank=self.rank, driver=driver, stream=new_stream(), rights=rights
+                    ),
+                )
+                for bucket in make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
+            ]
+        )

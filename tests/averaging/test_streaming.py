@@ -1,0 +1,176 @@
+"""Averages that travel while training goes on, against their papers' algorithms in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.averaging.streaming import Streaming, fragments_of
+from offbeat.errors import ConfigError
+from thread_support.world import ThreadDriver, results_of, session_on
+
+RANKS, LR = 3, 0.05
+
+
+def make_model() -> torch.nn.Module:
+    layers = [torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5), torch.nn.Linear(5, 1)]
+    model = torch.nn.Sequential(*layers).double()
+    draw = torch.Generator().manual_seed(3)  # ranks are threads, which share torch's own
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) / 2)
+    return model
+
+
+def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(5, 4, generator=draw, dtype=torch.float64)
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(strategy: offbeat.LocalSGD, num_steps: int) -> list[list[torch.Tensor]]:
+    """Each rank's parameters after so many steps, before the final mean."""
+
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with session_on(driver, model, optimizer, strategy):
+            for step in range(num_steps):
+                step_of(model, optimizer, driver.rank, step)
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    return results_of(RANKS, job)
+
+
+def reference(
+    num_steps: int, *, interval: int, fragments: int, delay: int, mix: float | None, outer: Any
+) -> list[list[torch.Tensor]]:
+    """Streaming DiLoCo with all ranks in one process."""
+    models = [make_model() for _ in range(RANKS)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    anchor = copy.deepcopy(models[0])
+    parts = [list(each) for each in fragments_of(dict(anchor.named_parameters()), fragments)]
+    outers = [outer([p for n, p in anchor.named_parameters() if n in part]) for part in parts]
+    flying: tuple[int, int, list[dict[str, torch.Tensor]]] | None = None
+    number = 0
+    for step in range(1, num_steps + 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            step_of(model, optimizer, rank, step - 1)
+        if step % interval == 0:
+            sent = [
+                {n: p.detach().clone() for n, p in model.named_parameters()} for model in models
+            ]
+            flying = (step, number % len(parts), sent)
+            number += 1
+        if flying is None or step < flying[0] + delay:
+            continue
+        _, place, sent = flying
+        flying = None
+        for name in parts[place]:
+            whole = anchor.get_parameter(name)
+            whole.grad = whole.detach() - sum(each[name] for each in sent) / RANKS
+        outers[place].step()
+        outers[place].zero_grad()
+        with torch.no_grad():
+            for model, begun in zip(models, sent, strict=True):
+                for name in parts[place]:
+                    own, new = model.get_parameter(name), anchor.get_parameter(name).detach()
+                    if mix is None:
+                        own.add_(new - begun[name])
+                    else:
+                        own.copy_(mix * own + (1 - mix) * new)
+    return [[p.detach().clone() for p in model.parameters()] for model in models]
+
+
+@pytest.mark.parametrize(
+    ("streaming", "outer"),
+    [("1x0", "diloco"), ("1x2", None), ("3x1", None), ("2x2x0.5", "diloco"), ("3x0x0", "diloco")],
+)
+def test_models_are_those_of_the_paper(streaming: str, outer: str | None) -> None:
+    chosen = Streaming.of(streaming)
+    make = offbeat.Outer() if outer else offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False)
+    period = 3 * chosen.fragments
+    found = trained(offbeat.LocalSGD(period=period, outer=outer, streaming=streaming), 20)
+    expected = reference(
+        20, interval=3, fragments=chosen.fragments, delay=chosen.delay, mix=chosen.mix, outer=make
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_in_few_bits_ranks_end_near_those_of_whole_changes() -> None:
+    whole, coded = (
+        trained(offbeat.LocalSGD(period=4, streaming="2x1", codec=codec), 40)
+        for codec in (None, "linear8")
+    )
+    for one, other in zip(whole[0], coded[0], strict=True):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+def test_the_mean_of_all_ranks_moves_by_nothing_but_their_steps() -> None:
+    """With the mean as it is, merging late moves ranks and not their mean."""
+    late, apart = (
+        trained(offbeat.LocalSGD(period=3, streaming=streaming, outer=None), steps)
+        for streaming, steps in (("1x1", 4), ("1x2", 4))  # merged after step 4, and not yet
+    )
+    for place in range(len(late[0])):
+        one, other = (sum(rank[place] for rank in ranks) for ranks in (late, apart))
+        torch.testing.assert_close(one, other)
+        assert not torch.allclose(late[0][place], apart[0][place])
+
+
+def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
+    strategy = offbeat.LocalSGD(period=4, streaming="2x1", outer="diloco", codec="linear4")
+
+    def job(driver: ThreadDriver) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+            saved = session.state_dict(), copy.deepcopy(model.state_dict())
+            for step in range(6, 13):
+                step_of(model, optimizer, driver.rank, step)
+            went_on = [parameter.detach().clone() for parameter in model.parameters()]
+            session.load_state_dict(saved[0])
+            model.load_state_dict(saved[1])
+            for step in range(6, 13):
+                step_of(model, optimizer, driver.rank, step)
+            return went_on, [parameter.detach().clone() for parameter in model.parameters()]
+
+    for went_on, resumed in results_of(RANKS, job):
+        assert all(torch.equal(one, other) for one, other in zip(went_on, resumed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"streaming": "3x0"}, "multiple of the fragments"),
+        ({"streaming": "2x5"}, "delay below"),
+        ({"streaming": "0x0"}, "fragments >= 1"),
+        ({"streaming": "soon"}, "4x2"),
+        ({"streaming": "2x1", "period": "adaptive"}, "number of steps"),
+        ({"streaming": "2x1", "optimizer_state": "averaged"}, "would do nothing"),
+        ({"streaming": "2x1", "warmup": 5}, "would do nothing"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        offbeat.LocalSGD(**{"period": 10, **options})
+
+
+def test_fragments_are_runs_of_about_equal_elements() -> None:
+    sizes = [10, 1, 1, 1, 7, 20, 3, 3, 3, 11]
+    named = {str(i): torch.nn.Parameter(torch.zeros(size)) for i, size in enumerate(sizes)}
+    fragments = fragments_of(named, 3)
+    assert [name for fragment in fragments for name in fragment] == list(named)
+    assert [sum(p.numel() for p in each.values()) for each in fragments] == [20, 20, 20]
+    assert len(fragments_of({"0": named["0"]}, 4)) == 1

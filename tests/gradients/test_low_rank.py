@@ -1,0 +1,75 @@
+"""PowerSGD against its paper's algorithm in one process, and what it keeps from step to step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.gradients.low_rank import orthonormal
+from thread_support.world import ThreadDriver, results_of, session_on
+
+ROWS, COLUMNS, NUM_STEPS = 12, 20, 5
+
+
+def gradient_of(rank: int, step: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    low = torch.randn(ROWS, 3, generator=draw) @ torch.randn(3, COLUMNS, generator=draw)
+    return (low + 0.1 * torch.randn(ROWS, COLUMNS, generator=draw)).double()
+
+
+def means_of(num_ranks: int, rank_of_matrices: int) -> list[list[torch.Tensor]]:
+    """The gradients that each rank's optimizer sees."""
+
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = torch.nn.Linear(COLUMNS, ROWS, bias=False).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        means = []
+        with session_on(driver, model, optimizer, offbeat.PowerSGD(rank=rank_of_matrices)):
+            for step in range(NUM_STEPS):
+                (model.weight * gradient_of(driver.rank, step)).sum().backward()
+                means.append(model.weight.grad.clone())
+                optimizer.step()
+                optimizer.zero_grad()
+        return means
+
+    return results_of(num_ranks, job)
+
+
+def papers_means(num_ranks: int, right: torch.Tensor) -> list[torch.Tensor]:
+    """Algorithms 1 and 2 of the paper, with QR and the errors of its text."""
+    errors = [torch.zeros(ROWS, COLUMNS).double() for _ in range(num_ranks)]
+    means = []
+    for step in range(NUM_STEPS):
+        deltas = [gradient_of(rank, step) + errors[rank] for rank in range(num_ranks)]
+        left = torch.linalg.qr(sum(delta @ right for delta in deltas) / num_ranks).Q
+        right = sum(delta.T @ left for delta in deltas) / num_ranks
+        mean = left @ right.T
+        errors = [delta - mean for delta in deltas]
+        means.append(mean)
+    return means
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("rank_of_matrices", [1, 2])
+def test_means_are_those_of_the_paper(num_ranks: int, rank_of_matrices: int) -> None:
+    results = means_of(num_ranks, rank_of_matrices)
+    name, size = "weight", ROWS * COLUMNS
+    draw = torch.Generator().manual_seed(len(name) + size)
+    begin = torch.randn(COLUMNS, rank_of_matrices, generator=draw).double()
+    expected = papers_means(num_ranks, begin)
+    for means in results:
+        for mean, theirs, first in zip(means, expected, results[0], strict=True):
+            assert torch.equal(mean, first)
+            assert torch.linalg.matrix_rank(mean) == rank_of_matrices
+            torch.testing.assert_close(mean, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_columns_are_orthonormal_and_dependent_ones_become_zero() -> None:
+    columns = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double()
+    basis = orthonormal(columns)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(3).double())
+    torch.testing.assert_close(basis @ (basis.T @ columns), columns)
+    columns[:, 1] = 2 * columns[:, 0]
+    assert not orthonormal(columns)[:, 1].any()
+    assert not orthonormal(torch.zeros(4, 2)).any()
