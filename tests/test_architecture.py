@@ -57,9 +57,11 @@ MAY_BLOCK = {
     },  # serves the store, as torchrun does for a user's workers
     "offbeat_lab/joining.py": {"torch.distributed"},  # makes the group of the lab's workers
     "offbeat/run/records.py": {"socket"},  # the host's name
-    "offbeat_lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
-    "offbeat_lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
-    "offbeat_lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
+    "offbeat_lab/doctor/facts.py": {
+        "torch.distributed",
+        "subprocess",
+    },  # asks which backends there are, and ip and tc
+    "offbeat_lab/doctor/diagnosis.py": {"subprocess"},  # starts workers to measure between
     "offbeat_lab/native/session.py": {
         "time.sleep"
     },  # holds torch's own collectives back where links are imitated in user space
@@ -70,10 +72,9 @@ MAY_BLOCK = {
     "offbeat_lab/emulation/commands.py": {"subprocess"},  # ip and tc
     "offbeat_lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
     "offbeat_lab/emulation/step_time.py": {"time.sleep"},  # emulated compute
-    "offbeat_lab/forking/client.py": {"socket", "subprocess"},  # has workers forked
-    "offbeat_lab/forking/serving.py": {"socket"},  # forks workers; no training happens in it
+    "offbeat_lab/forking.py": {"socket", "subprocess"},  # has workers forked; no training happens
     "offbeat/run/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
-    "offbeat_lab/script_worker.py": {"torch.distributed"},  # asks who this rank is
+    "offbeat_lab/attaching.py": {"torch.distributed"},  # asks who this rank is
     "offbeat_lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
     "offbeat/run/supervisor.py": {"selectors"},  # watches workers
     "offbeat_lab/plan/low_rank.py": {

@@ -13,11 +13,10 @@ from typing import Final
 import numpy as np
 
 from offbeat.run.records import Evaluation, Summary
-from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.breakdown import Steps, lateness, read_steps
 from offbeat_lab.comparison import Comparison, Difference, Measure
 from offbeat_lab.factor_work import FactorWork, factor_work
 from offbeat_lab.findings import findings, verdict
-from offbeat_lab.lateness import lateness
 from offbeat_lab.records import Record, read_profiles
 from offbeat_lab.statistics import Estimate, compare, estimate
 

@@ -1,24 +1,33 @@
 """Puts a run's recipe, which is one of offbeat's strategies or one that torch ships, to work on a
-model.
+task's model or into a script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
+from offbeat.errors import ConfigError
+from offbeat.run.recipes import ScriptRecipe, StrategyRecipe
+from offbeat.run.records import RunDirectory
 from offbeat.run.step_recorder import AttachedModel
 from offbeat.session.attach import attach_through
-from offbeat.session.session import Session
+from offbeat.session.session import Adopted, Session
+from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver
-from offbeat_lab.cluster import Cluster
+from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation.delaying import Delaying, Delivery
+from offbeat_lab.emulation.step_time import StepTimeEmulator
 from offbeat_lab.native import CommunicationMeter, Native, NativeSession
 from offbeat_lab.options import Recipe
+from offbeat_lab.records import emulation_of
 
 LinkDelay: TypeAlias = Callable[[Delivery], float]
 """How long a delivery occupies a rank's link, in seconds."""
@@ -38,28 +47,11 @@ class TaskModel(AttachedModel):
     optimizer: torch.optim.Optimizer
     session: Session | NativeSession
 
-    def weigh(self, num_samples: int) -> None:
-        """The coming gradient is the mean over so many samples, and counts as many times."""
-        assert isinstance(self.session, Session), "torch's strategies weigh all ranks alike"
-        self.session.weigh(num_samples)
-
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass, with whatever exchange belongs to it."""
         loss.backward()
         if isinstance(self.session, NativeSession):
             self.session.meter.backward_done()
-
-    def log(self, values: Mapping[str, float]) -> None:
-        """Tell whoever hears metrics while training runs."""
-        if isinstance(self.session, Session):
-            self.session.log(**values)
-
-    def clip_gradients(self, max_norm: float) -> None:
-        """Scale gradients down to at most `max_norm`, after `backward`."""
-        if isinstance(self.session, Session):
-            self.session.clip_grad_norm_(max_norm)
-        else:
-            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def averaged_model(self) -> nn.Module:
         """The model to evaluate: where replicas differ on purpose, their mean. Collective unless
@@ -69,11 +61,6 @@ class TaskModel(AttachedModel):
             return self.session.averaged_model()
         return self.model
 
-    @property
-    def averaged_without(self) -> frozenset[int]:
-        """The living ranks whose models the latest `averaged_model` lacks."""
-        return self.session.averaged_without if isinstance(self.session, Session) else frozenset()
-
 
 def attach_recipe(
     recipe: Recipe,
@@ -82,7 +69,7 @@ def attach_recipe(
     *,
     rank: int,
     world_size: int,
-    cluster: Cluster | None = None,
+    delay: LinkDelay | None = None,
 ) -> TaskModel:
     """Attach `recipe`. Collective.
 
@@ -91,12 +78,11 @@ def attach_recipe(
         model: the task's.
         optimizer: of its parameters.
         rank, world_size: of this process.
-        cluster: whose links are imitated in user space; None where they are real, or the kernel's.
+        delay: of this rank's link, where it is imitated in user space.
 
     Raises:
         OffbeatError: the recipe cannot work with this model, or the ranks do not find each other.
     """
-    delay = None if cluster is None else link_delay(cluster, rank)
     if isinstance(recipe, Native):
         meter = CommunicationMeter(world_size, rank=rank, delay=delay)
         native = recipe.attach(model, optimizer, meter)
@@ -113,9 +99,71 @@ def wrap_with(delay: LinkDelay | None) -> Callable[[Driver], Driver]:
     return (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
 
 
-def link_delay(cluster: Cluster, rank: int) -> LinkDelay:
-    """That of the link of `rank` in `cluster`."""
+def link_delay(record: RunDirectory, rank: int) -> LinkDelay | None:
+    """That of the link of `rank`; None where links are real, or the kernel imitates them."""
+    cluster, emulation = cluster_of(record.config), emulation_of(record)
+    if cluster is None or emulation is None or emulation.kind != "delaying":
+        return None
     link = cluster.link_of(rank)
     return lambda delivery: (
         delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
     )
+
+
+class NativeRecipe(ScriptRecipe):
+    """DDP's own exchange, with one of torch's hooks.
+
+    Args:
+        native: which one.
+        delay: of this rank's link, where it is imitated in user space.
+    """
+
+    ddp_exchanges = True
+
+    def __init__(self, native: Native, delay: LinkDelay | None = None) -> None:
+        super().__init__(wrap_with(delay))
+        self._meters: list[CommunicationMeter] = []
+        self.name = native.name
+        self.ddp_options = native.ddp_options
+        self._native = native
+        self._delay = delay
+
+    @override
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+        adopted: Adopted,
+    ) -> NativeSession | None:
+        if optimizer is None:
+            return None
+        meter = CommunicationMeter(dist.get_world_size(), rank=dist.get_rank(), delay=self._delay)
+        self._meters.append(meter)
+        return self._native.couple(ddp, optimizer, meter)
+
+    @override
+    def backward_ended(self) -> None:
+        for meter in self._meters:
+            meter.backward_done()
+
+    @override
+    def strategy_for_attach(self) -> Strategy:
+        raise ConfigError(
+            f"{self.name} works with DistributedDataParallel only, and the script calls"
+            " offbeat.attach; choose allreduce, which exchanges the same"
+        )
+
+
+def step_time(record: RunDirectory, rank: int) -> StepTimeEmulator:
+    """What makes the steps of `rank` as long as the cluster says."""
+    emulation = emulation_of(record)
+    by_sleeping = emulation is not None and emulation.speeds == "sleeping"
+    return StepTimeEmulator(cluster_of(record.config), rank, by_sleeping=by_sleeping)
+
+
+def script_recipe(recipe: Recipe, delay: LinkDelay | None = None) -> ScriptRecipe:
+    """What puts `recipe` into a script."""
+    if isinstance(recipe, Native):
+        return NativeRecipe(recipe, delay)
+    return StrategyRecipe(recipe, wrap_with(delay))

@@ -1,31 +1,247 @@
-"""Strategies side by side: the same task, the same seeds, the same machine, by turns
-(`offbeat_lab.interleaving`).
+"""Strategies side by side: the same task, the same seeds, the same machine, by turns.
+
+    for each seed
+        start the workers of every strategy, and let them wait
+        until all have finished
+            for each strategy in turn: let it train for a few seconds
+
+A machine that drifts while this goes on slows all strategies down alike. Where the workers of all
+strategies do not fit into memory together, as many as fit take turns, and the order is rotated from
+seed to seed.
+
+A turn is over when the last rank has done its steps, and the other ranks wait for it
+(`offbeat_lab.pauses`). A run by itself has no such waits: where they are long, turns become longer.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import psutil
 from pydantic import JsonValue
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run import records
-from offbeat.run.interrupts import interrupts
+from offbeat.run.config import RunConfig
+from offbeat.run.interrupts import Interrupts, interrupts
+from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
+from offbeat.run.recipes import ALONE
 from offbeat.session.checkpoint import Json
+from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.analysis import analyse
 from offbeat_lab.compare_plan import ComparePlan, CompareRequest, check_free, plan_comparison
 from offbeat_lab.comparison import Comparison, write_comparison
 from offbeat_lab.config import task_of
+from offbeat_lab.emulated_workers import EmulatedGroup
 from offbeat_lab.emulation import Emulation, emulate
-from offbeat_lab.interleaving import ComparisonListener, InterleavedRuns
+from offbeat_lab.options import build_strategy
 from offbeat_lab.records import Record
+
+_POLL_S = 0.1
+_FIRST_TURN_STEPS = 3
+_MOST_MET = 0.05
+"""The part of a turn that its end may take, from the first rank's last step to the last one's."""
+
+_ALONE_STEPS = 30
+
+
+class ComparisonListener(Protocol):
+    """Is told how a comparison goes on."""
+
+    def begin(self, labels: Sequence[str], num_workers: int, num_seeds: int, steps: int) -> None:
+        """It begins.
+
+        Args:
+            labels: of the strategies.
+            num_workers: of each run.
+            num_seeds: runs of each strategy.
+            steps: of each run.
+        """
+
+    def seed(self, place: int) -> None:
+        """The runs of the `place`-th seed begin, from 0."""
+
+    def turn(self, label: str) -> None:
+        """It is the turn of `label`."""
+
+    def progress(self, label: str, progress: WorkerProgress) -> None:
+        """One worker of `label` reports."""
+
+    def membership_changed(self, label: str, change: MembershipChange) -> None:
+        """One worker of `label` has died, and its peers go on; or it is back."""
+
+    def failed(self, label: str, reason: str) -> None:
+        """`label` has failed, and the comparison goes on without it."""
+
+
+@dataclass(kw_only=True)
+class _InterleavedRun:
+    """One run that takes turns."""
+
+    label: str
+    group: EmulatedGroup
+    step_s: float = 0.0
+    last_s: float = 0.0
+    last_step: int = 0
+    met_s: float = 0.0
+    reported: bool = False
+
+
+def turn_steps(turn_s: float, step_s: float, met_s: float) -> int:
+    """How many steps the next turn has.
+
+    Args:
+        turn_s: how long it takes at least.
+        step_s: how long a step took in the turn before; 0: there was none.
+        met_s: for how long the first rank waited at its end for the last one.
+    """
+    if not step_s:
+        return _FIRST_TURN_STEPS
+    return max(1, round(max(turn_s, met_s / _MOST_MET) / step_s))
+
+
+class InterleavedRuns:
+    """Carries out the runs, seed by seed.
+
+    Attributes:
+        failures: by label, why it failed.
+        alone: by seed, the run without exchange.
+    """
+
+    def __init__(
+        self, directory: Path, plan: ComparePlan, emulation: Emulation, listener: ComparisonListener
+    ) -> None:
+        self.failures: dict[str, str] = {}
+        self.alone: dict[int, Path] = {}
+        self._directory = directory
+        self._plan = plan
+        self._emulation = emulation
+        self._listener = listener
+        self._num_passed_on = 0
+
+    def run_seed(self, place: int, seed: int, interrupted: Interrupts) -> None:
+        """All runs of one seed, as many at a time as fit."""
+        plan = self._plan
+        runs = [
+            (
+                contestant.label,
+                self._directory / contestant.runs[place],
+                replace(config, seed=seed),
+            )
+            for contestant, config in zip(plan.contestants, plan.configs, strict=True)
+            if contestant.label not in self.failures
+        ]
+        first = place % len(runs) if runs else 0
+        runs = runs[first:] + runs[:first]
+        if plan.request.cluster.workers > 1:
+            runs.append(
+                (ALONE, self._directory / f"runs/{ALONE}-seed-{seed}", self._alone_config(seed))
+            )
+        while runs and not interrupted.count:
+            self.run_together(runs[: plan.at_once], interrupted)
+            runs = runs[plan.at_once :]
+        path = self._directory / f"runs/{ALONE}-seed-{seed}"
+        if ALONE not in self.failures and path.exists():
+            self.alone[seed] = path
+
+    def _alone_config(self, seed: int) -> RunConfig:
+        strategy = build_strategy(ALONE, {})
+        return replace(
+            self._plan.configs[0],
+            strategy=ALONE,
+            strategy_options=strategy_values(strategy),
+            seed=seed,
+            steps=min(self._plan.steps, _ALONE_STEPS),
+            eval_every=None,
+            batch_shares=[],
+        )
+
+    def run_together(
+        self, runs: Sequence[tuple[str, Path, RunConfig]], interrupted: Interrupts
+    ) -> None:
+        with ExitStack() as stack:
+            started: list[_InterleavedRun] = []
+            for label, path, config in runs:
+                if interrupted.count:
+                    break
+                records.create(path, config)
+                records.begin_attempt(path, config, start_step=0, emulation=self._emulation.report)
+                group = EmulatedGroup(
+                    path,
+                    config,
+                    self._emulation,
+                    turns=True,
+                    on_progress=self._forward(label),
+                )
+                started.append(_InterleavedRun(label=label, group=stack.enter_context(group)))
+                # One run after the other, and no turn before all are ready: some strategies measure
+                # the network while they start.
+                while not group.has_ended and group.paused_at is None:
+                    self._poll([started[-1]], started, interrupted)
+            while waiting := [run for run in started if not run.group.has_ended]:
+                for run in waiting:
+                    self._take_turn(run, started, interrupted)
+            self._poll([], started, interrupted)
+
+    def _take_turn(
+        self, run: _InterleavedRun, started: Sequence[_InterleavedRun], interrupted: Interrupts
+    ) -> None:
+        group = run.group
+        if (done := group.paused_at) is not None:
+            self._listener.turn(run.label)
+            group.run_until(done + turn_steps(self._plan.request.turn_s, run.step_s, run.met_s))
+        while not group.has_ended and group.paused_at is None:
+            self._poll([run], started, interrupted)
+        if (paused_at := group.paused_at) is not None and paused_at > run.last_step:
+            run.step_s = (group.seconds - run.last_s) / (paused_at - run.last_step)
+            run.last_s, run.last_step, run.met_s = group.seconds, paused_at, group.met_s
+
+    def _poll(
+        self,
+        active: Sequence[_InterleavedRun],
+        started: Sequence[_InterleavedRun],
+        interrupted: Interrupts,
+    ) -> None:
+        """Poll all runs, above all the `active` ones, and record which have failed."""
+        while self._num_passed_on < interrupted.count:
+            self._num_passed_on += 1
+            for run in started:
+                run.group.interrupt()
+        for run in started:
+            run.group.poll(_POLL_S / max(1, len(active)) if run in active else 0.0)
+            if run.group.has_ended and not run.reported:
+                run.reported = True
+                try:
+                    group = run.group
+                    if group.has_finished() and not records.add_to_summary(
+                        group.run_directory, group.remarks, group.losses
+                    ):
+                        raise RecordError(
+                            "it ended before its first step, or trained in processes that it"
+                            f" started itself; what it printed is in {group.run_directory / 'logs'}"
+                        )
+                except OffbeatError as error:
+                    if not interrupted.count:
+                        self.failures[run.label] = str(error)
+                        self._listener.failed(run.label, str(error))
+
+    def _forward(self, label: str) -> Listener:
+        """Passes the reports of a run's workers on under its label."""
+
+        def listen(report: WorkerProgress | MembershipChange) -> None:
+            if isinstance(report, MembershipChange):
+                self._listener.membership_changed(label, report)
+            else:
+                self._listener.progress(label, report)
+
+        return listen
+
 
 __all__ = [
     "ComparePlan",
@@ -54,7 +270,7 @@ def run_comparison(
         ConfigError: the cluster cannot be emulated as asked.
     """
     request = plan.request
-    directory = plan.out if plan.out is not None else _first_free(request.task)
+    directory = plan.out if plan.out is not None else first_free(f"compare-{request.task}")
     check_free(directory)
     with emulate(request.cluster, mode=request.emulation) as emulation:
         _make_directory(directory)
@@ -124,9 +340,10 @@ def _make_directory(directory: Path) -> None:
         ) from None
 
 
-def _first_free(task: str) -> Path:
+def first_free(name: str) -> Path:
+    """The first directory below runs/ of this name and a number that is not there yet."""
     number = 1
-    while (path := Path("runs") / f"compare-{task}-{number:03d}").exists():
+    while (path := Path("runs") / f"{name}-{number:03d}").exists():
         number += 1
     return path
 

@@ -11,23 +11,20 @@ from typing import cast
 from pydantic import JsonValue
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run.config import RunConfig, ScriptCommand
-from offbeat.run.local_worker import WorkerProgram
+from offbeat.run.config import RunConfig, ScriptCommand, script_run
+from offbeat.run.recipes import ALONE
+from offbeat.strategies.by_name import strategy_values
 from offbeat.strategies.docstrings import first_sentence
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy
-from offbeat_lab.config import MAX_SEED, Request, resolve, resolve_script, steps_to_do, task_of
+from offbeat_lab.config import MAX_SEED, Request, as_json, resolve, steps_to_do, task_of
 from offbeat_lab.emulation import Mode as EmulationMode
-from offbeat_lab.forked_start import TASK_WORKER
 from offbeat_lab.memory import num_runs_that_fit
-from offbeat_lab.options import BATCH_SHARES, parse_spec, strategy_type
+from offbeat_lab.options import BATCH_SHARES, build_strategy, parse_spec, strategy_type
 
 _EVALUATIONS = 12
 DEFAULT_SCRIPT_STEPS = 300
 """After so many steps a script is stopped, unless the request says otherwise."""
-
-ALONE = "alone"
-"""The strategy that exchanges nothing, and bounds what the other strategies can do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +60,7 @@ class CompareRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparePlan:
-    """A checked comparison that has touched nothing yet.
-
-    Attributes:
-        program: what workers run.
-    """
+    """A checked comparison that has touched nothing yet."""
 
     request: CompareRequest
     contestants: Sequence[ComparedStrategy]
@@ -76,18 +69,14 @@ class ComparePlan:
     num_parameters: int
     at_once: int
     out: Path | None
-    program: WorkerProgram = TASK_WORKER
 
 
-def plan_comparison(
-    request: CompareRequest, *, out: Path | None = None, program: WorkerProgram = TASK_WORKER
-) -> ComparePlan:
+def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> ComparePlan:
     """Check everything that can be checked before anything starts.
 
     Args:
         request: what the user asked for.
         out: directory of the comparison; None: the next free one below runs/.
-        program: what workers run.
 
     Raises:
         ConfigError: the comparison cannot be made as asked.
@@ -138,22 +127,22 @@ def plan_comparison(
         num_parameters=num_parameters,
         at_once=num_runs_that_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
         out=out,
-        program=program,
     )
 
 
 def _config(request: CompareRequest, strategy: str, options: Mapping[str, str]) -> RunConfig:
     """The run of one strategy."""
     if request.script is not None:
-        return resolve_script(
+        recipe = build_strategy(strategy, options)
+        recipe.check_world(request.cluster.workers)
+        run = script_run(
             request.script,
             strategy,
-            options,
+            strategy_values(recipe),
             workers=request.cluster.workers,
             steps=request.steps,
-            cluster=request.cluster,
-            emulation=request.emulation,
         )
+        return replace(run, cluster=as_json(request.cluster), emulation=request.emulation)
     return resolve(
         Request(
             task=request.task,

@@ -9,9 +9,8 @@ OUT/report.html            the page made of both
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Final, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, field_validator
 
@@ -43,35 +42,9 @@ Measure = Literal[
     "factors_exposed_s",
     "inversion_s",
 ]
-
-MEASURES: Final[Mapping[Measure, str]] = {
-    "time_to_target_s": "training time until the metric reached the target, in seconds",
-    "steps_to_target": "optimizer steps until then",
-    "final_metric": "the metric after the last step",
-    "step_s": "seconds a step: median over blocks of steps, the first steps left out",
-    "steps_per_s": "its inverse",
-    "samples_per_s": "of all workers together: the sum of each one's samples over its own time",
-    "efficiency": (
-        "samples_per_s as a fraction of what the same workers do when they exchange nothing"
-    ),
-    "bytes_per_step": "sent by a worker, mean over workers",
-    "messages_per_step": "likewise",
-    "share_compute": (
-        "fraction of step time: data, forward, backward, optimizer, and emulated compute"
-    ),
-    "share_encode": "fraction of step time: selection, compression, decoding",
-    "share_wait": "fraction of step time: waiting for workers that were late",
-    "share_transfer": "fraction of step time: waiting although everybody was there",
-    "peak_memory_bytes": "of the largest worker process",
-    "factors_exposed_s": (
-        "seconds of a step with factors in which a worker stood still for these alone, mean over"
-        " workers"
-    ),
-    "inversion_s": (
-        "seconds for which the slowest worker inverts factors, in a step with inversions"
-    ),
-}
-"""What is measured, and what it means."""
+"""What is measured. `report.style.MEASURES` says what each is called, and `docs/comparing.md` how
+it is measured.
+"""
 
 
 class ComparedStrategy(BaseModel):
@@ -83,9 +56,9 @@ class ComparedStrategy(BaseModel):
         runs: directories of its runs, relative to the comparison's, one for each seed.
         notices: of its runs: fallbacks, choices, what was skipped.
         failure: why it has no result; None if it has one.
-        measures: see `MEASURES`.
+        measures: see `Measure`.
         lateness_s: mean lateness of each rank at the exchange, in seconds.
-        slow_worker: the rank that is last in most steps, as `offbeat_lab.lateness` says; None if
+        slow_worker: the rank that is last in most steps, as `offbeat_lab.breakdown` says; None if
             none stands out.
     """
 

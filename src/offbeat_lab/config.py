@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import Bounds, Proportional
-from offbeat.run.config import EmulationMode, RunConfig, ScriptCommand, script_run
+from offbeat.run.config import EmulationMode, RunConfig
 from offbeat.session.loggers import named_loggers
-from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.native import Native
@@ -144,7 +143,7 @@ def resolve(request: Request) -> RunConfig:
         seed=request.seed or 0,
         checkpoint_every=request.checkpoint_every or _DEFAULT_CHECKPOINT_EVERY,
         eval_every=request.eval_every,
-        cluster=_as_json(request.cluster),
+        cluster=as_json(request.cluster),
         emulation=request.emulation,
         log_to=list(request.log_to),
         batch_shares=shares,
@@ -153,45 +152,8 @@ def resolve(request: Request) -> RunConfig:
     return config
 
 
-def resolve_script(
-    script: ScriptCommand,
-    strategy: str,
-    options: Mapping[str, str],
-    *,
-    workers: int,
-    steps: int | None = None,
-    cluster: Cluster | None = None,
-    emulation: EmulationMode = "auto",
-    log_to: Sequence[str] = (),
-) -> RunConfig:
-    """The run of a user's script.
-
-    Args:
-        script: what runs.
-        strategy, options: how workers exchange.
-        workers: number of ranks, >= 1.
-        steps: after which the script is stopped; None: it stops by itself.
-        cluster: what is emulated; None: this machine as it is.
-        emulation: how.
-        log_to: as in `RunConfig`.
-
-    Raises:
-        ConfigError: no such strategy, option or logger, or a number that cannot be.
-    """
-    for name, value in (("workers", workers), ("steps", steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}; allowed is 1 or more")
-    recipe = build_strategy(strategy, options)
-    if isinstance(recipe, Strategy):
-        recipe.check_world(workers)
-    _check_loggers(log_to, recipe)
-    run = script_run(
-        script, strategy, strategy_values(recipe), workers=workers, steps=steps, log_to=log_to
-    )
-    return replace(run, cluster=_as_json(cluster), emulation=emulation)
-
-
-def _as_json(cluster: Cluster | None) -> dict[str, object] | None:
+def as_json(cluster: Cluster | None) -> dict[str, object] | None:
+    """A cluster as it stands in a `RunConfig`."""
     return None if cluster is None else cluster.model_dump(mode="json")
 
 
@@ -232,7 +194,7 @@ def resolve_resume(
     config = replace(
         stored,
         workers=workers,
-        cluster=None if cluster is None else _as_json(cluster.left_with(workers)),
+        cluster=None if cluster is None else as_json(cluster.left_with(workers)),
         epochs=request.epochs or (None if request.steps else stored.epochs),
         steps=request.steps or (None if request.epochs else stored.steps),
         log_to=list(request.log_to) or stored.log_to,
@@ -261,8 +223,7 @@ def _check_together(config: RunConfig, task: Task) -> None:
     recipe = recipe_of(config)
     recipe.check(model, task.optimizer(model))
     _check_loggers(config.log_to, recipe)
-    if isinstance(recipe, Strategy):
-        recipe.check_world(config.workers)
+    recipe.check_world(config.workers)
     if config.batch_shares:
         _check_shares(config, task, recipe)
     mega_batch = recipe.samples_between_merges(1)

@@ -7,33 +7,52 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from typing_extensions import override
 
 from offbeat.errors import PeerError
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import RunStore, serve_store
-from offbeat.run.interrupts import interrupts
-from offbeat.run.local_worker import LocalWorker, Placement, WorkerProgram
-from offbeat.run.progress import (
-    EXIT_STOPPED,
-    TURNS_VARIABLE,
-    Listener,
-    NoticeListener,
-    ignore_notice,
-)
-from offbeat.run.records import WorkerLoss
+from offbeat.run.local_worker import LocalWorker, Placement
+from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE
 from offbeat.run.supervisor import WorkerGroup
-from offbeat_lab.cluster import ClusterFault, SpeedChange
+from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
-from offbeat_lab.forked_start import TASK_WORKER
+from offbeat_lab.forked_workers import worker_program
 from offbeat_lab.options import strategy_type
-from offbeat_lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
+
+SIGNALS: Final[Mapping[str, signal.Signals]] = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "continue": signal.SIGCONT,
+}
+"""Faults that are a signal to the worker."""
+
+UNDONE_BY: Final[Mapping[str, str]] = {"stop": "continue", "cut": "mend"}
+"""Faults that may hold all workers up until the fault that undoes them."""
+
+
+class ScheduledEvents:
+    """Faults and changes of speed that a cluster description asks for, in order of time."""
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        actions: list[ClusterFault | SpeedChange] = (
+            [] if cluster is None else [*cluster.faults, *cluster.changes]
+        )
+        self.remaining = sorted(actions, key=lambda action: action.at_s)
+        """Events that `due` has not returned yet."""
+
+    def due(self, seconds: float) -> list[ClusterFault | SpeedChange]:
+        """Events that are due by `seconds` of training and were not returned before."""
+        due = [action for action in self.remaining if action.at_s <= seconds]
+        self.remaining = self.remaining[len(due) :]
+        return due
 
 
 class EmulatedGroup(WorkerGroup):
@@ -43,7 +62,6 @@ class EmulatedGroup(WorkerGroup):
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of the run's cluster, or of this machine as it is.
-        program: what workers run.
         turns: whether workers train only up to the step that `run_until` names.
         options: further ones of `WorkerGroup`.
 
@@ -57,14 +75,20 @@ class EmulatedGroup(WorkerGroup):
         config: RunConfig,
         emulation: Emulation,
         *,
-        program: WorkerProgram = TASK_WORKER,
         turns: bool = False,
         **options: Any,
     ) -> None:
+        program = worker_program(config)
         if turns:
             program = replace(program, environment={**program.environment, TURNS_VARIABLE: "1"})
         survives = strategy_type(config.strategy).survives_death
-        super().__init__(run_directory, config, program=program, survives_death=survives, **options)
+        super().__init__(
+            run_directory,
+            config,
+            program=program,
+            survives_death=survives,
+            **options,
+        )
         self._emulation = emulation
         self._cluster = cluster_of(config)
         self._events = ScheduledEvents(self._cluster)
@@ -257,48 +281,3 @@ def hint(run_directory: Path) -> str:
         f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume"
         f" {run_directory}"
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOutcome:
-    """How the workers of a run ended.
-
-    Attributes:
-        finished: False when they were interrupted and have written a checkpoint.
-        remarks: what of the cluster's script could not be carried out.
-        losses: workers that died while their peers went on.
-    """
-
-    finished: bool
-    remarks: list[str]
-    losses: list[WorkerLoss]
-
-
-def supervise(
-    run_directory: Path,
-    config: RunConfig,
-    emulation: Emulation,
-    *,
-    on_progress: Listener,
-    on_notice: NoticeListener = ignore_notice,
-) -> RunOutcome:
-    """Run the workers of `run_directory/config.json` to their end.
-
-    Args:
-        run_directory: a record with a config.json; workers write beside it.
-        config: what it says.
-        emulation: of its cluster.
-        on_progress, on_notice: as of `WorkerGroup`.
-
-    Raises:
-        PeerError: a worker died or failed that its peers need, or all did, or the run was
-            interrupted before it could write a checkpoint. No worker is left.
-    """
-    with (
-        interrupts() as interrupted,
-        EmulatedGroup(
-            run_directory, config, emulation, on_progress=on_progress, on_notice=on_notice
-        ) as group,
-    ):
-        group.watch(interrupted)
-        return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offbeat_lab.breakdown import slow_worker_of
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
-from offbeat_lab.lateness import slow_worker_of
 
 
 def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Difference | None:
@@ -22,14 +22,7 @@ def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Differe
         if found.measure == measure and (found.a, found.b) == (a, b):
             return found
         if found.measure == measure and (found.b, found.a) == (a, b):
-            low, high = (
-                (None, None)
-                if found.low is None or found.high is None
-                else (1 / found.high, 1 / found.low)
-            )
-            return found.model_copy(
-                update={"a": a, "b": b, "ratio": 1 / found.ratio, "low": low, "high": high}
-            )
+            return _turned(found)
     return None
 
 
@@ -267,7 +260,15 @@ def _turned(difference: Difference) -> Difference:
         if difference.low is None or difference.high is None
         else (1 / difference.high, 1 / difference.low)
     )
-    return difference.model_copy(update={"ratio": 1 / difference.ratio, "low": low, "high": high})
+    return difference.model_copy(
+        update={
+            "a": difference.b,
+            "b": difference.a,
+            "ratio": 1 / difference.ratio,
+            "low": low,
+            "high": high,
+        }
+    )
 
 
 def _times(difference: Difference) -> str:

@@ -124,7 +124,7 @@ def _measure_at_once(run: TaskRun, recorder: TaskRecorder, *, apart: bool) -> No
         model = run.attached.model if apart and not step else run.attached.averaged_model()
         if leads:
             metric, others = _metrics(run, model)
-            recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
+            recorder.add_evaluation(metric, others, without=run.attached.session.averaged_without)
             model.train()
             coordinator.publish("measured", str(step))
     if not apart:
@@ -136,7 +136,7 @@ def _metrics(run: TaskRun, model: torch.nn.Module) -> tuple[float, dict[str, flo
     model.eval()
     with run.attached.session.resting():
         metrics = run.task.metrics(model)
-    run.attached.log(metrics)
+    run.attached.session.log(**metrics)
     return metrics.pop(run.task.metric_name), metrics
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from offbeat.errors import ConfigError, nearest
-from offbeat.strategies import REGISTRY, by_name
+from offbeat.run.recipes import SCRIPT_STRATEGIES
+from offbeat.strategies import by_name
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import Option, asked_names, options_of, type_text
 from offbeat_lab.native import NATIVE, Native
@@ -18,7 +19,7 @@ from offbeat_lab.tasks import task_type
 Recipe: TypeAlias = Strategy | Native
 """One of offbeat's strategies, or one that torch ships."""
 
-RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
+RECIPES: Final[Mapping[str, type[Recipe]]] = {**SCRIPT_STRATEGIES, **NATIVE}
 
 BATCH_SHARES: Final = "batch_shares"
 """A setting of runs, and not of a task or a strategy: each worker's part of a step's samples."""

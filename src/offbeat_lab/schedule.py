@@ -100,27 +100,6 @@ class ClaimedSchedule:
         return (epoch * self._num_samples + num_samples) // self._samples_per_step
 
 
-def claimed_schedule(
-    config: RunConfig, task: Task, position: Position, mega_batch: int, world_size: int
-) -> ClaimedSchedule:
-    """The schedule of a run whose ranks claim samples.
-
-    Args:
-        config: of the run.
-        task: that it trains.
-        position: where it begins.
-        mega_batch: samples between merges, nearly.
-        world_size: number of ranks, as the run was begun.
-    """
-    return ClaimedSchedule(
-        config,
-        position,
-        num_samples=task.num_samples,
-        mega_batch=mega_batch,
-        samples_per_step=world_size * task.options.batch_size,
-    )
-
-
 class BatchSchedule:
     """The batches one rank still has to train on; `position` is where it stands before the next
     one.

@@ -4,11 +4,13 @@ rank of torchrun's.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offbeat.errors import ConfigError, OffbeatError, RecordError
+from offbeat.errors import ConfigError, RecordError
 from offbeat.run.config import RunConfig
+from offbeat.run.interrupts import interrupts
 from offbeat.run.progress import (
     Listener,
     NoticeListener,
@@ -17,12 +19,13 @@ from offbeat.run.progress import (
     WorkerProgress,
     ignore_notice,
 )
+from offbeat.run.recording import begun_by_first
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.session.checkpoint import latest, remove_partial, verify
 from offbeat.transport.connect import Launch, launched
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request, cluster_of, resolve, resolve_resume, task_of
-from offbeat_lab.emulated_workers import supervise
+from offbeat_lab.emulated_workers import EmulatedGroup
 from offbeat_lab.emulation import emulate
 from offbeat_lab.joining import join, leave
 from offbeat_lab.memory import num_runs_that_fit
@@ -122,54 +125,48 @@ def train(
     ):
         report = None if config.cluster is None else emulation.report
         begin_attempt(directory, config, start_step=planned.start_step, emulation=report)
+        group = EmulatedGroup(
+            directory, config, emulation, on_progress=on_progress, on_notice=on_notice
+        )
         try:
-            outcome = supervise(
-                directory, config, emulation, on_progress=on_progress, on_notice=on_notice
-            )
+            with interrupts() as interrupted, group:
+                group.run_to_end(interrupted)
+                group.has_finished()  # raises where it has failed
         finally:
             remove_partial(directory / "checkpoint")  # of workers that died while they wrote
-        summary = add_to_summary(directory, outcome.remarks, outcome.losses)
+        summary = add_to_summary(directory, group.remarks, group.losses)
         if summary is None:
             raise RecordError(f"the workers ended without a summary; see {directory / 'logs'}")
     return summary
 
 
 def _join(planned: RunPlan, on_progress: Listener, on_notice: NoticeListener) -> Summary | None:
-    from offbeat_lab.worker import train_rank  # the supervisor's side needs no session
+    from offbeat_lab.training import train_rank  # the supervisor's side needs no session
 
     coordinator = join()
-    problem, directory, claim = "", Path(), None
-    if coordinator.rank == 0:
-        try:
-            directory = _directory(planned).resolve()
-            claim = lock(directory)
+    with ExitStack() as claim:
+
+        def begin() -> Path:
+            directory = _directory(planned)
+            claim.enter_context(lock(directory))
             begin_attempt(directory, planned.config, start_step=planned.start_step)
-        except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
-            problem = str(error)
-    problem, chosen = (
-        coordinator.all_gather("problem", problem)[0],
-        Path(coordinator.all_gather("directory", str(directory))[0]),
-    )
-    if problem:
-        raise RecordError(problem)
-    if not (chosen / "config.json").exists():
-        raise ConfigError(
-            f"rank {coordinator.rank} does not see {chosen}; give an --out on a file system that"
-            " all hosts share"
-        )
+            return directory
 
-    def hear(report: Report) -> None:
-        match report:
-            case WorkerProgress():
-                on_progress(report)
-            case Remark(text=text):
-                on_notice(text)
+        chosen = begun_by_first(coordinator, begin)
+        if not (chosen / "config.json").exists():
+            raise ConfigError(
+                f"rank {coordinator.rank} does not see {chosen}; give an --out on a file system"
+                " that all hosts share"
+            )
 
-    try:
+        def hear(report: Report) -> None:
+            match report:
+                case WorkerProgress():
+                    on_progress(report)
+                case Remark(text=text):
+                    on_notice(text)
+
         summary = train_rank(chosen, coordinator, hear)
-    finally:
-        if claim is not None:
-            claim.close()
     leave()
     return summary
 

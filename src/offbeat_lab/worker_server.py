@@ -1,5 +1,5 @@
-"""The fork server of the lab's workers: `python -m offbeat_lab.worker_server SOCKET [NAMES] ROOM`,
-with names to import, and room for the command lines of what it forks.
+"""The fork server of the lab's workers: `python -m offbeat_lab.worker_server SOCKET [NAMES]`,
+with names to import.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from offbeat.codec import jit
 from offbeat.run.progress import PIPE_VARIABLE
-from offbeat_lab import worker
-from offbeat_lab.forking import import_where_possible, serve, set_command_line
+from offbeat_lab import worker  # noqa: F401 - what workers need
+from offbeat_lab.forking import import_where_possible, serve
 
 _IMPORTED_BY_A_FIRST_STEP = ("torch._dynamo",)
 
@@ -24,7 +24,7 @@ def main() -> None:
     for name in _IMPORTED_BY_A_FIRST_STEP:
         importlib.import_module(name)
     jit.warm()
-    import_where_possible(sys.argv[2:-1])
+    import_where_possible(sys.argv[2:])
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)
     if order is None:
@@ -32,9 +32,8 @@ def main() -> None:
     # From here on this is a worker. It is to be as a fresh interpreter would be.
     np.random.seed()  # noqa: NPY002 - numpy seeds its global generator when it is imported
     name, *arguments = order.arguments
-    program = worker if name == worker.__name__ else importlib.import_module(name)
+    program = importlib.import_module(name)
     sys.argv = [str(program.__file__), *arguments]
-    set_command_line([sys.executable, "-m", name, *arguments])
     os.environ[PIPE_VARIABLE] = str(order.descriptors[0])
     program.main_and_exit()
 

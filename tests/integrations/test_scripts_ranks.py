@@ -19,8 +19,8 @@ from offbeat.run.config import ScriptCommand
 from offbeat.run.coordination import serve_store
 from offbeat.run.coupling import ModelListener, ScriptSessions
 from offbeat.run.worker import patched_for, run_as_main
+from offbeat_lab.attaching import script_recipe
 from offbeat_lab.options import build_strategy, parse_spec
-from offbeat_lab.script_worker import recipe_for
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -61,7 +61,7 @@ def run_with_each(
         os.environ |= store | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         listener = CountsSteps()
-        recipe = recipe_for(build_strategy(*parse_spec(spec)))
+        recipe = script_recipe(build_strategy(*parse_spec(spec)))
         sessions = ScriptSessions(recipe, listener)
         filled = [word.format(number=number) for word in arguments]
         with patched_for(recipe, sessions), warnings.catch_warnings(action="ignore"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -16,9 +16,9 @@ from offbeat.callbacks.profile import Span, StepProfile
 from offbeat.errors import RecordError
 from offbeat.run.records import Evaluation, ProfileWriter
 from offbeat_lab.analysis import AnalysedRun, analyse, common_level, reach
-from offbeat_lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
+from offbeat_lab.comparison import Comparison, Measure, read_comparison, write_comparison
 from offbeat_lab.records import Record
-from offbeat_lab.report.data_comparison import report_of_comparison
+from offbeat_lab.report.data_records import report_of_comparison
 from offbeat_lab.report.page_sections import lateness_bars
 
 STEPS = 40
@@ -144,7 +144,7 @@ def test_measures_of_runs_whose_figures_are_known(tmp_path: Path) -> None:
         "share_transfer": (0.5, 0.5),
         "peak_memory_bytes": (200.0, 200.0),
     }
-    assert expected.keys() == MEASURES.keys() - SECOND_ORDER
+    assert expected.keys() == {*get_args(Measure)} - SECOND_ORDER
     for measure, (ddp, gtopk) in expected.items():
         assert measured(analysed, "ddp", measure) == pytest.approx([ddp, ddp]), measure
         assert measured(analysed, "gtopk", measure) == pytest.approx([gtopk, gtopk]), measure
@@ -250,7 +250,7 @@ def test_a_run_that_did_not_finish_has_no_values(
 ) -> None:
     made: dict[str, Any] = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
     analysed = compare_runs(tmp_path, {"ddp": [made, {"step_s": [0.1], **unfinished}]}, target=0.5)
-    for measure in MEASURES.keys() - SECOND_ORDER - {"efficiency"}:
+    for measure in {*get_args(Measure)} - SECOND_ORDER - {"efficiency"}:
         first, second = measured(analysed, "ddp", measure)
         assert first is not None, measure
         assert second is None, measure

@@ -15,7 +15,7 @@ import pytest
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.progress import WorkerProgress
-from offbeat_lab import compare, interleaving, memory
+from offbeat_lab import compare, memory
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import read_comparison
@@ -238,7 +238,7 @@ class FakeRuns:
                 if failing(label, config.seed):
                     rounds.failures[label] = "it broke"
 
-        monkeypatch.setattr(interleaving.InterleavedRuns, "run_together", run)
+        monkeypatch.setattr(compare.InterleavedRuns, "run_together", run)
         monkeypatch.setattr(compare, "analyse", lambda directory, comparison, alone: comparison)
 
 

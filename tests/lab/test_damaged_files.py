@@ -48,7 +48,7 @@ from offbeat_lab import cluster
 from offbeat_lab.comparison import FILE, read_comparison
 from offbeat_lab.records import Record, read_profiles
 from offbeat_lab.schedule import position_from_json
-from offbeat_lab.tasks.npz import read_arrays
+from offbeat_lab.tasks.images import read_arrays
 from report_support.synthetic import mega_batch_of
 
 MIB = 1 << 20

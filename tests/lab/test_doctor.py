@@ -28,15 +28,27 @@ from offbeat.errors import ConfigError, OffbeatError
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cli import doctor as doctor_command
 from offbeat_lab.cluster.reading import load, parse_cluster
-from offbeat_lab.doctor import Diagnosis, diagnose, local
-from offbeat_lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
+from offbeat_lab.doctor import Diagnosis, diagnose
+from offbeat_lab.doctor import diagnosis as whole
+from offbeat_lab.doctor.advice import (
+    USUAL_SIZES,
+    advise,
+    cluster_of,
+    display_link,
+    predict,
+    verdict,
+)
 from offbeat_lab.doctor.diagnosis import ALONE, analyse
-from offbeat_lab.doctor.facts import Finding, capabilities, find_all
-from offbeat_lab.doctor.kernel import scratch_name, try_kernel, try_writing
-from offbeat_lab.doctor.measure import HostFacts, Measurement
+from offbeat_lab.doctor.facts import (
+    Finding,
+    capabilities,
+    find_all,
+    scratch_name,
+    try_kernel,
+    try_writing,
+)
+from offbeat_lab.doctor.measure import HostFacts, Listening, Measurement, own_sockets, sockets_at
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
-from offbeat_lab.doctor.probe import cluster_of
-from offbeat_lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.shipped import named_profile
 
@@ -372,7 +384,7 @@ def test_without_gloo_the_status_says_so(
 
 @pytest.mark.ranks
 def test_real_workers_measure_each_other_and_listen_on_loopback_only() -> None:
-    found = local.measure_locally(2)
+    found = whole.measure_locally(2)
     assert found.world_size == len(found.hosts) == 2
     assert found.on_one_host
     assert [(link.first, link.second) for link in found.pairs] == [(0, 1)]
@@ -400,9 +412,9 @@ def test_a_worker_that_fails_ends_all_and_is_named(monkeypatch: pytest.MonkeyPat
         started.append(subprocess.Popen(command, stdout=said, stderr=complained))
         return started[-1]
 
-    monkeypatch.setattr(local, "start_measurement_worker", start)
+    monkeypatch.setattr(whole, "start_measurement_worker", start)
     with pytest.raises(OffbeatError, match="worker 1 of the measurement failed: OSError: no"):
-        local.measure_locally(2)
+        whole.measure_locally(2)
     assert [process.returncode is not None for process in started] == [True, True]
 
 

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from lab_support.data import write_rows
 from offbeat.errors import ConfigError
 from offbeat.run.coordination import Coordinator
+from offbeat.run.recipes import ALONE
 from offbeat.run.records import begin_attempt, create
 from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.compare_plan import ALONE, CompareRequest, plan_comparison
+from offbeat_lab.compare_plan import CompareRequest, plan_comparison
 from offbeat_lab.options import RECIPES, build_strategy
 from offbeat_lab.pauses import StepLimit
 from offbeat_lab.records import Record
 from offbeat_lab.tasks import TASKS
-from offbeat_lab.worker import train_rank
+from offbeat_lab.training import train_rank
 
 STEPS = 2
 SMALL = {

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant
+from offbeat_lab.breakdown import slow_worker_of
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
 from offbeat_lab.findings import between, findings, ranking, verdict, winner
-from offbeat_lab.lateness import slow_worker_of
 from offbeat_lab.statistics import compare
 
 Values = Mapping[Measure, Sequence[float | None]]

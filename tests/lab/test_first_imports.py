@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from offbeat.run.config import ScriptCommand
-from offbeat_lab.first_imports import first_imports
+from offbeat_lab.forked_workers import first_imports
 
 
 def imports_of(path: Path, text: str) -> list[str]:

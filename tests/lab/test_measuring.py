@@ -70,8 +70,7 @@ def rank_of(rank: int, directory: Path, store: Any) -> Any:
     return SimpleNamespace(
         attached=SimpleNamespace(
             model=model,
-            session=SimpleNamespace(averages_alone=True, resting=nullcontext),
-            log=lambda _: None,
+            session=SimpleNamespace(averages_alone=True, resting=nullcontext, log=lambda **_: None),
         ),
         coordinator=Coordinator(store, rank, 2, supervised=True),
         schedule=SimpleNamespace(position=SimpleNamespace(step=0)),

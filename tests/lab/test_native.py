@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigError
+from offbeat.run.recipes import SCRIPT_STRATEGIES, NoExchange
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.by_name import strategy_values
 from offbeat.strategies.docstrings import first_sentence
@@ -16,7 +17,7 @@ from offbeat_lab.attaching import attach_recipe
 from offbeat_lab.config import Request, resolve, resolve_resume
 from offbeat_lab.native import NATIVE, Native
 from offbeat_lab.native.ddp import PowerSGDHook
-from offbeat_lab.native.local import Alone, PostLocalSGD
+from offbeat_lab.native.local import PostLocalSGD
 from offbeat_lab.options import RECIPES, build_strategy, strategy_options
 from offbeat_lab.tasks import TASKS
 
@@ -27,7 +28,7 @@ HERE = [
 
 def test_they_stand_beside_offbeats_own_and_not_in_their_place() -> None:
     assert not NATIVE.keys() & REGISTRY.keys()
-    assert RECIPES.keys() == NATIVE.keys() | REGISTRY.keys()
+    assert RECIPES.keys() == NATIVE.keys() | SCRIPT_STRATEGIES.keys()
     assert all(kind.name == name for name, kind in NATIVE.items())
 
 
@@ -86,14 +87,13 @@ def test_state_that_would_be_lost_is_known() -> None:
         "ddp",
         "ddp-fp16",
         "ddp-bf16",
-        "alone",
     ]
 
 
 def test_alone_leaves_the_model_and_the_network_alone() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attached = attach_recipe(Alone(), model, optimizer, rank=0, world_size=8)
+    attached = attach_recipe(NoExchange(), model, optimizer, rank=0, world_size=1)
     with attached.session as session:
         assert attached.module is attached.averaged_model() is model
         attached.backward(attached.module(torch.ones(1, 2)).sum())

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
 from offbeat_lab.tasks import TASKS, Task, build_task, digits
-from offbeat_lab.tasks.dealing import label_shares
 from offbeat_lab.tasks.gpt import Gpt
+from offbeat_lab.tasks.image_task import label_shares
 
 LIMITS = {
     "tiny": (0.08e6, 0.2e6),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.run.coordination import Coordinator, record_death
-from offbeat_lab.interleaving import turn_steps
+from offbeat_lab.compare import turn_steps
 from offbeat_lab.pauses import Pauses, StepLimit, stop_at
 
 AT_MOST_S = 60.0

@@ -1,5 +1,5 @@
 """A fork server that imports nothing of weight by itself: `python -m lab_support.fork_server SOCKET
-[NAMES] ROOM`. Its processes do what the first of their arguments says.
+[NAMES]`. Its processes do what the first of their arguments says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from offbeat_lab.forking import Order, import_where_possible, serve, set_command_line
+from offbeat_lab.forking import Order, import_where_possible, serve
 
 FAILS = "TEST_SERVER_FAILS"
 HAS_A_THREAD = "TEST_SERVER_HAS_A_THREAD"
@@ -25,8 +25,6 @@ SERVER = os.getpid()
 
 def describe(order: Order) -> int:
     """Write down what this process is like."""
-    if len(order.arguments) > 1:
-        set_command_line(["python", "-m", *order.arguments[1:]])
     typed = sys.stdin.read()
     description = {
         "pid": os.getpid(),
@@ -41,7 +39,6 @@ def describe(order: Order) -> int:
         "network": str(Path("/proc/self/ns/net").readlink()),
         "stdin": typed,
         "imported": sorted({"colorsys", "this"} & set(sys.modules)),
-        "command": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode(),
     }
     print("printed")
     print("complained", file=sys.stderr)
@@ -66,7 +63,7 @@ def main() -> None:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     if PRINTS in os.environ:
         print("deprecated")
-    import_where_possible(sys.argv[2:-1])
+    import_where_possible(sys.argv[2:])
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)
     if order is not None:

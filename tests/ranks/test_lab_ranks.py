@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from offbeat.run.records import StepEvent
 from offbeat_lab.cli.common import EXIT_INTERRUPTED
 from offbeat_lab.cluster import Cluster, ClusterFault
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat_lab.comparison import MEASURES, Comparison, read_comparison
+from offbeat_lab.comparison import Comparison, Measure, read_comparison
 from offbeat_lab.config import Request
 from offbeat_lab.records import Record
 from offbeat_lab.train import plan, train
@@ -274,7 +274,10 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
                 parts_s = event.compute_s, event.encode_s, event.wait_s
                 assert min(parts_s) >= 0
                 assert sum(parts_s) == pytest.approx(event.duration_s)
-        assert contestant.measures.keys() == MEASURES.keys() - {"factors_exposed_s", "inversion_s"}
+        assert contestant.measures.keys() == {*get_args(Measure)} - {
+            "factors_exposed_s",
+            "inversion_s",
+        }
         assert len(contestant.lateness_s) == 2
     alone = Record(directory / "runs/alone-seed-5")
     for rank in range(2):

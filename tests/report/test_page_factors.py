@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 
 from offbeat_lab.records import Record
-from offbeat_lab.report.charts_factors import KINDS, MAX_SPANS, factor_timelines
 from offbeat_lab.report.data import PageContent
 from offbeat_lab.report.data_records import read_run
 from offbeat_lab.report.page import read_report, write_report
-from offbeat_lab.report.page_factors import message_bars, placements, sentences
+from offbeat_lab.report.page_factors import (
+    KINDS,
+    MAX_SPANS,
+    factor_timelines,
+    message_bars,
+    placements,
+    sentences,
+)
 from report_support.synthetic import Made, write_run
 
 

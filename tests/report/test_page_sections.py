@@ -7,15 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat_lab.breakdown import Steps
+from offbeat_lab.breakdown import Steps, lateness
 from offbeat_lab.comparison import Difference
-from offbeat_lab.lateness import lateness
 from offbeat_lab.report.data import Better, Curve, PageContent, RunResults, StrategyResults
-from offbeat_lab.report.data_waiting import lateness_sentence
 from offbeat_lab.report.page_sections import (
     Row,
     difference_rows,
     lateness_bars,
+    lateness_sentence,
     rows,
     step_bars,
     traffic_bars,

@@ -15,8 +15,8 @@ from offbeat.run.config import ScriptCommand
 from offbeat.run.coordination import serve_store
 from offbeat.run.coupling import ModelListener, ScriptSessions
 from offbeat.run.worker import patched_for, run_as_main
+from offbeat_lab.attaching import script_recipe
 from offbeat_lab.options import build_strategy, parse_spec
-from offbeat_lab.script_worker import recipe_for
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -39,7 +39,7 @@ def run_with_each(
     attached = []
     for number, (spec, store) in enumerate(zip(strategies, stores, strict=True)):
         os.environ |= store | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        recipe = recipe_for(build_strategy(*parse_spec(spec)))
+        recipe = script_recipe(build_strategy(*parse_spec(spec)))
         sessions = ScriptSessions(recipe, ModelListener())
         compiles = "1" if spec in ("ddp", "wagma") else ""  # it takes a second each time
         filled = [word.format(number=number, compiles=compiles) for word in arguments]

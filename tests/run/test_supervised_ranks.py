@@ -18,13 +18,12 @@ from offbeat.run import supervisor
 from offbeat.run.children import CHILD_VARIABLE, ChildFunction
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.supervise import SCRIPT_WORKER, ScriptOutcome, run_script, script_program
+from offbeat.run.supervise import SCRIPT_WORKER, ScriptOutcome, run_script
 from offbeat.transport.interface import PORTS_VARIABLE
-from offbeat_lab.cli.comparing import SCRIPT_WORKER as COMPARED
 from offbeat_lab.cli.comparing import comparison_display
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat_lab.forked_start import forking
+from offbeat_lab.forked_workers import forking
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
 from rank_jobs.script import name_of_ddps_reducer, step_around_the_wrapper, step_by_hand
@@ -448,8 +447,7 @@ finally:
         steps=8,
         script=script_command([str(script), str(tmp_path)]),
     )
-    program = script_program(2, module=COMPARED, start=forking([COMPARED]))
-    planned = plan_comparison(request, out=tmp_path / "out", program=program)
+    planned = plan_comparison(request, out=tmp_path / "out")
     with comparison_display(quiet=True) as listener:
         directory, comparison = run_comparison(planned, listener, command="offbeat compare")
     assert [contestant.failure for contestant in comparison.contestants] == [None, None]

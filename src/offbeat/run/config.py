@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 from offbeat.codec.json_objects import Between, Count, build
+from offbeat.errors import ConfigError
+from offbeat.session.loggers import named_loggers
 
 EmulationMode: TypeAlias = Literal["auto", "namespaces", "delaying", "none"]
 """How a cluster is imitated."""
@@ -97,15 +99,22 @@ def script_run(
     steps: int | None = None,
     log_to: Sequence[str] = (),
 ) -> RunConfig:
-    """The run of a user's script, of options that were checked before.
+    """The run of a user's script.
 
     Args:
         script: what runs.
-        strategy, options: how workers exchange.
+        strategy, options: how workers exchange; checked before.
         workers: number of ranks, >= 1.
         steps: after which the script is stopped; None: it stops by itself.
-        log_to: who hears metrics while training runs; see `RunConfig`.
+        log_to: as in `RunConfig`.
+
+    Raises:
+        ConfigError: a number that cannot be, or no such logger.
     """
+    for name, value in (("workers", workers), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}; allowed is 1 or more")
+    named_loggers(log_to, Path())
     return RunConfig(
         task=script.name,
         task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},

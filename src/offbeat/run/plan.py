@@ -9,7 +9,6 @@ from pathlib import Path
 from offbeat.errors import ConfigError, nearest
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.recipes import SCRIPT_STRATEGIES
-from offbeat.session.loggers import named_loggers
 from offbeat.strategies.by_name import build_strategy, parse_spec, strategy_values
 
 DEFAULT_WORKERS = 4
@@ -65,11 +64,7 @@ def script_config(
         ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
     built = build_strategy(*_one_strategy(strategy, script.path), SCRIPT_STRATEGIES)
-    for name, value in (("workers", workers), ("steps", steps)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}; allowed is 1 or more")
     built.check_world(workers)
-    named_loggers(log_to, Path())
     options = strategy_values(built)
     return script_run(script, built.name, options, workers=workers, steps=steps, log_to=log_to)
 

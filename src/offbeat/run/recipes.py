@@ -28,7 +28,9 @@ ALONE: Final = "alone"
 
 @dataclass(frozen=True, kw_only=True)
 class NoExchange(Strategy):
-    """No exchange: every rank trains a model of its own."""
+    """No exchange: every rank trains a model of its own. Worth nothing, but it shows what the ranks
+    could do at best.
+    """
 
     name: ClassVar[str] = ALONE
     needs_optimizer: ClassVar[bool] = False

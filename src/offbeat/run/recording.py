@@ -363,6 +363,25 @@ class ScriptRecorder(SessionObserver, ModelListener):
         return Measured(metric=last, name=TRAINING_LOSS, higher_is_better=False)
 
 
+def begun_by_first(coordinator: Coordinator, begin: Callable[[], Path]) -> Path:
+    """The directory that `begin`, which rank 0 calls, begins a record in. Collective.
+
+    Raises:
+        RecordError: it could not, on every rank.
+    """
+    problem, directory = "", Path()
+    if coordinator.rank == 0:
+        try:
+            directory = begin().resolve()
+        except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
+            problem = str(error)
+    problem = coordinator.all_gather("problem", problem)[0]
+    directory = Path(coordinator.all_gather("directory", str(directory))[0])
+    if problem:
+        raise RecordError(problem)
+    return directory
+
+
 def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
     """The record of a run whose ranks meet through torch.distributed. Collective.
 
@@ -377,18 +396,14 @@ def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
         RecordError: rank 0 cannot write there; on every rank.
     """
     coordinator = group_coordinator()
-    problem, directory = "", Path()
-    if coordinator.rank == 0:
-        config = replace(config, workers=coordinator.world_size)
-        try:
-            directory = create(out, config).resolve()
-            begin_attempt(directory, config, start_step=0)
-        except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
-            problem = str(error)
-    problem = coordinator.all_gather("problem", problem)[0]
-    directory = Path(coordinator.all_gather("directory", str(directory))[0])
-    if problem:
-        raise RecordError(problem)
+
+    def begin() -> Path:
+        written = replace(config, workers=coordinator.world_size)
+        directory = create(out, written)
+        begin_attempt(directory, written, start_step=0)
+        return directory
+
+    directory = begun_by_first(coordinator, begin)
     if not (directory / "config.json").exists():
         LOGGER.warning(
             "rank %d does not see %s, so it is not recorded; give an --out on a file system that"

@@ -105,7 +105,7 @@ def run_script(
                 on_notice=on_notice,
             )
             with interrupts() as interrupted, group:
-                group.watch(interrupted)
+                group.run_to_end(interrupted)
                 worker = group.root_cause()
             summary = add_to_summary(directory, group.remarks, group.losses)
             if worker is None:

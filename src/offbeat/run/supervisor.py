@@ -163,15 +163,6 @@ class WorkerGroup:
         """Training time of the worker that has trained longest."""
         return max((worker.seconds for worker in self._workers), default=0.0)
 
-    def watch(self, interrupted: Interrupts) -> None:
-        """Return once every worker has ended; pass requests to stop on meanwhile."""
-        told = 0
-        while not self.has_ended:
-            while told < interrupted.count:
-                self.interrupt(interrupted.number)
-                told += 1
-            self.poll(_POLL_S)
-
     def poll(self, timeout_s: float) -> None:
         """Pass reports on for up to `timeout_s`, and do what is due: a stop, the end after a
         death.
@@ -180,6 +171,15 @@ class WorkerGroup:
             if not self._read(key.data):
                 self._selector.unregister(key.fileobj)
         self._act()
+
+    def run_to_end(self, interrupted: Interrupts) -> None:
+        """Poll until all workers have ended, and pass on to them what `interrupted` counts."""
+        told = 0
+        while not self.has_ended:
+            while told < interrupted.count:
+                self.interrupt(interrupted.number)
+                told += 1
+            self.poll(_POLL_S)
 
     def interrupt(self, number: int = signal.SIGTERM) -> None:
         """Ask the workers to write a checkpoint and stop, by the signal `number`; asked again, end

@@ -198,7 +198,7 @@ def run_supervised(
     """
     (config_path,) = sys.argv[1:]
     record = RunDirectory(Path(config_path).resolve().parent)
-    _listen_to_supervisor(obey)
+    listen_to_supervisor(obey)
     report = pipe_reporter()
     exit_at_stop_signals()
     coordinator = supervised_coordinator()
@@ -264,9 +264,9 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     os._exit(status)
 
 
-def _listen_to_supervisor(obey: Callable[[str], None]) -> None:
-    """Obey lines on the standard input that the supervisor gave; die when it closes. The script
-    gets an empty one in its place.
+def listen_to_supervisor(obey: Callable[[str], None]) -> None:
+    """Obey lines on the standard input that the supervisor gave; die when it closes, since the
+    supervisor holds its other end and may have been killed. The script gets an empty one.
     """
     orders = os.fdopen(os.dup(0))
     with Path(os.devnull).open() as nothing:

@@ -21,13 +21,9 @@ from rich.table import Table
 
 from offbeat.errors import ConfigError
 from offbeat.run.config import ScriptCommand
-from offbeat.run.local_worker import WorkerProgram
 from offbeat.run.plan import script_command
 from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.supervise import script_program
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Measure
-from offbeat_lab.first_imports import first_imports
-from offbeat_lab.forked_start import TASK_WORKER, forking
 from offbeat_lab.statistics import Estimate
 
 _PLAIN_EVERY_S = 5.0
@@ -36,41 +32,13 @@ _WORKER_AND_LOG: Final = re.compile(r"worker \d+ \(pid \d+\)|\S*/logs\S*")
 _REFRESHES_PER_S = 4
 
 
-SCRIPT_WORKER: Final = "offbeat_lab.script_worker"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """What a comparison trains.
-
-    Attributes:
-        task: its name.
-        script: what runs in its place; None for a task.
-        num_seeds: runs of each strategy, unless the user says otherwise.
-    """
-
-    task: str
-    script: ScriptCommand | None
-
-    @property
-    def num_seeds(self) -> int:
-        return 3 if self.script is None else 1
-
-    def program(self, workers: int) -> WorkerProgram:
-        """What its workers run."""
-        if self.script is None:
-            return TASK_WORKER
-        imports = [SCRIPT_WORKER, *first_imports(self.script)]
-        return script_program(workers, module=SCRIPT_WORKER, start=forking(imports))
-
-
-def what_to_compare(
+def compared_script(
     task: str | None,
     words: Sequence[str] | None,
     settings: Sequence[str] | None,
     epochs: int | None,
-) -> Compared:
-    """A task or a script, as the command line says.
+) -> ScriptCommand | None:
+    """The script that is compared; None for a task, as the command line says.
 
     Args:
         task: of --task.
@@ -88,14 +56,13 @@ def what_to_compare(
                 "nothing to train; give --task (offbeat tasks lists them), or a script of your own"
                 " after two dashes: -- train.py --epochs 3"
             )
-        return Compared(task=task, script=None)
+        return None
     if settings or epochs is not None:
         raise ConfigError(
             "--set and --epochs are for tasks; a script takes its own arguments after its name, and"
             " --steps ends it"
         )
-    script = script_command(words)
-    return Compared(task=script.name, script=script)
+    return script_command(words)
 
 
 @dataclass(kw_only=True, slots=True)

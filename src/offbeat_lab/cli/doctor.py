@@ -17,6 +17,7 @@ from offbeat_lab.doctor import Diagnosis, diagnose
 from offbeat_lab.doctor.advice import (
     USUAL_DENSITY,
     Prediction,
+    cluster_of,
     display_count,
     display_link,
     display_seconds,
@@ -24,7 +25,6 @@ from offbeat_lab.doctor.advice import (
 from offbeat_lab.doctor.diagnosis import ALONE, within
 from offbeat_lab.doctor.facts import Finding, Purpose
 from offbeat_lab.doctor.measure import Measurement
-from offbeat_lab.doctor.probe import cluster_of
 from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import named_profile

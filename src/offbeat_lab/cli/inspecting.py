@@ -108,16 +108,18 @@ def strategies(
     allowed and the default.
     """
     from offbeat.run.command import option_lines, strategy_lines
+    from offbeat.run.recipes import ALONE, NoExchange
     from offbeat.strategies.docstrings import first_sentence
     from offbeat_lab.cli import display
     from offbeat_lab.native import NATIVE
     from offbeat_lab.options import strategy_options, strategy_type
 
-    if name is not None and name in NATIVE:
+    others: dict[str, type] = {ALONE: NoExchange, **NATIVE}
+    if name is not None and name in others:
         display.print_options(name, first_sentence(strategy_type(name)), strategy_options(name))
     elif name is not None:
         print("\n".join(option_lines(name)))
     else:
         print("\n".join(strategy_lines()), end="\n\n")
-        for native, kind in NATIVE.items():
-            print(f"{native:12}  {first_sentence(kind)}")
+        for other, kind in others.items():
+            print(f"{other:12}  {first_sentence(kind)}")

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -38,6 +38,15 @@ from offbeat_lab.cli.common import (
     names_in,
     write_page,
 )
+
+if TYPE_CHECKING:
+    from offbeat_lab.compare import ComparePlan
+    from offbeat_lab.comparison import Comparison
+
+_SHOWN: Final = ("ddp", "gtopk:density=0.01", "ddp-powersgd:rank=2")
+_PROMISED: Final = ("ddp", "gtopk")
+_LEAST_ACCURACY: Final = 0.95
+"""What the demo compares, and what those that it promises are to reach."""
 
 
 def train(
@@ -224,39 +233,28 @@ def compare(
     """
     from offbeat_lab.cli import comparing
     from offbeat_lab.cluster import Cluster
-    from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+    from offbeat_lab.compare import CompareRequest, plan_comparison
 
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
-    compared = comparing.what_to_compare(task, words, settings, epochs)
+    script = comparing.compared_script(task, words, settings, epochs)
     request = CompareRequest(
-        task=compared.task,
-        script=compared.script,
+        task=script.name if script is not None else task or "",
+        script=script,
         strategies=[text for text in strategies.split(",") if text.strip()],
         settings=settings or (),
         cluster=cluster_of(cluster, workers, link, speeds, delay, step_time)
         or Cluster(workers=workers or 4),
         emulation=emulation_mode(emulation),
-        seeds=range(seeds or compared.num_seeds),
+        seeds=range(seeds or (3 if script is None else 1)),
         epochs=epochs,
         steps=steps,
         eval_every=eval_every,
         target=target,
         turn_s=turn,
     )
-    planned = plan_comparison(request, out=out, program=compared.program(request.cluster.workers))
-    with comparing.comparison_display(quiet=as_json) as listener:
-        directory, comparison = run_comparison(
-            planned, listener, command=shlex.join(["offbeat", *sys.argv[1:]])
-        )
-    if comparison.status == "stopped":
-        print(f"stopped; what was recorded so far is in {directory}", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED)
-    page = write_page(directory)
-    if as_json:
-        print(comparison.model_dump_json())
-    else:
-        comparing.print_comparison(comparison, directory, page)
+    planned = plan_comparison(request, out=out)
+    comparison = _carry_out(planned, shlex.join(["offbeat", *sys.argv[1:]]), as_json=as_json)
     if all(contestant.failure is not None for contestant in comparison.contestants):
         raise typer.Exit(EXIT_FAILED)
 
@@ -269,6 +267,46 @@ def demo(
     """Compare DDP, gTop-k and PowerSGD on real digits behind a slow link, and write a page about
     it.
     """
-    from offbeat_lab.cli import demonstration
+    from offbeat_lab.cluster import Cluster, LinkSpec
+    from offbeat_lab.compare import CompareRequest, first_free, plan_comparison
 
-    raise typer.Exit(demonstration.run(workers=workers, out=out, as_json=as_json))
+    request = CompareRequest(
+        task="digits",
+        strategies=_SHOWN,
+        cluster=Cluster(name="demo", workers=workers, link=LinkSpec(rate_bit_per_s=100e6)),
+        seeds=(0,),
+        turn_s=2.0,
+    )
+    planned = plan_comparison(request, out=first_free("demo") if out is None else out)
+    comparison = _carry_out(planned, "offbeat demo", as_json=as_json)
+    failed = False
+    for contestant in comparison.contestants:
+        final = contestant.measures.get("final_metric")
+        reached = final is not None and final.median is not None and final.median >= _LEAST_ACCURACY
+        if contestant.label in _PROMISED and not reached:
+            failed = True
+            print(
+                f"offbeat: {contestant.label} did not reach the accuracy {_LEAST_ACCURACY} that"
+                " the demo promises",
+                file=sys.stderr,
+            )
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _carry_out(planned: ComparePlan, command: str, *, as_json: bool) -> Comparison:
+    """Run a comparison, and print what it found."""
+    from offbeat_lab.cli import comparing
+    from offbeat_lab.compare import run_comparison
+
+    with comparing.comparison_display(quiet=as_json) as listener:
+        directory, comparison = run_comparison(planned, listener, command=command)
+    if comparison.status == "stopped":
+        print(f"stopped; what was recorded so far is in {directory}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    page = write_page(directory)
+    if as_json:
+        print(comparison.model_dump_json())
+    else:
+        comparing.print_comparison(comparison, directory, page)
+    return comparison

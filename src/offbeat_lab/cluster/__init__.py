@@ -2,10 +2,9 @@
 virtual driver.
 """
 
-from offbeat_lab.cluster.flags import from_flags
 from offbeat_lab.cluster.model import Cluster
 from offbeat_lab.cluster.parts import ClusterFault, LinkSpec, RackSpec, SpeedChange, Straggling
-from offbeat_lab.cluster.reading import PRESETS, load, parse_cluster, preset
+from offbeat_lab.cluster.reading import PRESETS, from_flags, load, parse_cluster, preset
 
 __all__ = [
     "PRESETS",

@@ -248,6 +248,12 @@ class Cluster(DescribedModel):
         return self.links.get(worker, self.link)
 
     @property
+    def limited_rates(self) -> list[float]:
+        """In bit/s, of the workers' links that have a limit."""
+        rates = [self.link_of(worker).rate_bit_per_s for worker in range(self.workers)]
+        return [rate for rate in rates if rate is not None]
+
+    @property
     def most_latency_s(self) -> float:
         """One way, of the longest way between two workers."""
         link_s = max(self.link_of(worker).latency_s for worker in range(self.workers))

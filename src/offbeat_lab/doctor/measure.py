@@ -4,15 +4,18 @@ worker calls it.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import platform
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 
 from offbeat.arithmetic.costs import NetworkCosts
@@ -20,7 +23,6 @@ from offbeat.gradients.collective_choice import CheapestCollective
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs
-from offbeat_lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat_lab.joining import join, leave
 
 _RECEIVE, _SEND = Path("/proc/sys/net/ipv4/tcp_rmem"), Path("/proc/sys/net/ipv4/tcp_wmem")
@@ -170,4 +172,51 @@ def _by_owner(opened: Mapping[str, frozenset[tuple[str, int]]], rank: int) -> li
     return sorted(
         Listening(address=address, port=port, owner=owner, rank=rank)
         for (address, port), owner in owners.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Listening:
+    """A TCP socket that accepts connections.
+
+    Attributes:
+        address: numeric.
+        port: 1 to 65535.
+        owner: who opened it: "offbeat", "process group" (PyTorch's), "rendezvous store" (PyTorch's)
+            or "unknown".
+        rank: whose process it is in.
+    """
+
+    address: str
+    port: int
+    owner: str = "unknown"
+    rank: int = 0
+
+    @property
+    def is_open_to_all(self) -> bool:
+        """Whether it accepts connections from every network that this host is on."""
+        return ipaddress.ip_address(self.address).is_unspecified
+
+
+def own_sockets() -> frozenset[tuple[str, int]]:
+    """(address, port) of everything that this process listens on."""
+    return _listening(psutil.Process().net_connections(kind="tcp"))
+
+
+def sockets_at(port: int) -> frozenset[tuple[str, int]]:
+    """(address, port) of every socket of this host's that listens at `port`, whoever owns it; empty
+    where the system tells only the administrator, as macOS does.
+    """
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return frozenset()
+    return frozenset(found for found in _listening(connections) if found[1] == port)
+
+
+def _listening(connections: Iterable[Any]) -> frozenset[tuple[str, int]]:
+    return frozenset(
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
     )

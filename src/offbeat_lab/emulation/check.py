@@ -150,12 +150,7 @@ def _summary(
 
 def _timing(cluster: Cluster) -> _Timing:
     latency_s = max(cluster.link_of(worker).latency_s for worker in range(cluster.workers))
-    rates = [
-        rate
-        for worker in range(cluster.workers)
-        if (rate := cluster.link_of(worker).rate_bit_per_s) is not None
-    ]
-    megabyte_s = 8e6 / min(rates, default=float("inf"))
+    megabyte_s = 8e6 / min(cluster.limited_rates, default=float("inf"))
     return _Timing(warm_s=0.15 + megabyte_s + 20 * latency_s, measure_s=0.3 + megabyte_s)
 
 

@@ -13,10 +13,9 @@ from offbeat.run.local_worker import Placement
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation import leftovers
 from offbeat_lab.emulation.base import Emulation, MissingMeansError
-from offbeat_lab.emulation.compute import ComputeShares, open_compute
 from offbeat_lab.emulation.namespaces import NamespaceEmulation
 from offbeat_lab.emulation.plan import EmulationName
-from offbeat_lab.emulation.quotas import needs_quotas
+from offbeat_lab.emulation.quotas import ComputeShares, needs_quotas, open_compute
 from offbeat_lab.records import EmulationReport
 
 T = TypeVar("T")

@@ -21,7 +21,6 @@ from offbeat_lab.emulation.base import (
 )
 from offbeat_lab.emulation.check import LEAST_SHARE, check_links
 from offbeat_lab.emulation.commands import NAMESPACES, ask, call_in, path_of, run_batch
-from offbeat_lab.emulation.compute import open_compute
 from offbeat_lab.emulation.delay_lines import PATH_S, DelayLines, tick_s
 from offbeat_lab.emulation.plan import (
     DATA,
@@ -39,6 +38,7 @@ from offbeat_lab.emulation.plan import (
     shape,
     worker_queue,
 )
+from offbeat_lab.emulation.quotas import open_compute
 from offbeat_lab.records import EmulationReport, LinkCheck
 
 T = TypeVar("T")

@@ -108,14 +108,8 @@ def choose_mtu(cluster: Cluster) -> int:
     takes it apart at every limit. Large ones cost the processors, which have training to do, a
     fraction of that.
     """
-    rates = [
-        rate
-        for worker in range(cluster.workers)
-        if (rate := cluster.link_of(worker).rate_bit_per_s) is not None
-    ]
-    return round(
-        max(_ETHERNET_MTU, min(_LARGEST_MTU, *(rate / 8 / 2000 for rate in rates), _LARGEST_MTU))
-    )
+    slowest = min(cluster.limited_rates, default=float("inf"))
+    return round(max(_ETHERNET_MTU, min(_LARGEST_MTU, slowest / 8 / 2000)))
 
 
 def _payload_share(mtu: int) -> float:

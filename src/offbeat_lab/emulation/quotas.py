@@ -1,5 +1,5 @@
-"""Shares of the processors: a cgroup for each worker, version 1 (`cpu.cfs_quota_us`) or 2
-(`cpu.max`).
+"""Differences of speed between workers: by shares of the processors, a cgroup for each worker,
+version 1 (`cpu.cfs_quota_us`) or 2 (`cpu.max`); by sleeping where the kernel keeps none.
 
 A group may run for `quota` out of every `period`. The period is short: with the usual 100 ms a
 worker of a quarter of a core would stand still for 75 ms at a time.
@@ -8,12 +8,14 @@ worker of a quarter of a core would stand still for 75 ms at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.errors import ConfigError
 from offbeat_lab.cluster import Cluster
+from offbeat_lab.cluster.quantities import display_duration
+from offbeat_lab.records import Speeds
 
 USED_SHARE = 0.8
 """Of all cores; the rest is for the network, the supervisor and the machine itself."""
@@ -188,3 +190,39 @@ def _delegate(group: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeShares:
+    """What makes the speeds of a cluster: `quotas` if the kernel does, and the same for
+    the report.
+    """
+
+    quotas: Quotas | None = None
+    speeds: Speeds = "equal"
+    words: str = "not limited"
+    notices: list[str] = field(default_factory=list)
+
+
+def open_compute(cluster: Cluster, claim: Callable[[], str]) -> ComputeShares:
+    """Quotas where `cluster` needs some, called what `claim` says."""
+    if cluster.step_s is not None:
+        words = f"padded by the workers: {display_duration(cluster.step_s)} a step at speed 1"
+        return ComputeShares(speeds="padded", words=words)
+    if not needs_quotas(cluster):
+        return ComputeShares()
+    try:
+        quotas = open_quotas(cluster, claim())
+    except ConfigError as error:
+        notice = (
+            f"no quotas of the processors: {error}; in their place slower workers sleep after they"
+            " computed"
+        )
+        return ComputeShares(
+            speeds="sleeping",
+            words="slower workers sleep in proportion to what they compute",
+            notices=[notice],
+        )
+    cores_per_speed = share_out(cluster, usable_cores())
+    words = f"quotas of the processors by cgroups: {cores_per_speed:.2f} of a core at speed 1"
+    return ComputeShares(quotas=quotas, speeds="quotas", words=words)

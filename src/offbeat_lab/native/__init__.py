@@ -9,13 +9,13 @@ from typing import Final
 
 from offbeat_lab.native.base import Native
 from offbeat_lab.native.ddp import DDP, BFloat16, Float16, PowerSGDHook
-from offbeat_lab.native.local import Alone, PostLocalSGD
+from offbeat_lab.native.local import PostLocalSGD
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 from offbeat_lab.native.torchft_local import TorchftLocalSGD
 
 NATIVE: Final[Mapping[str, type[Native]]] = {
     native.name: native
-    for native in (DDP, Float16, BFloat16, PowerSGDHook, PostLocalSGD, TorchftLocalSGD, Alone)
+    for native in (DDP, Float16, BFloat16, PowerSGDHook, PostLocalSGD, TorchftLocalSGD)
 }
 
 __all__ = ["NATIVE", "CommunicationMeter", "Native", "NativeSession"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class Native(ABC):
     weighs_samples: ClassVar[bool] = False
     resumable: ClassVar[bool] = False
     """Whether a checkpoint of model and optimizer is all there is to keep."""
-    ddp_options: ClassVar[Mapping[str, object]] = {}
+    ddp_options: ClassVar[Mapping[str, Any]] = {}
     """Options of DistributedDataParallel that it needs."""
 
     def samples_between_merges(self, batch_size: int) -> None:  # noqa: B027 - none of them do
@@ -33,6 +33,9 @@ class Native(ABC):
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if it cannot work with these."""
+
+    def check_world(self, world_size: int) -> None:  # noqa: B027 - none refuses any
+        """They work with any number of ranks."""
 
     @abstractmethod
     def attach(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,25 +27,16 @@ from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 Hook: TypeAlias = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
 
-_ONE_BUCKET_MIB = 1 << 20
 _ONE_BUCKET = "PowerSGD runs in one bucket: over gloo its hook allows no more"
 
 
-def wrapped(
-    model: nn.Module, hook: Hook, meter: CommunicationMeter, *, bucket_mib: int | None = None
-) -> DistributedDataParallel:
-    """`model` in DDP with `hook`, which is called for each bucket as its gradients are ready.
-
-    Args:
-        model: with parameters on one device.
-        hook: begins the reduction of a bucket.
-        meter: counts the time that the hook takes.
-        bucket_mib: size of buckets; None: DDP's own.
-    """
-    _yield_dense_gradients(model)
-    module = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
-    hooked(module, hook, meter)
-    return module
+def wrapped(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
+    """`model`, with parameters on one device, in DDP with these options."""
+    # DDP takes every gradient for a dense one but those of torch's own embeddings.
+    for module in model.modules():
+        if isinstance(module, SparseLinear | LabelLayer):
+            module.dense_gradients = True
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
 
 
 def hooked(module: DistributedDataParallel, hook: Hook, meter: CommunicationMeter) -> None:
@@ -67,13 +58,6 @@ def hooked(module: DistributedDataParallel, hook: Hook, meter: CommunicationMete
     module.register_comm_hook(None, timed)
 
 
-def _yield_dense_gradients(model: nn.Module) -> None:
-    """DDP takes every gradient for a dense one but those of torch's own embeddings."""
-    for module in model.modules():
-        if isinstance(module, SparseLinear | LabelLayer):
-            module.dense_gradients = True
-
-
 def _everyone() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
@@ -91,7 +75,7 @@ class DDP(Native):
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
     ) -> NativeSession:
-        return NativeSession(wrapped(model, self._hook(meter), meter), optimizer, meter)
+        return self.couple(wrapped(model, self.ddp_options), optimizer, meter)
 
     def couple(
         self,
@@ -149,7 +133,7 @@ class BFloat16(DDP):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGDHook(Native):
+class PowerSGDHook(DDP):
     """DDP with torch's PowerSGD hook: low-rank gradients with error feedback (Vogels et al.,
     NeurIPS 2019).
 
@@ -160,7 +144,10 @@ class PowerSGDHook(Native):
     """
 
     name: ClassVar[str] = "ddp-powersgd"
-    ddp_options: ClassVar[Mapping[str, object]] = {"bucket_cap_mb": _ONE_BUCKET_MIB}
+    resumable: ClassVar[bool] = False
+    # With several buckets the hook's chained all-reduces start in another order on each rank, and
+    # gloo aborts.
+    ddp_options: ClassVar[Mapping[str, Any]] = {"bucket_cap_mb": 1 << 20}
     rank: int = 4
     start_step: int = 10
 
@@ -173,22 +160,15 @@ class PowerSGDHook(Native):
                 " buckets"
             )
 
-    def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
-    ) -> NativeSession:
-        # With several buckets the hook's chained all-reduces start in another order on each rank,
-        # and gloo aborts.
-        module = wrapped(model, self._hook(meter), meter, bucket_mib=_ONE_BUCKET_MIB)
-        return NativeSession(module, optimizer, meter, notices=[_ONE_BUCKET])
-
     def couple(
         self,
         module: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         meter: CommunicationMeter,
     ) -> NativeSession:
-        hooked(module, self._hook(meter), meter)
-        return NativeSession(module, optimizer, meter, notices=[_ONE_BUCKET])
+        session = super().couple(module, optimizer, meter)
+        session.notices.append(_ONE_BUCKET)
+        return session
 
     def _hook(self, meter: CommunicationMeter) -> Hook:
         state = powerSGD_hook.PowerSGDState(

@@ -1,6 +1,4 @@
-"""Post-local SGD as torch ships it, and no exchange at all, which bounds what any
-strategy can do.
-"""
+"""Post-local SGD as torch ships it."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 from offbeat.errors import ConfigError
 from offbeat_lab.native.base import Native
-from offbeat_lab.native.ddp import wrapped
+from offbeat_lab.native.ddp import hooked, wrapped
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 
@@ -66,7 +64,8 @@ class PostLocalSGD(Native):
                 meter.reduced(bucket.buffer().nbytes)
             return post_localSGD_hook(state, bucket)
 
-        module = wrapped(model, hook, meter)
+        module = wrapped(model, {})
+        hooked(module, hook, meter)
         num_bytes = sum(
             parameter.nbytes for group in optimizer.param_groups for parameter in group["params"]
         )
@@ -94,18 +93,3 @@ class _MeteredAverager(PeriodicModelAverager):
             self._meter.reduced(self._num_bytes)
             self._meter.hold_back()
             self._meter.waited(begun_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alone(Native):
-    """No exchange: every worker trains a model of its own. Worth nothing, but it shows what the
-    workers could do at best.
-    """
-
-    name: ClassVar[str] = "alone"
-    resumable: ClassVar[bool] = True
-
-    def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
-    ) -> NativeSession:
-        return NativeSession(model, optimizer, meter)

@@ -115,11 +115,13 @@ class NativeSession:
 
     Attributes:
         observers: hear of each step.
-        averages_alone, averaging_weight, start_step: as of a session whose ranks keep step and
-            begin together.
+        averages_alone, averaged_without, averaging_weight, start_step, steps_behind: as of a
+            session whose ranks keep step and begin together.
     """
 
     averages_alone = False
+    averaged_without: frozenset[int] = frozenset()
+    steps_behind = 0
     averaging_weight = 1.0
     start_step = 0
 
@@ -168,6 +170,13 @@ class NativeSession:
 
     def take_profile(self) -> None:
         """No step is looked at closely."""
+
+    def log(self, **values: float) -> None:
+        """Nobody hears metrics while training runs."""
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Scale gradients down to at most `max_norm`, after the backward pass."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def finish(self) -> None:
         """This rank takes no more steps. Ranks that keep step finish together."""

@@ -19,9 +19,9 @@ from typing import Final
 import numpy as np
 
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.recipes import ALONE
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.compare_plan import ALONE
 from offbeat_lab.comparison import Comparison, read_comparison
 from offbeat_lab.config import recipe_of
 from offbeat_lab.plan.measure import measure_task

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from offbeat.run.recipes import ALONE
 from offbeat.strategies.base import Strategy
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.cluster.quantities import display_rate
-from offbeat_lab.compare_plan import ALONE
 from offbeat_lab.options import Recipe, build_strategy, parse_spec
 from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.profile import ModelProfile

@@ -23,11 +23,10 @@ from offbeat_lab.report import page_sections as sections
 from offbeat_lab.report import page_summary as summary
 from offbeat_lab.report.charts import line_charts
 from offbeat_lab.report.charts_dispatch import dispatches
-from offbeat_lab.report.charts_factors import factor_timelines
 from offbeat_lab.report.charts_timeline import timelines
 from offbeat_lab.report.data import PageContent
-from offbeat_lab.report.data_comparison import report_of_comparison
-from offbeat_lab.report.data_run import report_of_run
+from offbeat_lab.report.data_records import report_of_comparison, report_of_run
+from offbeat_lab.report.page_factors import factor_timelines
 from offbeat_lab.report.style import BITS_PER_S, SECONDS, SHARE, write, write_option
 
 NAME = "report.html"

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offbeat_lab.breakdown import Lateness, lateness
 from offbeat_lab.comparison import Difference
-from offbeat_lab.lateness import lateness
 from offbeat_lab.report.data import Better, PageContent
-from offbeat_lab.report.data_waiting import lateness_sentence
 from offbeat_lab.report.page_summary import SHORT, median, slow_worker
 from offbeat_lab.report.style import (
     MEASURES,
@@ -234,3 +233,22 @@ def _decided(differences: Sequence[Difference], a: str, b: str) -> bool:
 
 def _title(measure: Measure, report: PageContent) -> str:
     return capital(measure.title.format(metric=report.metric_name))
+
+
+def lateness_sentence(late: Lateness) -> str:
+    """Who comes last, and how late. Whether one worker is slow is decided over all contestants."""
+    spread = write(late.spread_s, SECONDS)
+    if late.together:
+        return f"Workers come together: the last one {spread} after the first on average."
+    last = late.slow_worker
+    if last is not None:
+        share, behind_s = float(late.last_share[last]), float(late.mean_s[last])
+        return (
+            f"Worker {last} was last in {share:.0%} of steps, {write(behind_s, SECONDS)} behind"
+            " the first on average."
+        )
+    return (
+        "Workers take turns at coming last: none was last in more than"
+        f" {late.last_share.max():.0%} of steps. The last one came {spread} after the first on"
+        " average."
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat_lab.lateness import Lateness, lateness, slow_worker_of
+from offbeat_lab.breakdown import Lateness, lateness, slow_worker_of
 from offbeat_lab.report.data import PageContent, StrategyResults
 from offbeat_lab.report.style import MEASURES, SECONDS, SHARE, Measure, capital, write
 

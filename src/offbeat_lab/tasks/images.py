@@ -11,7 +11,16 @@ for 28 x 28 grey pixels: tiny 103,018, small 1,015,370, medium 5,054,026, large 
 
 from __future__ import annotations
 
+import lzma
+import math
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -19,18 +28,104 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import nn
+from torch.nn import functional
 from typing_extensions import override
 
-from offbeat.errors import ConfigError
+from offbeat.errors import MALFORMED, ConfigError, OffbeatError
 from offbeat_lab.tasks.base import AbsolutePath, Batch, Size, TaskOptions, dense
-from offbeat_lab.tasks.image_networks import normalized_network, residual_network
 from offbeat_lab.tasks.image_task import (
     ImageData,
     ImageOptions,
     ImageTask,
     convolutional_network,
 )
-from offbeat_lab.tasks.npz import check_arrays, read_arrays
+
+MAX_RATIO: Final = 100
+"""How many times larger than the file its arrays may be together, beyond `ALWAYS_ALLOWED_BYTES`."""
+
+ALWAYS_ALLOWED_BYTES: Final = 1 << 26
+
+_HEADERS: Final = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+_DAMAGED: Final = (
+    *MALFORMED,
+    EOFError,
+    OSError,
+    RuntimeError,
+    NotImplementedError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
+
+
+def check_arrays(path: Path, names: Sequence[str]) -> None:
+    """Raise `ConfigError` unless the file at `path` has arrays of these names, and all of them
+    together have a size that is plausible for it.
+    """
+    with _opened(path) as archive:
+        _check(path, archive, names)
+
+
+def read_arrays(path: Path, names: Sequence[str]) -> list[NDArray[Any]]:
+    """The arrays of these names. Raises `ConfigError` as `check_arrays`, or when one of them cannot
+    be read.
+    """
+    with _opened(path) as archive:
+        _check(path, archive, names)
+        return [_read(path, archive, name) for name in names]
+
+
+def _check(path: Path, archive: zipfile.ZipFile, names: Sequence[str]) -> None:
+    members = {member.filename: member for member in archive.infolist()}
+    if missing := [name for name in names if f"{name}.npy" not in members]:
+        raise ConfigError(f"{path} has no {', '.join(missing)}; it must hold {', '.join(names)}")
+    num_bytes = sum(members[f"{name}.npy"].file_size for name in names)
+    allowed = max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * path.stat().st_size)
+    if num_bytes > allowed:
+        raise ConfigError(
+            f"the arrays of {path} unpack to {num_bytes:,} bytes, allowed are {allowed:,}, which is"
+            f" {MAX_RATIO} times the file; was it made to fill memory? If not, save it with"
+            " numpy.savez, which does not compress"
+        )
+
+
+def _read(path: Path, archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
+    member = f"{name}.npy"
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise ConfigError(f"{name} in {path} has version {version} of numpy's format")
+        shape, _, dtype = _HEADERS[version](file)
+        # numpy makes room for the array before it reads it.
+        if math.prod(shape) * dtype.itemsize > archive.getinfo(member).file_size:
+            raise ConfigError(
+                f"{name} in {path} is to have shape {shape} and dtype {dtype}, but there are fewer"
+                " bytes; it is damaged"
+            )
+    with archive.open(member) as file:
+        array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    return array
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    if not path.is_file():
+        raise ConfigError(f"no data at {path}; give the path of an npz file with --set path=...")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except OffbeatError:
+        raise
+    except _DAMAGED as error:
+        raise ConfigError(
+            f"{path} is not an npz file, or is damaged ({error}); save one with numpy.savez"
+        ) from None
+
 
 _PLAIN: Final[dict[Size, tuple[int, int, int]]] = {
     "tiny": (8, 16, 128),
@@ -238,3 +333,89 @@ def _changed(images: torch.Tensor, draw: np.random.Generator, *, flips: bool) ->
     numbers = torch.arange(count)[:, None, None]
     places = torch.from_numpy(rows)[:, :, None], torch.from_numpy(columns)[:, None, :]
     return padded[(numbers, *places)].permute(0, 3, 1, 2)
+
+
+_GRID = 4
+"""Height and width of what the last linear layer of `normalized_network` sees."""
+
+
+def normalized_network(channels: int, num_classes: int, width: int) -> nn.Sequential:
+    """Three 3 x 3 convolutions of `width`, twice and four times as many channels, each with
+    BatchNorm, ReLU and pooling by 2, and one linear layer.
+
+    Args:
+        channels: of an image, whose sides are 8 pixels or more.
+        num_classes: how many scores come out.
+        width: channels after the first convolution.
+    """
+    widths = (channels, width, 2 * width, 4 * width)
+    blocks: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        blocks += [
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return nn.Sequential(
+        *blocks,
+        ToGrid(_GRID),
+        nn.Flatten(),
+        nn.Linear(widths[-1] * _GRID**2, num_classes),
+    )
+
+
+class ToGrid(nn.AdaptiveAvgPool2d):
+    """Pooling to a square, without the time that it takes where the image has that size."""
+
+    @override
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shape (N, C, H, W) to (N, C, output_size, output_size)."""
+        square = (self.output_size, self.output_size)
+        return inputs if inputs.shape[-2:] == square else super().forward(inputs)
+
+
+def residual_network(channels: int, num_classes: int, width: int) -> nn.Sequential:
+    """ResNet-8: a 3 x 3 convolution, three residual blocks of `width`, twice and four times as many
+    channels, of which the last two halve the image, the mean over pixels, and a linear layer.
+
+    Args:
+        channels: of an image, whose sides are 8 pixels or more.
+        num_classes: how many scores come out.
+        width: channels of the first block.
+    """
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        ResidualBlock(width, width, stride=1),
+        ResidualBlock(width, 2 * width, stride=2),
+        ResidualBlock(2 * width, 4 * width, stride=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, num_classes),
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut, as of He et al. (arXiv 1512.03385), section 3."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    @override
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shape (N, inputs, H, W) to (N, outputs, H / stride, W / stride)."""
+        return functional.relu(self.convolutions(inputs) + self.shortcut(inputs))

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class Text(TrainedTask):
     metric_name = "bits_per_token"
     higher_is_better = False
     default_epochs = 1
-    options_type = TextOptions
+    options_type: ClassVar[type[TextOptions]] = TextOptions
     options: TextOptions
 
     def __init__(self, options: TaskOptions) -> None:

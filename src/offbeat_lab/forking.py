@@ -1,16 +1,37 @@
-"""Starts a fork server, and has it fork processes, which become children of this process.
+"""Processes that are forked from one which has imported what they need: the fork server.
+
+Importing torch and offbeat takes seconds of processor time, and so does importing what the first
+step of an optimizer needs. A fork server is a fresh interpreter that imports all of it once, has
+one thread, and never touches CUDA. A process that it forks starts in about a hundredth of a second.
 
 A process that is forked twice loses its parent when the one in between ends. The kernel then gives
-it to the nearest ancestor that has declared itself a *child subreaper*, as this process does
-meanwhile. So its exit status comes from the kernel, its number stays taken until somebody has asked
-for the status, and the end of the server changes nothing for it.
+it to the nearest ancestor that has declared itself a *child subreaper*, as the one that has asked
+for it does meanwhile. So its exit status comes from the kernel, its number stays taken until
+somebody has asked for the status, and the end of the server changes nothing for it.
+
+The forkserver of `multiprocessing` with a preload was tried. Restarts and network namespaces would
+allow it, as a child can enter its namespace by itself. These forbid it:
+
+- Its processes are children of the server. When the server is killed, `exitcode` is 255 while the
+  process lives, and the supervisor would record the death of a worker that trains on.
+- The server has taken the exit status before anybody asks, so the number is free: `killpg` may hit
+  another process group.
+- A process begins in the server's session. Until it has called `setsid` itself, its group does not
+  exist, and nobody can end what it has started.
+- There is one server in a process. It keeps the environment, limits and preload that it was started
+  with, and what starts another one is private.
+- `current_process().name` is not "MainProcess" and `parent_process()` is not None, at which scripts
+  look, and each process imports the main module of who asks for it once more.
+- Arguments travel as pickle.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -20,14 +41,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from offbeat_lab.forking.serving import COMMAND_LINE_BYTES, READY
+from offbeat_lab.network_namespace import enter
 
-PATIENCE_S = 120.0
+_PATIENCE_S = 120.0
 """How long a server may take to import what it has to, or to fork."""
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PR_GET_CHILD_SUBREAPER = 37
+
+_READY = b"ready\n"
+"""The first line that a server sends."""
+
+_CHUNK_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 16
 
 
 class ForkServerError(Exception):
@@ -109,11 +137,8 @@ class ForkServer:
         self._ready = False
         self._environment = dict(environment)
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(PATIENCE_S)
-        # The last argument reserves memory, in which each process writes the command that `ps`
-        # shows for it.
-        arguments = [str(theirs.fileno()), *imports, " " * COMMAND_LINE_BYTES]
-        command = [sys.executable, "-m", module, *arguments]
+        self._socket.settimeout(_PATIENCE_S)
+        command = [sys.executable, "-m", module, str(theirs.fileno()), *imports]
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server is
         with theirs:
             self._process = subprocess.Popen(
@@ -170,7 +195,7 @@ class ForkServer:
         line = json.dumps(message).encode() + b"\n"
         try:
             if not self._ready:
-                self._expect(READY)
+                self._expect(_READY)
                 self._ready = True
             with _child_subreaper():
                 sent = socket.send_fds(self._socket, [line], [stdin, output, *descriptors])
@@ -248,3 +273,125 @@ def _child_subreaper() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+# In the server, and in what it forks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What a forked process is told.
+
+    Attributes:
+        arguments: as they were given to `ForkServer.fork`.
+        descriptors: the further descriptors that it got, in the order given there. They are closed
+            when the process executes another program.
+    """
+
+    arguments: list[str]
+    descriptors: list[int]
+
+
+def import_where_possible(names: Sequence[str]) -> None:
+    """Import modules, or objects such as "sklearn.datasets.load_digits", that are installed. What
+    cannot be imported fails again in whoever needs it.
+    """
+    # There `python -m` has put the current directory, which need not be the processes'.
+    here = sys.path.pop(0)
+    for name in names:
+        with suppress(Exception, SystemExit):
+            pkgutil.resolve_name(name)
+    sys.path.insert(0, here)
+
+
+def serve(control: socket.socket) -> Order | None:
+    """Fork a process for each order that comes through `control`. Does not begin where this process
+    cannot be forked, because it has a second thread.
+
+    Returns:
+        In each forked process its order; in the server None, when nobody is left who could send
+        one.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    printed = os.pread(1, os.fstat(1).st_size, 0)  # a file, which `ForkServer` has given
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    if num_threads > 1:
+        control.sendall(b"it has %d threads, and only one would be forked\n" % num_threads)
+        return None
+    # Else the garbage collector of each process would write to all objects, and the kernel would
+    # copy every page that the process shares with the server.
+    gc.collect()
+    gc.freeze()
+    control.sendall(_READY)
+    while True:
+        line, descriptors = _receive(control)
+        if not line:
+            return None
+        between = os.fork()
+        if between == 0:
+            message = json.loads(line)
+            _fork_and_report(control, message, descriptors, printed)
+            return Order(arguments=message["arguments"], descriptors=descriptors[2:])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.waitpid(between, 0)
+        control.sendall(b"\n")
+
+
+def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
+    """A line and the descriptors that came with it; both are empty at the end."""
+    line, descriptors, _, _ = socket.recv_fds(control, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    while line and not line.endswith(b"\n"):
+        line += control.recv(_CHUNK_BYTES)
+    return line, descriptors
+
+
+def _fork_and_report(
+    control: socket.socket, message: dict[str, Any], descriptors: Sequence[int], printed: bytes
+) -> None:
+    """Fork the process that `message` orders, and tell the client its number once it is ready.
+    Returns in that process only.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        problem = os.read(reading, _CHUNK_BYTES)  # until the child has closed its end
+        outcome = {"pid": pid, "problem": problem.decode(errors="replace")}
+        control.sendall(json.dumps(outcome).encode() + b"\n")
+        os._exit(0)
+    try:
+        control.close()
+        os.close(reading)
+        _become(message, descriptors, printed)
+    except BaseException as error:  # noqa: BLE001 - the client is told of it
+        os.write(writing, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(writing)
+
+
+def _become(message: dict[str, Any], descriptors: Sequence[int], printed: bytes) -> None:
+    """Make this process what `message` orders."""
+    os.setsid()
+    stdin, output = descriptors[:2]
+    os.dup2(stdin, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(stdin)
+    os.close(output)
+    with suppress(OSError):  # a full disk takes no log
+        while printed:
+            printed = printed[os.write(1, printed) :]
+    if sys.path[0] == os.getcwd():  # noqa: PTH109 - `python -m` looks for modules there first
+        sys.path[0] = message["directory"]
+    os.chdir(message["directory"])
+    for name, value in message["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if message["namespace"] is not None:
+        enter(Path(message["namespace"]))

@@ -1,4 +1,5 @@
-"""In a comparison of a script: no rank trains on while the leader evaluates.
+"""Records a user's script in a comparison: steps may be as long as the cluster says, it takes turns
+with other runs, and no rank trains on while the leader evaluates.
 
 Where ranks do not keep step, the others would go on meanwhile, and what the leader measures, and
 all that follows, would have had more training than its steps and seconds say.
@@ -16,10 +17,20 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
+from typing_extensions import override
+
 from offbeat.run.coordination import Coordinator
+from offbeat.run.progress import Reporter
+from offbeat.run.recipes import ALONE
+from offbeat.run.recording import OpenRecord, ScriptRecorder
+from offbeat.run.records import RunDirectory
+from offbeat.run.step_recorder import StepRecorder, StepTime
+from offbeat_lab.attaching import step_time
+from offbeat_lab.pauses import Pauses, StepLimit
 
 PATIENCE_S: Final = 10.0
 """For how long the leader waits for ranks that are behind: one may have left its loop."""
@@ -107,3 +118,77 @@ class EvaluationPause:
 
     def _place(self, rank: int) -> str:
         return f"progress/{rank}"
+
+
+class ComparedScript(ScriptRecorder):
+    """Records one rank of a script that is compared: between its steps it waits for its turn, and
+    while the leader evaluates.
+
+    Args:
+        open_record, report, stop_after, patience_s: as of `ScriptRecorder`.
+        turns: the steps that it may do.
+    """
+
+    def __init__(
+        self,
+        open_record: Callable[[], OpenRecord | None],
+        report: Reporter,
+        *,
+        turns: StepLimit,
+        stop_after: int | None,
+        patience_s: float | None = None,
+    ) -> None:
+        super().__init__(open_record, report, stop_after=stop_after, patience_s=patience_s)
+        self._turns = turns
+        self._pauses: Pauses | None = None
+        self._pause: EvaluationPause | None = None
+
+    @override
+    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
+        return step_time(record, rank)
+
+    @override
+    def _training_begins(self, recorder: StepRecorder) -> None:
+        run = recorder.run
+        alone = run.attached.session.averages_alone
+        # Where ranks average alone they would wait for the leader's evaluation too.
+        meets = run.record.config.strategy != ALONE and not alone
+        self._pauses = Pauses(run, recorder, self._turns, threading.Event(), meets=meets)
+        if self._turns.ends_turns and alone:
+            self._pause = EvaluationPause(run.coordinator, run.notices.append)
+        self._pauses.wait_for_turn(run.schedule.position.step)
+
+    @override
+    def _step_begins(self, recorder: StepRecorder) -> None:
+        if self._pause is not None:
+            began_s = time.monotonic()
+            with recorder.run.attached.session.resting():
+                self._pause.wait(recorder.run.schedule.position.step)
+            recorder.leave_out(time.monotonic() - began_s)
+
+    @override
+    def _meet(self, step: int) -> float:
+        return 0.0 if self._pauses is None else self._pauses.meet(step)
+
+    @override
+    def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
+        if self._pause is not None:
+            self._pause.step_done(step, recorder.elapsed_s)
+
+    @override
+    def _wait_for_turn(self, step: int) -> None:
+        if self._pauses is not None:
+            self._pauses.wait_for_turn(step)
+
+    @override
+    def _evaluation_begins(self, recorder: StepRecorder) -> float:
+        if self._pause is None or self._pause.is_evaluating:
+            return self._evaluated_s
+        with recorder.run.attached.session.resting():
+            return self._pause.begin(recorder.run.schedule.position.step, recorder.elapsed_s)
+
+    @override
+    def _evaluation_ends(self) -> None:
+        super()._evaluation_ends()
+        if self._pause is not None:
+            self._pause.end()

@@ -1,0 +1,363 @@
+"""Trains one of the lab's tasks as one rank: an ordinary loop around `offbeat.attach`.
+
+Between steps, or between mega-batches, a rank pauses, stops, saves and evaluates together with its
+peers. `train` and `train_on_claims` show how offbeat is used; the rest keeps the books.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.run.config import RunConfig
+from offbeat.run.coordination import Coordinator
+from offbeat.run.interrupts import stop_requests
+from offbeat.run.progress import Joined, Reporter
+from offbeat.run.recipes import ALONE
+from offbeat.run.records import Summary
+from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
+from offbeat.run.step_recorder import Position
+from offbeat.session.session import Session
+from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
+from offbeat_lab.config import recipe_of, task_of
+from offbeat_lab.measuring import evaluate, keeps_models, measure_complete, measure_rest
+from offbeat_lab.native import NativeSession
+from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.records import Record
+from offbeat_lab.saving import restore, save
+from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, position_from_json
+from offbeat_lab.task_recorder import TaskRecorder, TaskRun
+from offbeat_lab.tasks import Batch, Task, num_samples_of
+
+_TOLERATED: Final = 1.05
+"""Where samples are claimed a run ends at a merge: so many times as many steps as it was to do need
+no remark.
+"""
+
+
+def train_rank(
+    run_directory: Path,
+    coordinator: Coordinator,
+    report: Reporter,
+    *,
+    limit: StepLimit | None = None,
+) -> Summary | None:
+    """Train as rank `coordinator.rank` what `run_directory/config.json` says, from its checkpoint
+    if the attempt is a resume.
+
+    Args:
+        run_directory: the record.
+        coordinator: of this run's ranks.
+        report: hears how far this rank is.
+        limit: the steps that it may do; None trains without pause.
+
+    Returns:
+        The summary, on the rank that leads; it has been written too.
+
+    Raises:
+        OffbeatError: another rank failed, or the run cannot go on.
+    """
+    record = Record(run_directory)
+    config = record.config
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed * 65_537 + coordinator.rank)
+    task = task_of(config)
+    model = task.build_model(config.seed)
+    optimizer = task.optimizer(model)
+    attached = attach_recipe(
+        recipe_of(config),
+        model,
+        optimizer,
+        rank=coordinator.rank,
+        world_size=coordinator.world_size,
+        delay=link_delay(record, coordinator.rank),
+    )
+    stop_requested = threading.Event()
+    with attached.session as session, stop_requests(lambda number: stop_requested.set()):
+        loader = _loader(config, session, task)  # before what is saved of it is restored
+        position = _position(record, coordinator, attached, task, loader)
+        run = TaskRun(
+            record=record,
+            coordinator=coordinator,
+            task=task,
+            attached=attached,
+            schedule=_schedule(config, task, position, coordinator),
+            step_time=step_time(record, coordinator.rank),
+        )
+        run.keeps_models = keeps_models(
+            task.num_parameters(), run.schedule.target, config.eval_every
+        )
+        run.measures_at_end = limit is not None and limit.ends_turns
+        if coordinator.restart:
+            coordinator.rejoin_at(position.step + 1)
+            report(Joined(rank=coordinator.rank, step=position.step))
+        recorder = TaskRecorder(run, report)
+        try:
+            pauses = Pauses(
+                run,
+                recorder,
+                limit or StepLimit.unlimited(),
+                stop_requested,
+                meets=config.strategy != ALONE,
+            )
+            if loader is None:
+                train(run, recorder, pauses)
+            else:
+                train_on_claims(run, recorder, pauses, loader)
+            coordinator.take_no_more_steps()
+        finally:
+            recorder.close()
+        session.finish()
+        if config.checkpoint_every is not None:
+            save(run, "end", patience_s=HANGS_S)
+        return _summarize(run, recorder)
+
+
+def _position(
+    record: Record,
+    coordinator: Coordinator,
+    attached: TaskModel,
+    task: Task,
+    loader: DispatchLoader | None,
+) -> Position:
+    """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it
+    has joined its peers.
+    """
+    if coordinator.restart:
+        began = position_from_json(json.loads(coordinator.published("origin") or "{}"))
+        schedule = _schedule(record.config, task, began, coordinator)
+        if isinstance(schedule, ClaimedSchedule):
+            assert loader is not None
+            schedule.merged(loader.epoch, loader.num_samples_merged)
+            return schedule.position
+        while schedule.position.step < attached.session.start_step:
+            schedule.advance()
+        return schedule.position
+    resumes = record.attempts[-1].start_step > 0
+    position = restore(record, coordinator, attached) if resumes else Position()
+    coordinator.publish("origin", json.dumps(asdict(position)))
+    return position
+
+
+def _loader(
+    config: RunConfig, session: Session | NativeSession, task: Task
+) -> DispatchLoader | None:
+    """Where the strategy shares samples out: what gives this rank's. None where each rank knows its
+    own.
+    """
+    if not (isinstance(session, Session) and session.strategy.shares_samples):
+        return None
+
+    def batch(samples: list[int]) -> Batch:
+        numbers = np.array(samples, dtype=np.int64)
+        return task.training_batch(numbers, seed=config.seed, epoch=loader.epoch)
+
+    loader = session.loader(
+        range(task.num_samples),
+        seed=config.seed,
+        batch_size=task.options.batch_size,
+        collate=batch,
+    )
+    assert isinstance(loader, DispatchLoader)
+    return loader
+
+
+def _schedule(
+    config: RunConfig, task: Task, position: Position, coordinator: Coordinator
+) -> BatchSchedule | ClaimedSchedule:
+    rank, world_size = coordinator.rank, coordinator.world_size
+    mega_batch = recipe_of(config).samples_between_merges(task.options.batch_size)
+    if mega_batch is None:
+        return BatchSchedule(config, task, position, rank=rank, world_size=world_size)
+    return ClaimedSchedule(
+        config,
+        position,
+        num_samples=task.num_samples,
+        mega_batch=mega_batch,
+        samples_per_step=world_size * task.options.batch_size,
+    )
+
+
+def train(run: TaskRun, recorder: TaskRecorder, pauses: Pauses) -> None:
+    """Steps with batches of this rank's own."""
+    schedule, session = run.schedule, run.attached.session
+    assert isinstance(schedule, BatchSchedule)
+    _begin(run, recorder)
+    for batch in schedule.batches(pauses.should_stop):
+        step = schedule.position.step
+        # Where ranks do not keep step, the place in the run is that of half of them.
+        place = min(step + session.steps_behind, schedule.target - 1)
+        _set_learning_rate(run, (place + 0.5) / schedule.target)
+        if run.record.config.batch_shares:
+            assert isinstance(session, Session), "torch's strategies weigh all ranks alike"
+            session.weigh(num_samples_of(batch))
+        loss = _step(run, recorder, batch, step + 1)
+        schedule.advance()
+        met_s = pauses.meet(step + 1, clocks_stop=_clocks_stop(run, step))
+        recorder.step_done(loss=loss, batch_size=num_samples_of(batch), met_s=met_s)
+        _save_and_evaluate(run, recorder, schedule.position.step - 1)
+
+
+def train_on_claims(
+    run: TaskRun, recorder: TaskRecorder, pauses: Pauses, loader: DispatchLoader
+) -> None:
+    """Train on mega-batches, of which each rank claims what it can.
+
+    Args:
+        run: this rank's.
+        recorder: of its steps and merges.
+        pauses: may pause or stop it between mega-batches.
+        loader: gives the batches that this rank claims.
+    """
+    schedule = run.schedule
+    assert isinstance(schedule, ClaimedSchedule)
+    session = run.attached.session
+    assert isinstance(session, Session), "torch's strategies have no mega-batches"
+    session.on_merge(lambda: recorder.merge_over(loader.last))
+    _begin(run, recorder)
+    while not schedule.complete and not pauses.should_stop(schedule.position.step):
+        steps_before, epoch = schedule.position.step, loader.epoch
+        step = schedule.step_of_next_merge
+        waits = step >= schedule.target or _saves_or_evaluates(run, step, steps_before)
+        for number, batch in enumerate(loader.one_mega_batch(goes_on=not waits), start=1):
+            # A sample is trained on with the learning rate that it has where ranks train in step.
+            _set_learning_rate(run, schedule.progress_at(loader.epoch, loader.batch_position))
+            loss = _step(run, recorder, batch, steps_before + number)
+            # The same on all ranks, which stand at different batches when they merge: the merge
+            # compares their rates.
+            _set_learning_rate(run, (steps_before + 0.5) / schedule.target)
+            recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
+            pauses.pass_on_request(steps_before)
+        schedule.merged(loader.epoch, loader.num_samples_merged)
+        if pauses.is_next(schedule.position.step):
+            loader.end_merge()  # It is this run's time that it takes.
+        recorder.merged(
+            None if loader.merge_is_under_way else loader.last,
+            number=loader.num_merged,
+            epoch=epoch,
+            first_step=steps_before + 1,
+        )
+        _save_and_evaluate(run, recorder, steps_before)
+
+
+def _step(run: TaskRun, recorder: TaskRecorder, batch: Batch, number: int) -> float:
+    """Step `number`, counted from 1; returns the loss."""
+    task, attached = run.task, run.attached
+    run.step_time.begin_step(number)
+    loss = task.loss(attached.module, batch)
+    run.step_time.before_backward(
+        recorder.elapsed_s, size=num_samples_of(batch) / task.options.batch_size
+    )
+    with run.step_time.backward():
+        attached.backward(loss)
+    if task.max_grad_norm is not None:
+        attached.session.clip_grad_norm_(task.max_grad_norm)
+    attached.optimizer.step()
+    attached.optimizer.zero_grad()
+    return loss.item()
+
+
+def _set_learning_rate(run: TaskRun, progress: float) -> None:
+    """That of the place in the run, which is the same on every rank and after a resume."""
+    lr = run.task.lr_at(progress)
+    for group in run.attached.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _begin(run: TaskRun, recorder: TaskRecorder) -> None:
+    if run.record.config.eval_every is not None and run.schedule.position.step == 0:
+        evaluate(run, recorder)
+
+
+def _save_and_evaluate(run: TaskRun, recorder: TaskRecorder, steps_before: int) -> None:
+    """What is due when a multiple of some number of steps has been done since `steps_before`."""
+    config, step = run.record.config, run.schedule.position.step
+    if step >= run.schedule.target:
+        return
+    if _is_due(config.checkpoint_every, step, steps_before):
+        save(run, f"step-{step}")
+        recorder.restart_clock()
+    if _is_due(config.eval_every, step, steps_before):
+        evaluate(run, recorder)
+    if not run.measures_at_end:
+        measure_complete(run, recorder)
+
+
+def _clocks_stop(run: TaskRun, steps_before: int) -> bool:
+    """Whether after the next step ranks save or evaluate, and do so together."""
+    return not run.attached.session.averages_alone and _saves_or_evaluates(
+        run, steps_before + 1, steps_before
+    )
+
+
+def _saves_or_evaluates(run: TaskRun, step: int, steps_before: int) -> bool:
+    config = run.record.config
+    return any(
+        _is_due(every, step, steps_before) for every in (config.checkpoint_every, config.eval_every)
+    )
+
+
+def _is_due(every: int | None, step: int, steps_before: int) -> bool:
+    return every is not None and step // every > steps_before // every
+
+
+def _summarize(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
+    """Compare the replicas, measure the model on the leader, and write the summary. Returns it
+    there.
+    """
+    step, session, task = run.schedule.position.step, run.attached.session, run.task
+    apart = session.averages_alone
+    final = None if apart else run.attached.averaged_model()
+    num_steps = max(1, step - recorder.first_step)
+    notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
+    ends = gather_ends(recorder, notices, patience_s=HANGS_S if apart else None)
+    if ends is None:
+        return None
+    measure_rest(run, recorder)
+    if final is None:
+        final = run.attached.averaged_model()
+    stopped = step < run.schedule.target
+    metric, others = None, {}
+    if not stopped:
+        final.eval()
+        others = task.metrics(final)
+        session.log(**others)
+        metric = others.pop(task.metric_name)
+        measured_at = recorder.evaluation(metric, others, without=session.averaged_without)
+        if apart:  # What is measured was there when the last rank had finished.
+            measured_at = replace(measured_at, seconds=max(end["seconds"] for end in ends))
+        recorder.write_evaluation(measured_at)
+    measured = Measured(
+        metric=metric,
+        name=task.metric_name,
+        higher_is_better=task.higher_is_better,
+        others=others,
+    )
+    return write_end(recorder, ends, measured, final, finished=not stopped)
+
+
+def _length_notices(run: TaskRun) -> list[str]:
+    step, asked = run.schedule.position.step, run.record.config.steps
+    if asked is None or step <= asked * _TOLERATED:
+        return []
+    return [
+        f"{asked} steps were asked for, and the first merge after them came at step {step}; a"
+        " smaller mega_batch comes nearer"
+    ]
+
+
+def _step_time_notices(run: TaskRun, num_steps: int) -> list[str]:
+    if run.step_time.num_late * 20 < num_steps:
+        return []
+    what = (
+        f"worker {run.coordinator.rank} computed for longer than the emulated step in"
+        f" {run.step_time.num_late} of {num_steps} steps"
+    )
+    return [f"{what}; give a longer --step-time, or fewer workers"]
