@@ -264,10 +264,15 @@ class WeightlessReads(TorchDispatchMode):
     up to a millisecond to find them.
 
     PyTorch raises where content is asked for, and has no public name for what decides that.
+
+    Args:
+        multiplied: is told of each product of a matrix with a thinner one: the elements of the
+            matrix, and the columns of the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, multiplied: Callable[[int, int], None] = lambda size, rank: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._multiplied = multiplied
 
     def __torch_dispatch__(
         self,
@@ -284,6 +289,11 @@ class WeightlessReads(TorchDispatchMode):
             if name == "copy_" and args[1].is_meta:
                 return first.zero_()
             return func(*args, **options)
+        if name in ("mm", "addmm_"):
+            left, right = args[-2:]
+            # Of the three the product's matrix is the largest, whichever it is.
+            sizes = left.numel(), right.numel(), left.shape[0] * right.shape[1]
+            self._multiplied(max(sizes), min(*left.shape, *right.shape))
         if is_inplace:
             return first
         if name == "_local_scalar_dense":

@@ -74,8 +74,7 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     ),
 }
 STRATEGIES |= {
-    f"local sgd over {name}": offbeat.LocalSGD(period=2, codec=name)
-    for name in (*WEIGHT_CODECS, "linear4", "e3m0")
+    f"local sgd over {name}": offbeat.LocalSGD(period=2, codec=name) for name in WEIGHT_CODECS
 }
 
 

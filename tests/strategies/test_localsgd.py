@@ -92,6 +92,6 @@ def test_schedules_and_codecs_have_names_in_text() -> None:
     assert build_strategy(name, options) == offbeat.LocalSGD(period="adaptive", codec="sparseloco")
     shown = {option.name: option.allowed for option in options_of(offbeat.LocalSGD)}
     assert shown["period"] == "whole number | adaptive"
-    assert shown["codec"] == "sparseloco | none"
+    assert shown["codec"] == "linear8 | linear4 | e3m0 | sign | sparseloco | none"
     with pytest.raises(ConfigError, match=r"'sparse'; allowed is sparseloco \| none"):
         build_strategy("localsgd", {"codec": "sparse"})

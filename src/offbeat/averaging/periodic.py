@@ -201,12 +201,15 @@ class EncodedChanges:
         owed = {key: value.shape for key, value in self.state()["additive"].items()}
         saved = state["additive"]
         if any(key not in saved or saved[key].shape != shape for key, shape in owed.items()):
-            raise CheckpointError(
-                "what is owed of changes was saved with another model or codec; resume with the"
-                " same ones"
-            )
+            raise _another_codec()
         for reduction in self.reductions:
             reduction.load(saved, state["local"])
+
+
+def _another_codec() -> CheckpointError:
+    return CheckpointError(
+        "what is owed of changes was saved with another model or codec; resume with the same ones"
+    )
 
 
 def _reduction(bucket: Bucket, codec: WeightCodec | None, peers: Everyone) -> Reduction:
@@ -424,7 +427,7 @@ class MeanOfAll(WeightExchange):
         if self._codec is not None:
             self._codec.load(state)
         elif state["additive"]:
-            raise CheckpointError("the state was saved with a codec; resume with the same one")
+            raise _another_codec()
         self.rule.load(state["replicated"])
 
 
@@ -499,8 +502,8 @@ class PeriodicAverage(Callback):
     def _merge(self) -> None:
         if self._launched_for is None:
             return
+        self._launched_for = None  # first: what fails is not waited for again
         drift = self.exchange.merge(measures_drift=self._schedule.measures_drift)
-        self._launched_for = None
         self._schedule_state = dict(self._schedule.after_average(self._schedule_state, drift))
         self._num_averages += 1
 

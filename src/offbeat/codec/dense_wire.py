@@ -17,7 +17,7 @@ import torch
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
-from offbeat.codec.weightless import WeightlessVector
+from offbeat.codec.weightless import WeightlessCode
 from offbeat.errors import WireError
 
 MAGIC = b"OFBD"
@@ -51,7 +51,7 @@ class DenseWire:
         if vector.is_meta:
             size = _HEAD.size + Tally.num_bytes(self.num_parameters)
             size += int(self.values.num_bytes(vector.numel()))
-            message = WeightlessVector(size, (vector, tally), vector.nbytes)
+            message = WeightlessCode(size, (vector, tally), vector.numel(), self.values)
             return cast(Message, message), vector
         on_wire = self.values.encode(vector.cpu().numpy())
         counts = tally.to_bytes()
@@ -69,7 +69,7 @@ class DenseWire:
             WireError: the payload is no message, is damaged, or is of another version, bucket,
                 model or choice of codec.
         """
-        if isinstance(payload, WeightlessVector):
+        if isinstance(payload, WeightlessCode):
             return cast("tuple[torch.Tensor, Tally]", payload.content)
         data, count = memoryview(payload).cast("B"), like.numel()
         if len(data) < _HEAD.size:

@@ -34,8 +34,8 @@ class NamedObjects(Mapping[str, T], Generic[T]):
     its file may import whatever reads the table.
 
     Args:
-        homes: by name, the module and the class, which is made without options, as
-            "offbeat.codec.selectors:Exact".
+        homes: by name, the module and the class, which is made without options or of one text, as
+            "offbeat.codec.selectors:Exact" or "offbeat.codec.topk_codec:AllChanges:linear4".
     """
 
     def __init__(self, **homes: str) -> None:
@@ -43,8 +43,8 @@ class NamedObjects(Mapping[str, T], Generic[T]):
 
     @override
     def __getitem__(self, name: str) -> T:
-        module, _, class_name = self._homes[name].partition(":")
-        return cast(T, getattr(import_module(module), class_name)())
+        module, class_name, *text = self._homes[name].split(":")
+        return cast(T, getattr(import_module(module), class_name)(*text))
 
     @override
     def __iter__(self) -> Iterator[str]:

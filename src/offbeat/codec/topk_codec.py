@@ -126,6 +126,17 @@ class WeightCodec(OptionValue):
         self.density, self.decay, self.entries = density, decay, TopKCodec.of(entries)
 
 
+class AllChanges(WeightCodec):
+    """All changes, in few bits; what rounding loses is owed.
+
+    Args:
+        values: how they are written: a name of `VALUE_CODECS`.
+    """
+
+    def __init__(self, values: str) -> None:
+        super().__init__(density=1.0, entries=TopKCodec(values=values))
+
+
 def _object(name: str, value: object) -> Any:
     by_name, kind = _KINDS[name]
     if isinstance(value, kind):

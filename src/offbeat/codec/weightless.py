@@ -22,6 +22,7 @@ from offbeat.codec.arithmetic import Message
 from offbeat.codec.histogram import COUNTER_BYTES, EXPECTED_COUNTERS, MARGIN
 from offbeat.codec.histogram import HEAD_BYTES as HISTOGRAM_HEAD_BYTES
 from offbeat.codec.tally import Tally
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat.codec.wire import HEAD_BYTES, LENGTH_BYTES, Wire
 
 
@@ -53,6 +54,16 @@ class WeightlessVector(WeightlessMessage):
     def part(self, begin: int, end: int) -> WeightlessVector:
         """Its bytes from `begin` to `end`."""
         return WeightlessVector(min(end, self.num_bytes) - begin, self.content, self.whole)
+
+
+class WeightlessCode(WeightlessVector):
+    """A vector that `values` has coded."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, num_bytes: int, content: object, whole: int, values: ValueCodec) -> None:
+        super().__init__(num_bytes, content, whole)
+        self.values = values
 
 
 def weightless(num_bytes: float, content: object = None) -> Message:

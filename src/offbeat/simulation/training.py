@@ -25,7 +25,8 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
-from offbeat.codec.weightless import WeightlessVector, WeightlessWire
+from offbeat.codec.value_codecs import ValueCodec
+from offbeat.codec.weightless import WeightlessCode, WeightlessVector, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError
 from offbeat.simulation.codec import WeightlessCodec
@@ -73,6 +74,14 @@ class Machine(Protocol):
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         """Seconds to select `k` entries, and to code them."""
+        ...
+
+    def coding_s(self, num_elements: int, values: ValueCodec) -> float:
+        """Seconds to code a whole vector, and to read it again."""
+        ...
+
+    def multiplying_s(self, num_elements: int, rank: int) -> float:
+        """Seconds to multiply a matrix of so many elements by one of `rank` columns."""
         ...
 
     def publishing_s(self, num_bytes: float) -> float:
@@ -153,6 +162,7 @@ class SimulatedRank(VirtualThread):
         self.machine = machine
         self.step = 0
         self._published = -1
+        self._coded: WeightlessCode | None = None
         self._owed_s = 0.0
 
     def compute(self, seconds: float) -> None:
@@ -169,7 +179,11 @@ class SimulatedRank(VirtualThread):
         machine, copying_s = self.machine, 0.0
         if isinstance(operation, AllReduceTensor | Broadcast):
             copying_s = machine.copying_s(operation.num_bytes)
-        if isinstance(operation, Send) and isinstance(operation.payload, WeightlessVector):
+        if isinstance(operation, Send) and isinstance(operation.payload, WeightlessCode):
+            if operation.payload is not self._coded:  # else it is the same, for another peer
+                self.encode(machine.coding_s(operation.payload.whole, operation.payload.values))
+            self._coded = operation.payload
+        elif isinstance(operation, Send) and isinstance(operation.payload, WeightlessVector):
             if self._published != channel:  # else it is the same, for another peer
                 self.encode(machine.publishing_s(operation.payload.whole))
             self._published = channel
@@ -178,6 +192,9 @@ class SimulatedRank(VirtualThread):
             self._catch_up()
 
         def used(result: Any) -> None:
+            if isinstance(result, WeightlessCode):  # which is only read
+                self.encode(machine.coding_s(result.whole, result.values) / 2)
+                return
             is_added = isinstance(result, WeightlessVector)
             self.encode(machine.adding_s(len(result)) if is_added else copying_s)
 
@@ -220,7 +237,10 @@ class SimulatedRank(VirtualThread):
         )
 
     def _train(self, strategy: Buildable, timeline: Timeline, steps: range) -> None:
-        with WeightlessReads(), torch.no_grad():
+        def multiplied(num_elements: int, rank: int) -> None:
+            self.encode(self.machine.multiplying_s(num_elements, rank))
+
+        with WeightlessReads(multiplied), torch.no_grad():
             parameters = {
                 str(number): torch.nn.Parameter(_weightless(tensor))
                 for number, tensor in enumerate(timeline.tensors)

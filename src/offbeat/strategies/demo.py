@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.context import Context
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import Exact
 from offbeat.codec.sparseloco import ChunkSelector
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
@@ -55,6 +56,9 @@ class DeMo(GradientStrategy):
         density: fraction of the coefficients of each block that travel in a step, in (0, 1].
         decay: of momentum, in (0, 1].
         sign: whether the optimizer gets the signs of the mean, and not the mean.
+        codec: how coefficients are written: a `TopKCodec`, or names of its parts such as "linear4";
+            with a selector such as "reuse" they are picked among all, and not in each block. None:
+            "float32", all exact.
     """
 
     name: ClassVar[str] = "demo"
@@ -63,12 +67,14 @@ class DeMo(GradientStrategy):
     density: float = 1 / 128
     decay: float = 0.999
     sign: bool = True
+    codec: TopKCodec | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_density("density", self.density)
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay must be in (0, 1], got {self.decay!r}")
+        self.entries()
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -76,8 +82,8 @@ class DeMo(GradientStrategy):
         require_real(model)
 
     def entries(self) -> TopKCodec:
-        """How coefficients travel."""
-        return TopKCodec()
+        """How coefficients travel. Raises `ConfigError` for a codec that is none."""
+        return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
     @override
     def reductions(
@@ -87,7 +93,7 @@ class DeMo(GradientStrategy):
         return Reductions([(bucket, _Transformed(bucket, context, self)) for bucket in buckets])
 
 
-class Block(NamedTuple):
+class CosineBlock(NamedTuple):
     """The blocks of one parameter: `down` x `across` of `rows` x `columns` elements, from `begin`
     on in its bucket.
     """
@@ -103,18 +109,20 @@ class Block(NamedTuple):
         return self.down * self.rows * self.across * self.columns
 
 
-def blocks_of(bucket: Bucket) -> list[Block]:
+def blocks_of(bucket: Bucket) -> list[CosineBlock]:
     """The blocks of each of its parameters."""
     found = []
     for parameter, begin in zip(bucket.parameters, bucket.offsets, strict=False):
         if size := parameter.numel():
             height = parameter.shape[0] if parameter.dim() > 1 else 1
             rows, columns = _divisor(height), _divisor(size // height)
-            found.append(Block(begin, height // rows, rows, size // height // columns, columns))
+            found.append(
+                CosineBlock(begin, height // rows, rows, size // height // columns, columns)
+            )
     return found
 
 
-def transform_(flat: torch.Tensor, blocks: Sequence[Block], *, inverse: bool = False) -> None:
+def transform_(flat: torch.Tensor, blocks: Sequence[CosineBlock], *, inverse: bool = False) -> None:
     """Replace a bucket's elements by their cosine coefficients, block after block, or back."""
     for block in blocks:
         down, rows, across, columns = block[1:]
@@ -142,7 +150,7 @@ def _divisor(length: int) -> int:
 
 
 class _LargestOfBlocks(ChunkSelector):
-    def __init__(self, blocks: Sequence[Block], density: float) -> None:
+    def __init__(self, blocks: Sequence[CosineBlock], density: float) -> None:
         super().__init__(BLOCK * BLOCK)
         self.blocks, self.density = blocks, density
 
@@ -164,6 +172,9 @@ class _Transformed(SparseReduction):
     def __init__(self, bucket: Bucket, context: Context, strategy: DeMo) -> None:
         self._blocks, self._sign = blocks_of(bucket), strategy.sign
         double, codec = bucket.state_dtype == torch.float64, strategy.entries()
+        selector = codec.selector
+        if selector == Exact():
+            selector = _LargestOfBlocks(self._blocks, strategy.density)
         plan = ExchangePlan(
             k=max(1, round(strategy.density * bucket.num_elements)), collective=topk_sum
         )
@@ -173,7 +184,7 @@ class _Transformed(SparseReduction):
                 bucket.num_elements,
                 dtype=bucket.flat.dtype,
                 device=bucket.flat.device,
-                selector=_LargestOfBlocks(self._blocks, strategy.density),
+                selector=selector,
                 decay=strategy.decay,
             ),
             driver=context.driver,

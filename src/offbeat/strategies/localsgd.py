@@ -50,7 +50,7 @@ from offbeat.averaging.periodic import (
 from offbeat.averaging.streaming import Streaming, StreamingMean
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.topk_codec import VALUE_CODECS, WeightCodec
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError, nearest
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
@@ -129,8 +129,7 @@ class LocalSGD(AveragingStrategy):
             "averaged", and "local" with `start_step`, `outer` or `codec`.
         codec: how changes of weights since the last average travel: the name of a codec, or a
             `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
-            does not travel is owed. Names of value codecs, such as "linear4" or "e3m0", let all
-            changes travel in few bits. None: weights travel whole.
+            does not travel is owed. None: weights travel whole.
         streaming: how averages travel while training goes on: fragments x delay in steps, and x the
             weight of a rank's own parameters, such as "4x2" or "4x2x0.5", or an
             `averaging.streaming.Streaming`; an average is of one fragment then, every period /
@@ -155,7 +154,7 @@ class LocalSGD(AveragingStrategy):
         elif not isinstance(self.period, AveragingSchedule):
             require_at_least("period", self.period, 1)
         if isinstance(self.codec, str):
-            require_one_of("codec", self.codec, (*WEIGHT_CODECS, *VALUE_CODECS))
+            require_one_of("codec", self.codec, tuple(WEIGHT_CODECS))
         elif self.codec is not None and not isinstance(self.codec, WeightCodec):
             raise ConfigError(
                 "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
@@ -268,11 +267,7 @@ class LocalSGD(AveragingStrategy):
     @property
     def weight_codec(self) -> WeightCodec | None:
         """How changes of weights travel; None: weights travel whole."""
-        if not isinstance(self.codec, str):
-            return self.codec
-        if self.codec in VALUE_CODECS:
-            return WeightCodec(density=1.0, entries=self.codec)
-        return WEIGHT_CODECS[self.codec]
+        return WEIGHT_CODECS[self.codec] if isinstance(self.codec, str) else self.codec
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:

@@ -167,6 +167,10 @@ REGISTRY: Final = StrategyRegistry(
 """All strategies, those that exchange gradients first, then weights, then Kronecker factors."""
 
 WEIGHT_CODECS: Final[NamedObjects[WeightCodec]] = NamedObjects(
+    linear8="offbeat.codec.topk_codec:AllChanges:linear8",
+    linear4="offbeat.codec.topk_codec:AllChanges:linear4",
+    e3m0="offbeat.codec.topk_codec:AllChanges:e3m0",
+    sign="offbeat.codec.topk_codec:AllChanges:sign",
     sparseloco="offbeat.codec.sparseloco:SparseLoCo",
 )
 """How changes of weights travel, by name."""

@@ -15,6 +15,7 @@ from offbeat.arithmetic.trees import num_rounds
 from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import SELECTORS, VALUE_CODECS, TopKCodec
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
@@ -163,6 +164,12 @@ class _Machine(Driver):
 
     def copying_s(self, num_bytes: float) -> float:
         return self.profile.bucket_copy_s_per_byte * num_bytes
+
+    def coding_s(self, num_elements: int, values: ValueCodec) -> float:
+        return self.profile.value_coding_s(num_elements, _NAMES.get(values, ""))
+
+    def multiplying_s(self, num_elements: int, rank: int) -> float:
+        return self.profile.low_rank_s(num_elements, rank) / 3  # an exchange has three products
 
     def publishing_s(self, num_bytes: float) -> float:
         return self.profile.publish_s * num_bytes / self.profile.num_bytes
