@@ -97,6 +97,10 @@ _KFAC: dict[str, KFACStrategy] = {
         exchange=offbeat.GTopK(density=0.2, collective="reduce_scatter", replica_check_interval=1),
         kl_clip=None,
     ),
+    "spdkfac with powersgd": offbeat.SPDKFAC(
+        exchange=offbeat.PowerSGD(rank=1, bucket_mib=1e-4, replica_check_interval=1), kl_clip=None
+    ),
+    "spdkfac in 4 bits": offbeat.SPDKFAC(exchange=replace(_CHECKED, codec="linear4")),
     "dpkfac": offbeat.DPKFAC(exchange=_CHECKED),
     "dpkfac with everyone's factors": FactorsOfEveryone(exchange=_CHECKED, inverse_interval=2),
 }

@@ -394,11 +394,13 @@ def test_a_rank_that_goes_is_an_error_on_the_others(
 
 
 def test_sparse_gradients_and_dense_factors(run_ranks: RunRanks) -> None:
-    options: dict[str, Any] = {"inverse_interval": 1, "exchange": "gtopk"}
     strategies = {
-        "dkfac": offbeat.DKFAC(**options),
-        "spdkfac": offbeat.SPDKFAC(**options),
-        "dpkfac": offbeat.DPKFAC(**options),
+        f"{kind.name} with {exchange}": kind(
+            inverse_interval=1,
+            exchange=offbeat.AllReduce(codec="sign") if exchange == "signs" else exchange,
+        )
+        for kind in (offbeat.DKFAC, offbeat.SPDKFAC, offbeat.DPKFAC)
+        for exchange in ("gtopk", "powersgd", "signs")
     }
     assert_identical(run_ranks(train, 3, strategies=strategies, steps=5, lr=0.05))
 

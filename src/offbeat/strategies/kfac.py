@@ -63,12 +63,13 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.gtopk import GTopK
 from offbeat.strategies.options import require_at_least, require_one_of, require_positive
+from offbeat.strategies.powersgd import PowerSGD
 from offbeat.strategies.schedules import Schedule
 from offbeat.strategies.topk import TopK
 from offbeat.torch_private import unscales_gradients_itself
 
 EXCHANGES: dict[str, type[GradientStrategy]] = {
-    kind.name: kind for kind in (AllReduce, TopK, GTopK)
+    kind.name: kind for kind in (AllReduce, TopK, GTopK, PowerSGD)
 }
 """Strategies that can exchange the gradients, by name."""
 
@@ -95,8 +96,8 @@ class KFACStrategy(Strategy):
             the model is), or "bfloat16", which is fast on hardware for it and precise to two or
             three digits. "auto": bfloat16 on such hardware where `inverse_interval` is above 25 or
             factors are on a GPU, and none is in float64.
-        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or a strategy such as
-            `offbeat.GTopK(density=0.01)`.
+        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", "powersgd", or a
+            strategy such as `offbeat.GTopK(density=0.01)`.
         curvature: what the factors of layers are taken over, and how they are averaged and damped.
     """
 
@@ -110,7 +111,7 @@ class KFACStrategy(Strategy):
     kl_clip: float | Callable[[int], float] | None = 0.001
     grafting: Literal["auto", "none", "floor", "layer"] = "auto"
     inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk"] = "allreduce"
+    exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk", "powersgd"] = "allreduce"
     curvature: Curvature = USUAL_CURVATURE
 
     def __post_init__(self) -> None:
