@@ -118,6 +118,12 @@ REGISTRY: Final = StrategyRegistry(
         "Momentum of which the largest cosine coefficients travel",
     ),
     StrategyEntry(
+        "onebitadam",
+        "OneBitAdam",
+        "2102.02888",
+        "Adam whose momentum travels as signs once its second moments are frozen",
+    ),
+    StrategyEntry(
         "dpsgd", "DPSGD", "1705.09056", "Weights averaged with two neighbours in every step"
     ),
     StrategyEntry(
