@@ -42,6 +42,7 @@ STRATEGIES: Strategies = {
     "allreduce by signs": offbeat.AllReduce(codec="sign", **BASE),
     "powersgd": offbeat.PowerSGD(rank=1, bucket_mib=1e-3, **BASE),
     "demo": offbeat.DeMo(decay=1.0, sign=False, **SPARSE),
+    "defsgd": offbeat.DEFSGD(ratio=10, **BASE),
     "topk": offbeat.TopK(**SPARSE),
     "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
     "gtopk by reduce-scatter, bfloat16, small buckets": replace(
@@ -59,7 +60,9 @@ PAIR: Strategies = {
     label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
 }
 LOSSLESS: Strategies = {
-    label: replace(strategy, density=1.0) if hasattr(strategy, "density") else strategy
+    label: replace(
+        strategy, **{name: 1 for name in ("density", "ratio") if hasattr(strategy, name)}
+    )
     for label, strategy in STRATEGIES.items()
     if not any(part in label for part in ("bfloat16", "bits", "signs", "powersgd"))
 }

@@ -118,6 +118,12 @@ REGISTRY: Final = StrategyRegistry(
         "Momentum of which the largest cosine coefficients travel",
     ),
     StrategyEntry(
+        "defsgd",
+        "DEFSGD",
+        "2004.05298",
+        "A random part of the gradient, the same on all ranks, and the rest is owed",
+    ),
+    StrategyEntry(
         "onebitadam",
         "OneBitAdam",
         "2102.02888",
