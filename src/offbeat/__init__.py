@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.session.metrics import step as step
     from offbeat.session.session import Session as Session
     from offbeat.session.state import reshard as reshard
+    from offbeat.strategies.a2sgd import A2SGD as A2SGD
     from offbeat.strategies.adaptive import AdaptiveSGD as AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD as ADPSGD
     from offbeat.strategies.allreduce import AllReduce as AllReduce

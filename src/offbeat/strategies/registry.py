@@ -130,6 +130,12 @@ REGISTRY: Final = StrategyRegistry(
         "Adam whose momentum travels as signs once its second moments are frozen",
     ),
     StrategyEntry(
+        "a2sgd",
+        "A2SGD",
+        "2006.07405",
+        "Two numbers of each gradient averaged in every step, and weights once in a while",
+    ),
+    StrategyEntry(
         "dpsgd", "DPSGD", "1705.09056", "Weights averaged with two neighbours in every step"
     ),
     StrategyEntry(
