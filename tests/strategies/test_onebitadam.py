@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,10 +176,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(saved_after: int) -> N
         for step in range(NUM_STEPS):
             step_of(net, optimizer, 0, step)
             if step == saved_after:
-                saved = [net.state_dict(), optimizer.state_dict(), session.state_dict()]
-                saved = torch.utils._pytree.tree_map(
-                    lambda each: each.clone() if isinstance(each, torch.Tensor) else each, saved
-                )
+                states = [net.state_dict(), optimizer.state_dict(), session.state_dict()]
+                saved = copy.deepcopy(states)
     resumed, optimizer, session = begin()
     with session:
         resumed.load_state_dict(saved[0])
