@@ -56,7 +56,8 @@ for name, kind in REGISTRY.items():
     shared = {"mega_batch": 2} if hasattr(kind, "mega_batch") else {}
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make = torch.optim.Adam if name == "onebitadam" else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.1)
     with offbeat.attach(model, optimizer, kind(**shared)) as session:
         for _ in range(3):
             model(torch.ones(5, 6)).square().mean().backward()

@@ -29,10 +29,12 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.session.metrics import step as step
     from offbeat.session.session import Session as Session
     from offbeat.session.state import reshard as reshard
+    from offbeat.strategies.a2sgd import A2SGD as A2SGD
     from offbeat.strategies.adaptive import AdaptiveSGD as AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD as ADPSGD
     from offbeat.strategies.allreduce import AllReduce as AllReduce
     from offbeat.strategies.crossbow import Crossbow as Crossbow
+    from offbeat.strategies.defsgd import DEFSGD as DEFSGD
     from offbeat.strategies.demo import DeMo as DeMo
     from offbeat.strategies.dpsgd import DPSGD as DPSGD
     from offbeat.strategies.eagersgd import EagerSGD as EagerSGD
@@ -46,6 +48,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.kfac import Curvature as Curvature
     from offbeat.strategies.localsgd import LocalSGD as LocalSGD
     from offbeat.strategies.localsgd import Outer as Outer
+    from offbeat.strategies.onebitadam import OneBitAdam as OneBitAdam
     from offbeat.strategies.powersgd import PowerSGD as PowerSGD
     from offbeat.strategies.schedules import Schedule as Schedule
     from offbeat.strategies.sgp import SGP as SGP

@@ -37,6 +37,8 @@ PLAIN: dict[str, AveragingStrategy] = {
     "localsgd as published": offbeat.LocalSGD(period=2, warmup=0, optimizer_state="local"),
     "localsgd with local buffers": offbeat.LocalSGD(period=1, buffers="local"),
     "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
+    "a2sgd": offbeat.A2SGD(period=2),
+    "a2sgd in small buckets": offbeat.A2SGD(period=2, bucket_mib=1e-4),
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
     "wagma": offbeat.WAGMA(),
@@ -433,7 +435,8 @@ def test_complex_parameters(strategy: AveragingStrategy) -> None:
     for model in (net, plain):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         if model is net:
-            if getattr(strategy, "codec", None) is not None:
+            needs_order = isinstance(strategy, offbeat.A2SGD)
+            if needs_order or getattr(strategy, "codec", None) is not None:
                 with pytest.raises(UnsupportedError, match="not real-valued"):
                     offbeat.attach(net, optimizer, strategy)
                 return

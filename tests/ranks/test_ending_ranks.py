@@ -26,6 +26,7 @@ IN_STEP: dict[str, AveragingStrategy] = {
     "localsgd": offbeat.LocalSGD(period=3, warmup=0),
     "localsgd at an average": offbeat.LocalSGD(period=2, warmup=0),
     "diloco": offbeat.LocalSGD(period=3, outer="diloco"),
+    "a2sgd": offbeat.A2SGD(period=3),
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
     "crossbow": offbeat.Crossbow(),

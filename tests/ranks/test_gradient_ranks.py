@@ -42,6 +42,7 @@ STRATEGIES: Strategies = {
     "allreduce by signs": offbeat.AllReduce(codec="sign", **BASE),
     "powersgd": offbeat.PowerSGD(rank=1, bucket_mib=1e-3, **BASE),
     "demo": offbeat.DeMo(decay=1.0, sign=False, **SPARSE),
+    "defsgd": offbeat.DEFSGD(ratio=10, **BASE),
     "topk": offbeat.TopK(**SPARSE),
     "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
     "gtopk by reduce-scatter, bfloat16, small buckets": replace(
@@ -59,7 +60,9 @@ PAIR: Strategies = {
     label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
 }
 LOSSLESS: Strategies = {
-    label: replace(strategy, density=1.0) if hasattr(strategy, "density") else strategy
+    label: replace(
+        strategy, **{name: 1 for name in ("density", "ratio") if hasattr(strategy, name)}
+    )
     for label, strategy in STRATEGIES.items()
     if not any(part in label for part in ("bfloat16", "bits", "signs", "powersgd"))
 }
@@ -97,6 +100,29 @@ def test_density_1_is_ddp(run_ranks: RunRanks, world_size: int) -> None:
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks, label)
         assert max(result["apart"] for result in ranks) < 1e-5, label
+
+
+def signs_of_momentum(rank: int, world_size: int) -> dict[str, Any]:
+    """Train with Adam, whose second moments are frozen halfway."""
+    net = make_net(seed=rank)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    sent, squares = [0], []
+    with offbeat.attach(net, optimizer, offbeat.OneBitAdam(freeze_step=3)) as session:
+        for step in range(6):
+            train(net, optimizer, rank, range(step, step + 1))
+            sent.append(session.stats.bytes_sent)
+            squares.append(
+                float(sum(each["exp_avg_sq"].sum() for each in optimizer.state.values()))
+            )
+    return {"fingerprint": fingerprint(net), "sent": np.diff(sent).tolist(), "squares": squares}
+
+
+def test_signs_of_momentum_keep_replicas_identical(run_ranks: RunRanks) -> None:
+    results = run_ranks(signs_of_momentum, 3)
+    assert_identical(results, "1-bit Adam")
+    for result in results:
+        assert len(set(result["squares"])) == 3
+        assert max(result["sent"][4:]) < 0.5 * result["sent"][1]
 
 
 def conservation(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:

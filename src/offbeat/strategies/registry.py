@@ -118,6 +118,24 @@ REGISTRY: Final = StrategyRegistry(
         "Momentum of which the largest cosine coefficients travel",
     ),
     StrategyEntry(
+        "defsgd",
+        "DEFSGD",
+        "2004.05298",
+        "A random part of the gradient, the same on all ranks, and the rest is owed",
+    ),
+    StrategyEntry(
+        "onebitadam",
+        "OneBitAdam",
+        "2102.02888",
+        "Adam whose momentum travels as signs once its second moments are frozen",
+    ),
+    StrategyEntry(
+        "a2sgd",
+        "A2SGD",
+        "2006.07405",
+        "Two numbers of each gradient averaged in every step, and weights once in a while",
+    ),
+    StrategyEntry(
         "dpsgd", "DPSGD", "1705.09056", "Weights averaged with two neighbours in every step"
     ),
     StrategyEntry(

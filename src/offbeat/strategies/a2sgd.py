@@ -1,0 +1,159 @@
+"""A2SGD: two numbers of each gradient travel, the means of what is positive and of what is negative
+in it (arXiv 2006.07405, algorithm 1).
+
+    p = mean of the gradient where it is >= 0;  q = mean of its magnitude where it is < 0
+    e = gradient - p where it is >= 0, gradient + q where it is < 0          stays on its rank
+    P, Q = means of all ranks' p and q
+    gradient = e + P where it is >= 0, e - Q where it is < 0
+
+What stays differs from rank to rank and is applied there, so replicas part, as with local steps of
+which only two numbers are shared. After every `period` steps parameters are averaged.
+
+Cost per step: an all-reduce of two numbers for each bucket of gradients, overlapped with backward,
+and two passes over the gradient; each `period`, an all-reduce of the model.
+
+Differences from the paper: replicas are brought together again; it has no averages of parameters.
+Where several ranks have samples, P and Q are weighted by them; a rank without any applies nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
+from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.reductions import Reduction, launch_sums
+from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
+from offbeat.strategies.options import require_at_least, require_positive
+from offbeat.strategies.sparse_gradient import require_real
+from offbeat.transport.driver import Pending
+from offbeat.weights.model_weights import ModelWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class A2SGD(AveragingStrategy):
+    """Two numbers of each gradient averaged in every step, and weights once in a while.
+
+    Args:
+        period: parameters are averaged after every so many steps, >= 1.
+        bucket_mib: of each bucket of gradients, of at most this size, two numbers travel, > 0.
+    """
+
+    name: ClassVar[str] = "a2sgd"
+
+    period: int = 16
+    bucket_mib: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("period", self.period, 1)
+        require_positive("bucket_mib", self.bucket_mib)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._gradients.check(model, optimizer)
+        require_real(model)
+
+    @property
+    def _gradients(self) -> _TwoMeans:
+        return _TwoMeans(
+            max_skipped_steps=self.max_skipped_steps,
+            replica_check_interval=0,
+            bucket_mib=self.bucket_mib,
+        )
+
+    @override
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        exchange = MeanOfAll(
+            weights,
+            Everyone(context.driver, context.new_stream()),
+            optimizer=context.optimizer,
+            notify=context.notices.notify,
+        )
+        average = PeriodicAverage(exchange, GrowingPeriod(self.period))
+        return [*self._gradients.build(context), average]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TwoMeans(GradientStrategy):
+    """Of each bucket, two numbers.
+
+    Args:
+        bucket_mib: size of a bucket.
+    """
+
+    bucket_mib: float = 1.0
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        buckets = make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
+        return Reductions(
+            [
+                (bucket, _TwoMeansReduction(bucket, context.driver, context.new_stream()))
+                for bucket in buckets
+            ]
+        )
+
+
+class _TwoMeansReduction(Reduction):
+    """This rank's gradient, in which the means over all ranks stand for its own two means. There
+    is no GradScaler.
+    """
+
+    # What one exchange leaves for the methods that end it, from `launch` on:
+    _sums: list[Pending[torch.Tensor]]
+    _weight: float
+    _own: torch.Tensor
+    _message: torch.Tensor
+
+    @override
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        self._weight = tally.weight
+        if not tally.num_failed:
+            tally = replace(tally, num_nonfinite=int(not is_finite(gradient)))
+        self._own = two_means(gradient)
+        tail = torch.zeros(NUM_COUNTERS + len(self._bucket.indices), dtype=torch.float64)
+        tally.write_to(tail)
+        self._message = torch.cat([self._own.cpu() * tally.weight, tail])
+        self._sums = launch_sums(self._driver, self._stream, self._message)
+
+    @override
+    def wait(self) -> Tally:
+        for pending in self._sums:
+            pending.wait()
+        self._tally = Tally.read_from(self._message[2:])
+        return self._tally
+
+    @override
+    def commit(self) -> torch.Tensor:
+        flat = self._bucket.flat
+        if not self._weight:
+            return flat.zero_()
+        total = self._message[:2].to(self._own.device) / self._tally.weight
+        positive, negative = (total - self._own).tolist()
+        return flat.add_(torch.where(flat < 0, -negative, positive).to(flat.dtype))
+
+
+def two_means(gradient: torch.Tensor) -> torch.Tensor:
+    """The mean of what is not negative, and the mean magnitude of what is; 0 where there is none.
+    Shape (2,), float64.
+    """
+    is_negative = gradient < 0
+    num_negative = is_negative.sum(dtype=torch.float64)
+    parts = gradient.clamp(min=0), -gradient.clamp(max=0)
+    sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+    counts = torch.stack([gradient.numel() - num_negative, num_negative])
+    return sums / counts.clamp(min=1)

@@ -1,0 +1,291 @@
+"""1-bit Adam: momentum travels as signs once Adam's second moments are frozen (arXiv 2102.02888,
+algorithm 1).
+
+    until `freeze_step`: the user's Adam, with the mean of gradients
+    then v stays, and in each step
+        m = beta1 m + (1 - beta1) gradient                 on each rank, from the mean m
+        m = mean of all ranks' m, as signs with a scale    by owners (`collectives.coded_sum`)
+        parameter -= lr m / (sqrt(v) + eps)
+
+What signs lose is owed. The step is written here, and the optimizer then finds no gradient; m and v
+are those of `optimizer.state`, which is the same on all ranks, so it is shown, saved and loaded as
+ever.
+
+Cost per step: as of AllReduce at first, then 2(P-1)/P n bits sent by each rank and a float32 for
+1,024 of them; a buffer of the gradient's size is owed.
+
+Differences from the paper: a scale is the mean magnitude of 1,024 values, and not the mean square
+of a tensor; both roundings of a rank are owed in one vector; Adam's bias corrections, which the
+paper leaves out, go on for m and are frozen with v; an element whose v is 0, because it had no
+gradient so far, stays as it is: its sign cannot be 0, and would be divided by eps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from offbeat.callbacks.callback import CallbackState
+from offbeat.callbacks.context import Context
+from offbeat.codec.few_bits import SignValues
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.tally import Tally
+from offbeat.codec.value_codecs import ValueCodec
+from offbeat.errors import UnsupportedError
+from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.coded_reduction import CodedReduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
+from offbeat.gradients.reductions import DenseReduction
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
+from offbeat.strategies.options import require_at_least, require_positive
+from offbeat.strategies.sparse_gradient import require_real
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBitAdam(GradientStrategy):
+    """Adam whose momentum travels as signs once its second moments are frozen.
+
+    Args:
+        freeze_step: second moments are frozen once the optimizer has taken so many steps, >= 1: a
+            sixth to a quarter of all steps is usual.
+        bucket_mib: gradients or momenta leave in buckets of at most this size, > 0.
+    """
+
+    name: ClassVar[str] = "onebitadam"
+
+    freeze_step: int = 1000
+    bucket_mib: float = 25.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("freeze_step", self.freeze_step, 1)
+        require_positive("bucket_mib", self.bucket_mib)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        require_real(model)
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or any(
+            group["amsgrad"] for group in optimizer.param_groups
+        ):
+            raise UnsupportedError(
+                "OneBitAdam freezes the second moments of torch.optim.Adam or AdamW without"
+                f" amsgrad, got {type(optimizer).__name__}; use such an optimizer, or"
+                ' offbeat.AllReduce(codec="sign") with any'
+            )
+
+    def values(self) -> ValueCodec:
+        """How momentum travels."""
+        return SignValues()
+
+    @override
+    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
+        if context.has_scaler:
+            raise UnsupportedError(
+                "OneBitAdam takes the optimizer's steps, and a GradScaler scales what they are"
+                " given; use bfloat16 autocast, which needs no scaler, or offbeat.AllReduce()"
+            )
+        return FrozenAdam(context, freeze_step=self.freeze_step)
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        assert isinstance(transform, FrozenAdam)
+        pairs = []
+        for bucket in make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB)):
+            transform.init(bucket, None)
+            pairs.append((bucket, _MomentumReduction(bucket, self.values(), context, transform)))
+        return Reductions(pairs)
+
+
+class FrozenAdam(GradientTransform):
+    """Adam's momentum and step, from the step on in which second moments are frozen.
+
+    Args:
+        context: lent by the session; its optimizer is an Adam.
+        freeze_step: after how many steps of the optimizer that is.
+    """
+
+    what: ClassVar[str] = "Adam's momentum"
+
+    def __init__(self, context: Context, *, freeze_step: int) -> None:
+        assert context.optimizer is not None
+        super().__init__(context.optimizer)
+        self._optimizer, self._inform = context.optimizer, context.notices.inform
+        self._freeze_step = freeze_step
+        self._groups: dict[int, GroupRanges] = {}
+        self._has_looked = False  # at the optimizer's steps, since the last one
+        self._frozen_at = 0.0  # by then v had been changed so many times
+        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    @property
+    @override
+    def is_taken(self) -> bool:  # type: ignore[override]  # nobody sets it
+        return self._frozen_at > 0
+
+    @override
+    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
+        self._groups[id(bucket)] = GroupRanges(bucket, self._optimizer)
+
+    @override
+    def update(
+        self,
+        bucket: Bucket,
+        used: NDArray[np.bool_],
+        *,
+        weight: float,
+        grad_scale: float,
+        continues: bool,
+    ) -> tuple[torch.Tensor, float]:
+        """Turn the gradient into momentum, which a later exchange of the same step adds to."""
+        self._look()
+        if not self.is_taken:
+            return bucket.flat, weight
+        param_groups, groups = self._optimizer.param_groups, self._groups[id(bucket)]
+        if not continues:
+            decays = [
+                0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
+                for group in param_groups
+            ]
+            groups.add_decay_(used, decays)
+        momentum = bucket.flat.to(bucket.state_dtype)
+        for parameter, view, number in zip(
+            bucket.parameters, bucket.views_of(momentum), groups.groups, strict=True
+        ):
+            if number is None:
+                continue
+            beta1 = float(param_groups[number]["betas"][0])
+            view.mul_(beta1 - 1 if param_groups[number]["maximize"] else 1 - beta1)
+            if not continues and (state := self._optimizer.state.get(parameter)):
+                view.add_(state["exp_avg"], alpha=beta1)
+        return momentum, weight
+
+    def _look(self) -> None:
+        """Freeze, if it is time. Steps are the same on all ranks."""
+        if self._has_looked or self.is_taken:
+            return
+        self._has_looked = True
+        states = [state for state in self._optimizer.state.values() if state]
+        num_steps = max((float(state.get("step", 0)) for state in states), default=0.0)
+        if num_steps < self._freeze_step:
+            return
+        self._frozen_at = num_steps
+        num_moving = sum(int(state["exp_avg_sq"].count_nonzero()) for state in states)
+        num_elements = sum(
+            parameter.numel()
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        )
+        self._inform(
+            f"Adam's second moments are frozen after {num_steps:,.0f} steps, and momentum travels"
+            f" as signs; {num_elements - num_moving:,} of {num_elements:,} elements have had no"
+            " gradient by now, and stay as they are"
+        )
+
+    @override
+    def give_back(self) -> None:
+        """Adam goes on from where its state is."""
+        self._show_gradients()
+
+    # Events
+
+    @override
+    @torch.no_grad()
+    def on_before_update(self) -> None:
+        """Take the step; the optimizer then finds no gradient."""
+        if not self.is_taken:
+            return
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if (momentum := parameter.grad) is None:
+                    continue
+                if state := self._optimizer.state.get(parameter):
+                    self._step(parameter, momentum, state, group)
+                self._hidden.append((parameter, momentum))
+                parameter.grad = None
+
+    def _step(
+        self,
+        parameter: torch.nn.Parameter,
+        momentum: torch.Tensor,
+        state: Mapping[str, Any],
+        group: Mapping[str, Any],
+    ) -> None:
+        rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        square = state["exp_avg_sq"]
+        state["step"].add_(1)
+        state["exp_avg"].copy_(momentum)
+        num_steps = float(state["step"])
+        correction = 1 - beta2 ** min(num_steps, self._frozen_at)
+        divisor = square.div(correction).sqrt_().add_(group["eps"])
+        divisor.masked_fill_(square == 0, torch.inf)
+        if group["decoupled_weight_decay"]:
+            parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.addcdiv_(momentum, divisor, value=-rate / (1 - beta1**num_steps))
+
+    @override
+    def on_after_step(self) -> None:
+        self._has_looked = False
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    # State
+
+    @override
+    def state_dict(self) -> CallbackState:
+        replicated = super().state_dict()["replicated"]
+        return {"replicated": {**replicated, "frozen_at": self._frozen_at}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        super().load_state_dict(state)
+        self._frozen_at = float(state["replicated"].get("frozen_at", 0))
+        self._has_looked = False
+
+
+class _MomentumReduction(CodedReduction):
+    """The mean of gradients, and from the freeze on that of momenta in few bits."""
+
+    def __init__(
+        self, bucket: Bucket, values: ValueCodec, context: Context, frozen: FrozenAdam
+    ) -> None:
+        super().__init__(bucket, values, context.driver, context.new_stream())
+        self._dense = DenseReduction(bucket, context.driver, context.new_stream())
+        self._frozen = frozen
+        # What one exchange leaves for the methods that end it, from `launch` on:
+        self._is_dense, self._momentum, self._weight = True, bucket.flat, 1.0
+
+    @override
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        self._is_dense, self._momentum, self._weight = not self._frozen.is_taken, gradient, weight
+        begin = self._dense.launch if self._is_dense else super().launch
+        begin(gradient, tally, weight=weight, grad_scale=grad_scale)
+
+    @override
+    def wait(self) -> Tally:
+        return self._dense.wait() if self._is_dense else super().wait()
+
+    @override
+    def commit(self) -> torch.Tensor:
+        return self._dense.commit() if self._is_dense else super().commit()
+
+    @override
+    def _take_back(self, position: int, kept: torch.Tensor) -> None:
+        """A parameter that no rank used keeps its momentum, which is therefore not owed."""
+        super()._take_back(position, kept)
+        here = slice(*self._bucket.offsets[position : position + 2])
+        self._residual[here].sub_(self._momentum[here], alpha=self._weight)
