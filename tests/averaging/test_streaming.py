@@ -11,27 +11,10 @@ import torch
 import offbeat
 from offbeat.averaging.streaming import Streaming, fragments_of
 from offbeat.errors import ConfigError
+from thread_support.nets import make_model, step_of
 from thread_support.world import ThreadDriver, results_of, session_on
 
 RANKS, LR = 3, 0.05
-
-
-def make_model() -> torch.nn.Module:
-    layers = [torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5), torch.nn.Linear(5, 1)]
-    model = torch.nn.Sequential(*layers).double()
-    draw = torch.Generator().manual_seed(3)  # ranks are threads, which share torch's own
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) / 2)
-    return model
-
-
-def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    draw = torch.Generator().manual_seed(100 * rank + step)
-    x = torch.randn(5, 4, generator=draw, dtype=torch.float64)
-    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def trained(strategy: offbeat.LocalSGD, num_steps: int) -> list[list[torch.Tensor]]:

@@ -36,6 +36,7 @@ PLAIN: dict[str, AveragingStrategy] = {
     "localsgd": offbeat.LocalSGD(period=2),
     "localsgd as published": offbeat.LocalSGD(period=2, warmup=0, optimizer_state="local"),
     "localsgd with local buffers": offbeat.LocalSGD(period=1, buffers="local"),
+    "des-loc": offbeat.LocalSGD(period=2, optimizer_state={"momentum_buffer": 2}),
     "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),

@@ -155,6 +155,15 @@ def test_an_averaged_state_is_sent_with_the_model(name: str, moments: int) -> No
     assert averaged == pytest.approx((1 + moments) * local, rel=WITH_TALLIES)
 
 
+def test_states_at_intervals_of_their_own_are_sent_as_often() -> None:
+    adam = replace(setting(), profile=replace(MODEL, moments=2.0), steps=range(12))
+    intervals, local = (
+        predict_step(f"localsgd:warmup=0:period=1:optimizer_state={state}", adam).bytes_per_step
+        for state in ("exp_avg=3+exp_avg_sq=6", "local")
+    )
+    assert intervals == pytest.approx((1 + 1 / 3 + 1 / 6) * local, rel=WITH_TALLIES)
+
+
 def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
     """Four small tensors together are as large as the other one."""
 

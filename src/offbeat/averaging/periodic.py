@@ -326,7 +326,7 @@ class MeanOfAll(WeightExchange):
         rule: what is done with the mean; its `anchor` is where the last average left the weights.
         optimizer: the user's.
         averages_state: whether the optimizer's state is averaged with the weights; else it stays
-            local.
+            local. Or by name of a state: at every how many averages of the weights it is averaged.
         notify: tells the user what of the optimizer's state is not averaged.
 
     Raises:
@@ -344,7 +344,7 @@ class MeanOfAll(WeightExchange):
         codec: WeightCodec | None = None,
         rule: TakeMean | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        averages_state: bool = False,
+        averages_state: bool | Mapping[str, int] = False,
         notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
         self.rule = rule or TakeMean()
@@ -354,11 +354,15 @@ class MeanOfAll(WeightExchange):
             self.rule.changes()
             self._codec = EncodedChanges(self.rule.anchor, codec, peers)
         self._optimizer, self._averages_state = optimizer, averages_state
-        self._notify, self._was_told = notify, False
+        self._notify, self._was_told, self._number = notify, False, 0
 
     @override
     def begin(self) -> None:
         self.rule.begin()
+
+    @override
+    def launch(self, number: int) -> None:
+        self._number = number + 1
 
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
@@ -379,16 +383,24 @@ class MeanOfAll(WeightExchange):
         begin_s = time.perf_counter()
         self.rule.merge_(changes)
         self.encode_s += time.perf_counter() - begin_s
-        if self._averages_state and self._optimizer is not None:
+        self._average_state()
+        return drift
+
+    def _average_state(self) -> None:
+        averages, due = self._averages_state, None
+        if isinstance(averages, Mapping):
+            due = {name: not self._number % interval for name, interval in averages.items()}
+            averages = any(due.values())
+        if averages and self._optimizer is not None:
             self.encode_s += average_optimizer_state_(
                 self._optimizer,
                 self._weights.parameters,
-                driver=driver,
-                stream=stream,
+                driver=self._peers.driver,
+                stream=self._peers.stream,
                 weight=1.0,
                 notify=self._notify_once,
+                due=due,
             )
-        return drift
 
     def _copies(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._weights.parameters.values()]

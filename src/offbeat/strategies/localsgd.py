@@ -14,7 +14,8 @@ all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps 
 `outer` the mean goes through an optimizer of its own, any of `torch.optim`, which makes it SlowMo
 or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
 others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `streaming`
-fragments of the model are averaged in turn while training goes on; see `averaging.streaming`.
+fragments of the model are averaged in turn while training goes on; see `averaging.streaming`. With
+an interval for each of the optimizer's states it is DES-LOC (arXiv 2505.22549).
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
 again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
@@ -31,6 +32,7 @@ changes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -125,8 +127,10 @@ class LocalSGD(AveragingStrategy):
             optimizer of the parameters it is given, such as
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
-            the weights, which multiplies the bytes; "local": they stay the rank's own; None:
-            "averaged", and "local" with `start_step`, `outer` or `codec`.
+            the weights, which multiplies the bytes; "local": they stay the rank's own; or each
+            state by its name, with the number of averages of the weights to one of the state, such
+            as `{"exp_avg": 3, "exp_avg_sq": 6}` or "exp_avg=3+exp_avg_sq=6"; None: "averaged", and
+            "local" with `start_step`, `outer`, `codec` or `streaming`.
         codec: how changes of weights since the last average travel: the name of a codec, or a
             `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
             does not travel is owed. Names of value codecs, such as "linear4" or "e3m0", let all
@@ -144,7 +148,7 @@ class LocalSGD(AveragingStrategy):
     start_step: int = 0
     start: Strategy | Literal["allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac"] = "allreduce"
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
-    optimizer_state: Literal["local", "averaged"] | None = None
+    optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
     streaming: Streaming | str | None = None
 
@@ -170,8 +174,9 @@ class LocalSGD(AveragingStrategy):
         if not isinstance(self.period, int):
             refuse_idle(self, "warmup", because=f"period={self.period!r} says it itself")
         require_at_least("start_step", self.start_step, 0)
-        if self.optimizer_state is not None:
-            require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
+        averages = self.averages_state
+        for state, interval in averages.items() if isinstance(averages, Mapping) else ():
+            require_at_least(f"the interval of {state!r} in optimizer_state", interval, 1)
         self._check_start()
         if isinstance(self.outer, str):
             require_one_of("outer", self.outer, tuple(OUTERS))
@@ -195,7 +200,7 @@ class LocalSGD(AveragingStrategy):
         because = "a fragment is averaged at equal intervals, and without the optimizer's state"
         if self.warmup:
             refuse_idle(self, "warmup", because=because)
-        if self.optimizer_state == "averaged":
+        if self.averages_state:
             refuse_idle(self, "optimizer_state", because=because)
 
     @property
@@ -221,11 +226,20 @@ class LocalSGD(AveragingStrategy):
         return SCHEDULES[self.period] if isinstance(self.period, str) else self.period
 
     @property
-    def averages_state(self) -> bool:
-        """Whether the optimizer's state is averaged, by `optimizer_state` or by default."""
-        if self.optimizer_state is None:
+    def averages_state(self) -> bool | Mapping[str, int]:
+        """Whether the optimizer's state is averaged, by `optimizer_state` or by default; or at
+        every how many averages, by name of a state.
+        """
+        chosen = self.optimizer_state
+        if chosen is None:
             return not self._begins_plainly
-        return self.optimizer_state == "averaged"
+        if not isinstance(chosen, str):
+            return chosen
+        if "=" not in chosen:
+            require_one_of("optimizer_state", chosen, ("local", "averaged"))
+            return chosen == "averaged"
+        pairs = (part.partition("=") for part in chosen.split("+"))
+        return {state: int(interval) if interval.isdecimal() else 0 for state, _, interval in pairs}
 
     @override
     def for_plain_script(self) -> Self:
