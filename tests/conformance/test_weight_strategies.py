@@ -37,6 +37,7 @@ PLAIN: dict[str, AveragingStrategy] = {
     "localsgd as published": offbeat.LocalSGD(period=2, warmup=0, optimizer_state="local"),
     "localsgd with local buffers": offbeat.LocalSGD(period=1, buffers="local"),
     "des-loc": offbeat.LocalSGD(period=2, optimizer_state={"momentum_buffer": 2}),
+    "localsgd in pairs": offbeat.LocalSGD(period=2, peers="pairs"),
     "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
@@ -61,6 +62,7 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "streaming diloco": offbeat.LocalSGD(
         period=4, outer="diloco", codec="e3m0", streaming="2x1x0.5"
     ),
+    "noloco": offbeat.LocalSGD(period=2, outer="diloco", peers="pairs"),
     "dasgd": offbeat.LocalSGD(period=3, streaming="1x2"),
     "local sgd with an outer adam": offbeat.LocalSGD(
         period=2, outer=functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True)

@@ -72,6 +72,11 @@ def test_local_steps_divide_the_exchange_by_their_period() -> None:
     )
 
 
+def test_a_rank_of_a_pair_sends_its_weights_once() -> None:
+    step_s = predict_step("localsgd:peers=pairs:period=5:outer=diloco", setting()).step_s
+    assert step_s == pytest.approx(0.3 + 4.0 / 5, rel=WITH_TALLIES)
+
+
 @pytest.mark.parametrize("period", SCHEDULES)
 def test_every_named_schedule_is_predicted(period: str) -> None:
     step_s = predict_step(f"localsgd:optimizer_state=local:period={period}", setting()).step_s

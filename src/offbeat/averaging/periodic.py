@@ -5,7 +5,8 @@
     schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
     exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
                                                   `PushSum`; `averaging.central_model.CentralModel`;
-                                                  `averaging.streaming.StreamingMean`
+                                                  `averaging.streaming.StreamingMean`;
+                                                  `averaging.pairs.PairMean`
 
 and `MeanOfAll` from a codec and a rule:
 

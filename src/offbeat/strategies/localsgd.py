@@ -15,7 +15,8 @@ all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps 
 or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
 others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `streaming`
 fragments of the model are averaged in turn while training goes on; see `averaging.streaming`. With
-an interval for each of the optimizer's states it is DES-LOC (arXiv 2505.22549).
+an interval for each of the optimizer's states it is DES-LOC (arXiv 2505.22549). With
+`peers="pairs"` random pairs of ranks average in the place of all; see `averaging.pairs`.
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
 again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
@@ -40,6 +41,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
+from offbeat.averaging.pairs import PairMean, Pairs
 from offbeat.averaging.periodic import (
     AveragingSchedule,
     Everyone,
@@ -117,8 +119,8 @@ class LocalSGD(AveragingStrategy):
         period: local steps between averages, >= 1; or a schedule by its name, or an
             `AveragingSchedule` of your own.
         warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
-            the beginning; None: 40, and 0 with `start_step`, `outer`, `codec` or a `period` that
-            is no number.
+            the beginning; None: 40, and 0 with `start_step`, `outer`, `codec`, `streaming`,
+            pairs or a `period` that is no number.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         start: what these steps are: "allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac", or such a
             strategy with options of its own, as `offbeat.SPDKFAC(damping=0.003)`.
@@ -130,7 +132,7 @@ class LocalSGD(AveragingStrategy):
             the weights, which multiplies the bytes; "local": they stay the rank's own; or each
             state by its name, with the number of averages of the weights to one of the state, such
             as `{"exp_avg": 3, "exp_avg_sq": 6}` or "exp_avg=3+exp_avg_sq=6"; None: "averaged", and
-            "local" with `start_step`, `outer`, `codec` or `streaming`.
+            "local" with `start_step`, `outer`, `codec`, `streaming` or pairs.
         codec: how changes of weights since the last average travel: the name of a codec, or a
             `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
             does not travel is owed. Names of value codecs, such as "linear4" or "e3m0", let all
@@ -139,6 +141,8 @@ class LocalSGD(AveragingStrategy):
             weight of a rank's own parameters, such as "4x2" or "4x2x0.5", or an
             `averaging.streaming.Streaming`; an average is of one fragment then, every period /
             fragments steps. None: a rank waits for the average of all weights.
+        peers: who averages together: "all", or random "pairs", each rank with its own `outer`,
+            which is NoLoCo; or an `averaging.pairs.Pairs` with a seed of your own.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -151,6 +155,7 @@ class LocalSGD(AveragingStrategy):
     optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
     streaming: Streaming | str | None = None
+    peers: Pairs | Literal["all", "pairs"] = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,6 +172,10 @@ class LocalSGD(AveragingStrategy):
             )
         if self.streaming is not None:
             self._check_streaming(Streaming.of(self.streaming))
+        if not isinstance(self.peers, Pairs):
+            require_one_of("peers", self.peers, ("all", "pairs"))
+        if self.peers != "all":
+            self._check_pairs()
         if self.warmup is not None:
             require_at_least("warmup", self.warmup, 0)
         if self.period == 1 and self.warmup:
@@ -203,6 +212,14 @@ class LocalSGD(AveragingStrategy):
         if self.averages_state:
             refuse_idle(self, "optimizer_state", because=because)
 
+    def _check_pairs(self) -> None:
+        because = "pairs average whole weights at once, and without the optimizer's state"
+        refuse_idle(self, "codec", "streaming", because=because)
+        if self.averages_state:
+            refuse_idle(self, "optimizer_state", because=because)
+        if self.schedule.measures_drift:
+            refuse_idle(self, "period", because="pairs do not know how far all ranks are apart")
+
     @property
     def steps_of_growth(self) -> int:
         """`warmup`, and what it is by default."""
@@ -215,6 +232,8 @@ class LocalSGD(AveragingStrategy):
     def _begins_plainly(self) -> bool:
         """Whether averages are by default those of papers that have neither growth nor states."""
         changed = (self.outer, self.codec, self.streaming)
+        if self.peers != "all":
+            return True
         return bool(self.start_step) or any(each is not None for each in changed)
 
     @property
@@ -316,15 +335,20 @@ class LocalSGD(AveragingStrategy):
                 weights, context.parameters, peers, streaming=streaming, outer=outer, codec=codec
             )
         else:
-            exchange = MeanOfAll(
-                weights,
-                peers,
-                codec=codec,
-                rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
-                optimizer=context.optimizer,
-                averages_state=self.averages_state,
-                notify=context.notices.notify,
-            )
+            rule = None if outer is None else OuterOptimizer(context.parameters, make=outer)
+            if self.peers == "all":
+                exchange = MeanOfAll(
+                    weights,
+                    peers,
+                    codec=codec,
+                    rule=rule,
+                    optimizer=context.optimizer,
+                    averages_state=self.averages_state,
+                    notify=context.notices.notify,
+                )
+            else:
+                pairs = Pairs() if isinstance(self.peers, str) else self.peers
+                exchange = PairMean(weights, peers, pairs=pairs, rule=rule)
         average = PeriodicAverage(exchange, self.schedule, start_step=self.start_step)
         return [*self._gradient_phase(context), average]
 
