@@ -32,7 +32,7 @@ from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.dense import gather_values
-from offbeat.collectives.topk_allgather import topk_sum
+from offbeat.collectives.topk_allgather import clipped_sum, topk_sum
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
@@ -217,7 +217,8 @@ def _reduction(bucket: Bucket, codec: WeightCodec | None, peers: Everyone) -> Re
         values = codec.entries.values
         return CodedReduction(bucket, values, peers.driver, peers.stream, decay=codec.decay)
     flat, entries, n = bucket.flat, codec.entries, bucket.num_elements
-    plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=topk_sum)
+    collective = clipped_sum if codec.clip_to_median else topk_sum
+    plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=collective)
     feedback = ErrorFeedback(
         n, dtype=flat.dtype, device=flat.device, selector=entries.selector, decay=codec.decay
     )

@@ -343,7 +343,10 @@ def with_codecs(strategy: T, change: Callable[[TopKCodec], TopKCodec]) -> T:
         changed["codec"] = change(entries())
     if (weights := getattr(strategy, "weight_codec", None)) is not None:
         changed["codec"] = WeightCodec(
-            density=weights.density, decay=weights.decay, entries=change(weights.entries)
+            density=weights.density,
+            decay=weights.decay,
+            entries=change(weights.entries),
+            clip_to_median=weights.clip_to_median,
         )
     try:
         return replace(strategy, **changed) if changed else strategy  # type: ignore[type-var]  # likewise
