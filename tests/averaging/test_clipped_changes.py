@@ -4,16 +4,13 @@ in one process.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 import offbeat
 from offbeat.codec.sparseloco import SparseLoCo
 from offbeat.errors import ConfigError
-from thread_support.nets import make_model, step_of
-from thread_support.world import ThreadDriver, results_of, session_on
+from thread_support.nets import make_model, step_of, trained
 
 PERIOD, DENSITY, DECAY, OUTER_LR = 2, 0.25, 0.9, 0.6
 STRATEGY = offbeat.LocalSGD(
@@ -27,44 +24,35 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02)
 
 
-def speed_up(optimizer: torch.optim.Optimizer, rank: int) -> None:
+def model_of(rank: int) -> torch.nn.Module:
     """Ranks from the third one on move much further than the others."""
+    model = make_model()
     if rank > 1:
-        optimizer.param_groups[0]["lr"] = 0.1
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: 5 * gradient)
+    return model
 
 
-def flat(model: torch.nn.Module) -> torch.Tensor:
+def flat(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def trained(num_ranks: int, num_steps: int, stop: int | None = None) -> list[torch.Tensor]:
-    """Each rank's parameters; a state is saved after `stop` steps, and the run goes on from it."""
-
-    def job(driver: ThreadDriver) -> torch.Tensor:
-        model = make_model()
-        optimizer = sgd(model)
-        with session_on(driver, model, optimizer, STRATEGY) as session:
-            speed_up(optimizer, driver.rank)
-            for step in range(num_steps):
-                if step == stop:
-                    saved = [
-                        copy.deepcopy(each.state_dict()) for each in (model, optimizer, session)
-                    ]
-                    step_of(model, optimizer, driver.rank, 99)
-                    for each, state in zip((model, optimizer, session), saved, strict=True):
-                        each.load_state_dict(state)
-                step_of(model, optimizer, driver.rank, step)
-            return flat(model)
-
-    return results_of(num_ranks, job)
+def run(num_ranks: int, num_steps: int, stop: int | None = None) -> list[torch.Tensor]:
+    return trained(
+        num_ranks,
+        STRATEGY,
+        num_steps,
+        model_of=model_of,
+        optimizer_of=sgd,
+        held=flat,
+        stop=stop,
+    )
 
 
 def reference(num_ranks: int, num_steps: int) -> torch.Tensor:
     """The anchor in the end."""
-    models = [make_model() for _ in range(num_ranks)]
+    models = [model_of(rank) for rank in range(num_ranks)]
     optimizers = [sgd(model) for model in models]
-    for rank, optimizer in enumerate(optimizers):
-        speed_up(optimizer, rank)
     anchor = flat(models[0])
     owed = [torch.zeros_like(anchor) for _ in models]
     for step in range(1, num_steps + 1):
@@ -91,13 +79,13 @@ def reference(num_ranks: int, num_steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_models_are_those_of_the_paper(num_ranks: int) -> None:
-    found = trained(num_ranks, 8)
+    found = run(num_ranks, 8)
     assert all(torch.equal(each, found[0]) for each in found)
     torch.testing.assert_close(found[0], reference(num_ranks, 8), rtol=1e-9, atol=1e-9)
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped() -> None:
-    assert torch.equal(trained(3, 9, stop=5)[0], trained(3, 9)[0])
+    assert torch.equal(run(3, 9, stop=5)[0], run(3, 9)[0])
 
 
 def test_sparseloco_clips() -> None:

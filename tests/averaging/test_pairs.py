@@ -12,8 +12,7 @@ import offbeat
 from offbeat.arithmetic.topologies import random_partner
 from offbeat.averaging.pairs import Pairs
 from offbeat.errors import ConfigError
-from thread_support.nets import make_model, step_of
-from thread_support.world import ThreadDriver, results_of, session_on
+from thread_support.nets import make_model, parameters_of, step_of, trained
 
 PERIOD, LR = 2, 0.05
 NESTEROV = offbeat.Outer(lr=0.7, momentum=0.8)
@@ -24,30 +23,11 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-def trained(
+def run(
     num_ranks: int, num_steps: int, *, stop: int | None = None, **options: Any
 ) -> list[Parameters]:
-    """Each rank's parameters after so many steps; a state is saved after `stop` of them, and the
-    run goes on from it.
-    """
     strategy = offbeat.LocalSGD(period=PERIOD, **{"peers": "pairs", **options})
-
-    def job(driver: ThreadDriver) -> Parameters:
-        model = make_model()
-        optimizer = sgd(model)
-        with session_on(driver, model, optimizer, strategy) as session:
-            for step in range(num_steps):
-                if step == stop:
-                    saved = [
-                        copy.deepcopy(each.state_dict()) for each in (model, optimizer, session)
-                    ]
-                    step_of(model, optimizer, driver.rank, 99)
-                    for each, state in zip((model, optimizer, session), saved, strict=True):
-                        each.load_state_dict(state)
-                step_of(model, optimizer, driver.rank, step)
-            return [parameter.detach().clone() for parameter in model.parameters()]
-
-    return results_of(num_ranks, job)
+    return trained(num_ranks, strategy, num_steps, optimizer_of=sgd, held=parameters_of, stop=stop)
 
 
 def reference(
@@ -84,7 +64,7 @@ def reference(
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("outer", [None, NESTEROV])
 def test_models_are_those_of_the_algorithm(num_ranks: int, outer: offbeat.Outer | None) -> None:
-    found = trained(num_ranks, 9, outer=outer, peers=Pairs(seed=4))
+    found = run(num_ranks, 9, outer=outer, peers=Pairs(seed=4))
     expected = reference(num_ranks, 9, seed=4, outer=outer)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
@@ -93,7 +73,7 @@ def test_models_are_those_of_the_algorithm(num_ranks: int, outer: offbeat.Outer 
 def test_the_mean_over_ranks_is_what_diloco_makes_of_the_same_models(num_ranks: int) -> None:
     """Ranks part for one period only, so that both start it from the same weights."""
     pairs, everyone = (
-        trained(num_ranks, PERIOD, outer=NESTEROV, peers=peers) for peers in ("pairs", "all")
+        run(num_ranks, PERIOD, outer=NESTEROV, peers=peers) for peers in ("pairs", "all")
     )
     for place, of_all in enumerate(everyone[0]):
         mean = torch.stack([rank[place] for rank in pairs]).mean(0)
@@ -102,7 +82,7 @@ def test_the_mean_over_ranks_is_what_diloco_makes_of_the_same_models(num_ranks: 
 
 
 def test_both_of_a_pair_hold_the_same_bits_without_an_outer_optimizer() -> None:
-    found = trained(5, PERIOD)
+    found = run(5, PERIOD)
     for rank, parameters in enumerate(found):
         partner = random_partner(rank, 5, seed=0, round_number=0)
         assert all(map(torch.equal, parameters, found[partner]))
@@ -123,8 +103,8 @@ def test_partners_are_each_others_and_change(world_size: int) -> None:
 
 
 def test_a_run_goes_on_from_a_saved_state() -> None:
-    resumed = trained(3, 11, stop=5, outer=NESTEROV)
-    for mine, straight in zip(resumed, trained(3, 11, outer=NESTEROV), strict=True):
+    resumed = run(3, 11, stop=5, outer=NESTEROV)
+    for mine, straight in zip(resumed, run(3, 11, outer=NESTEROV), strict=True):
         assert all(map(torch.equal, mine, straight))
 
 

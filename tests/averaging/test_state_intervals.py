@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 import offbeat
 from offbeat.errors import ConfigError
-from thread_support.nets import make_model, step_of
+from thread_support.nets import make_model, step_of, trained
 from thread_support.world import ThreadDriver, in_threads, results_of, session_on
 
 RANKS = 3
@@ -31,28 +30,9 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[State
     ]
 
 
-def trained(num_steps: int, *, stop: int | None = None, **options: Any) -> list[list[States]]:
-    """What each rank holds after so many steps; a state is saved after `stop` of them, and the run
-    goes on from it.
-    """
+def run(num_steps: int, *, stop: int | None = None, **options: Any) -> list[list[States]]:
     strategy = offbeat.LocalSGD(period=2, warmup=0, **options)
-
-    def job(driver: ThreadDriver) -> list[States]:
-        model = make_model()
-        optimizer = adam(model)
-        with session_on(driver, model, optimizer, strategy) as session:
-            for step in range(num_steps):
-                if step == stop:
-                    saved = [
-                        copy.deepcopy(each.state_dict()) for each in (model, optimizer, session)
-                    ]
-                    step_of(model, optimizer, driver.rank, 99)
-                    for each, state in zip((model, optimizer, session), saved, strict=True):
-                        each.load_state_dict(state)
-                step_of(model, optimizer, driver.rank, step)
-            return held(model, optimizer)
-
-    return results_of(RANKS, job)
+    return trained(RANKS, strategy, num_steps, optimizer_of=adam, held=held, stop=stop)
 
 
 def reference(num_steps: int) -> list[list[States]]:
@@ -79,7 +59,7 @@ def reference(num_steps: int) -> list[list[States]]:
 
 @pytest.mark.parametrize("num_steps", [4, 6, 9, 12])
 def test_states_are_those_of_the_paper(num_steps: int) -> None:
-    found, expected = trained(num_steps, optimizer_state=INTERVALS), reference(num_steps)
+    found, expected = run(num_steps, optimizer_state=INTERVALS), reference(num_steps)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     # After 6 steps, which is 3 averages, second moments alone were just averaged.
     if num_steps == 6:
@@ -91,13 +71,13 @@ def test_states_are_those_of_the_paper(num_steps: int) -> None:
 
 
 def test_intervals_of_one_are_averages_of_all_states() -> None:
-    each = trained(5, optimizer_state="exp_avg=1+exp_avg_sq=1")
-    torch.testing.assert_close(each, trained(5, optimizer_state="averaged"), rtol=0, atol=0)
+    each = run(5, optimizer_state="exp_avg=1+exp_avg_sq=1")
+    torch.testing.assert_close(each, run(5, optimizer_state="averaged"), rtol=0, atol=0)
 
 
 def test_a_run_goes_on_between_two_averages_of_a_state() -> None:
-    resumed = trained(12, stop=5, optimizer_state=INTERVALS)
-    torch.testing.assert_close(resumed, trained(12, optimizer_state=INTERVALS), rtol=0, atol=0)
+    resumed = run(12, stop=5, optimizer_state=INTERVALS)
+    torch.testing.assert_close(resumed, run(12, optimizer_state=INTERVALS), rtol=0, atol=0)
 
 
 def test_a_rank_without_states_is_given_none_of_them_or_all() -> None:

@@ -11,24 +11,18 @@ import torch
 import offbeat
 from offbeat.averaging.streaming import Streaming, fragments_of
 from offbeat.errors import ConfigError
-from thread_support.nets import make_model, step_of
+from thread_support.nets import make_model, parameters_of, step_of, trained
 from thread_support.world import ThreadDriver, results_of, session_on
 
 RANKS, LR = 3, 0.05
 
 
-def trained(strategy: offbeat.LocalSGD, num_steps: int) -> list[list[torch.Tensor]]:
-    """Each rank's parameters after so many steps, before the final mean."""
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR)
 
-    def job(driver: ThreadDriver) -> list[torch.Tensor]:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        with session_on(driver, model, optimizer, strategy):
-            for step in range(num_steps):
-                step_of(model, optimizer, driver.rank, step)
-            return [parameter.detach().clone() for parameter in model.parameters()]
 
-    return results_of(RANKS, job)
+def run(strategy: offbeat.LocalSGD, num_steps: int) -> list[list[torch.Tensor]]:
+    return trained(RANKS, strategy, num_steps, optimizer_of=sgd, held=parameters_of)
 
 
 def reference(
@@ -79,7 +73,7 @@ def test_models_are_those_of_the_paper(streaming: str, outer: str | None) -> Non
     chosen = Streaming.of(streaming)
     make = offbeat.Outer() if outer else offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False)
     period = 3 * chosen.fragments
-    found = trained(offbeat.LocalSGD(period=period, outer=outer, streaming=streaming), 20)
+    found = run(offbeat.LocalSGD(period=period, outer=outer, streaming=streaming), 20)
     expected = reference(
         20, interval=3, fragments=chosen.fragments, delay=chosen.delay, mix=chosen.mix, outer=make
     )
@@ -90,7 +84,7 @@ def test_models_are_those_of_the_paper(streaming: str, outer: str | None) -> Non
 
 def test_in_few_bits_ranks_end_near_those_of_whole_changes() -> None:
     whole, coded = (
-        trained(offbeat.LocalSGD(period=4, streaming="2x1", codec=codec), 40)
+        run(offbeat.LocalSGD(period=4, streaming="2x1", codec=codec), 40)
         for codec in (None, "linear8")
     )
     for one, other in zip(whole[0], coded[0], strict=True):
@@ -101,7 +95,7 @@ def test_in_few_bits_ranks_end_near_those_of_whole_changes() -> None:
 def test_the_mean_of_all_ranks_moves_by_nothing_but_their_steps() -> None:
     """With the mean as it is, merging late moves ranks and not their mean."""
     late, apart = (
-        trained(offbeat.LocalSGD(period=3, streaming=streaming, outer=None), steps)
+        run(offbeat.LocalSGD(period=3, streaming=streaming, outer=None), steps)
         for streaming, steps in (("1x1", 4), ("1x2", 4))  # merged after step 4, and not yet
     )
     for place in range(len(late[0])):
