@@ -47,9 +47,9 @@ RELATIVES: Final = (
     Contestant(label="SparseLoCo", spec="localsgd:period=20:codec=sparseloco"),
     Contestant(
         label="Streaming DiLoCo",
-        spec="localsgd:period=20:outer=diloco:codec=e3m0:streaming=4x2x0.5",
+        spec="localsgd:period=20:outer=diloco:codec=e3m0:exchange=4x2x0.5",
     ),
-    Contestant(label="DaSGD", spec="localsgd:period=10:streaming=1x5"),
+    Contestant(label="DaSGD", spec="localsgd:period=10:exchange=1x5"),
 )
 DDP: Final = "ddp"
 _TABLE = "steps"

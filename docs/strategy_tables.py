@@ -22,7 +22,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -141,8 +141,8 @@ def _allowed(hint: object) -> str:
         return "`None`"
     if typing.get_origin(hint) is Annotated:
         return ", ".join(f'`"{name}"`' for name in typing.get_args(hint)[-1])
-    if typing.get_origin(hint) is tuple:
-        return "a tuple"
+    if (kind := typing.get_origin(hint)) in (tuple, Mapping):
+        return f"a {kind.__name__.lower()}"
     if hint is bool:
         return "`True`, `False`"
     if inspect.isclass(hint):

@@ -11,41 +11,18 @@ import torch
 import offbeat
 from offbeat.averaging.streaming import Streaming, fragments_of
 from offbeat.errors import ConfigError
+from thread_support.nets import make_model, parameters_of, step_of, trained
 from thread_support.world import ThreadDriver, results_of, session_on
 
 RANKS, LR = 3, 0.05
 
 
-def make_model() -> torch.nn.Module:
-    layers = [torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5), torch.nn.Linear(5, 1)]
-    model = torch.nn.Sequential(*layers).double()
-    draw = torch.Generator().manual_seed(3)  # ranks are threads, which share torch's own
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) / 2)
-    return model
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    draw = torch.Generator().manual_seed(100 * rank + step)
-    x = torch.randn(5, 4, generator=draw, dtype=torch.float64)
-    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def trained(strategy: offbeat.LocalSGD, num_steps: int) -> list[list[torch.Tensor]]:
-    """Each rank's parameters after so many steps, before the final mean."""
-
-    def job(driver: ThreadDriver) -> list[torch.Tensor]:
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        with session_on(driver, model, optimizer, strategy):
-            for step in range(num_steps):
-                step_of(model, optimizer, driver.rank, step)
-            return [parameter.detach().clone() for parameter in model.parameters()]
-
-    return results_of(RANKS, job)
+def run(strategy: offbeat.LocalSGD, num_steps: int) -> list[list[torch.Tensor]]:
+    return trained(RANKS, strategy, num_steps, optimizer_of=sgd, held=parameters_of)
 
 
 def reference(
@@ -96,7 +73,7 @@ def test_models_are_those_of_the_paper(streaming: str, outer: str | None) -> Non
     chosen = Streaming.of(streaming)
     make = offbeat.Outer() if outer else offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False)
     period = 3 * chosen.fragments
-    found = trained(offbeat.LocalSGD(period=period, outer=outer, streaming=streaming), 20)
+    found = run(offbeat.LocalSGD(period=period, outer=outer, exchange=streaming), 20)
     expected = reference(
         20, interval=3, fragments=chosen.fragments, delay=chosen.delay, mix=chosen.mix, outer=make
     )
@@ -107,7 +84,7 @@ def test_models_are_those_of_the_paper(streaming: str, outer: str | None) -> Non
 
 def test_in_few_bits_ranks_end_near_those_of_whole_changes() -> None:
     whole, coded = (
-        trained(offbeat.LocalSGD(period=4, streaming="2x1", codec=codec), 40)
+        run(offbeat.LocalSGD(period=4, exchange="2x1", codec=codec), 40)
         for codec in (None, "linear8")
     )
     for one, other in zip(whole[0], coded[0], strict=True):
@@ -118,7 +95,7 @@ def test_in_few_bits_ranks_end_near_those_of_whole_changes() -> None:
 def test_the_mean_of_all_ranks_moves_by_nothing_but_their_steps() -> None:
     """With the mean as it is, merging late moves ranks and not their mean."""
     late, apart = (
-        trained(offbeat.LocalSGD(period=3, streaming=streaming, outer=None), steps)
+        run(offbeat.LocalSGD(period=3, exchange=streaming, outer=None), steps)
         for streaming, steps in (("1x1", 4), ("1x2", 4))  # merged after step 4, and not yet
     )
     for place in range(len(late[0])):
@@ -128,7 +105,7 @@ def test_the_mean_of_all_ranks_moves_by_nothing_but_their_steps() -> None:
 
 
 def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
-    strategy = offbeat.LocalSGD(period=4, streaming="2x1", outer="diloco", codec="linear4")
+    strategy = offbeat.LocalSGD(period=4, exchange="2x1", outer="diloco", codec="linear4")
 
     def job(driver: ThreadDriver) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         model = make_model()
@@ -153,13 +130,13 @@ def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"streaming": "3x0"}, "multiple of the fragments"),
-        ({"streaming": "2x5"}, "delay below"),
-        ({"streaming": "0x0"}, "fragments >= 1"),
-        ({"streaming": "soon"}, "4x2"),
-        ({"streaming": "2x1", "period": "adaptive"}, "number of steps"),
-        ({"streaming": "2x1", "optimizer_state": "averaged"}, "would do nothing"),
-        ({"streaming": "2x1", "warmup": 5}, "would do nothing"),
+        ({"exchange": "3x0"}, "multiple of the fragments"),
+        ({"exchange": "2x5"}, "delay below"),
+        ({"exchange": "0x0"}, "fragments >= 1"),
+        ({"exchange": "soon"}, "4x2"),
+        ({"exchange": "2x1", "period": "adaptive"}, "number of steps"),
+        ({"exchange": "2x1", "optimizer_state": "averaged"}, "would do nothing"),
+        ({"exchange": "2x1", "warmup": 5}, "would do nothing"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], says: str) -> None:

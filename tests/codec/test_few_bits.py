@@ -129,7 +129,7 @@ def test_indices_take_little_more_than_their_entropy(density: float) -> None:
     layout, coded = codec.encode(indices, n)
     entropy = -math.log2(density) - (1 - density) / density * math.log2(1 - density)
     bits = 8 * coded.nbytes / indices.size
-    assert bits <= entropy * (1.03 if density < 0.01 else 1.03 / 0.875)
+    assert bits <= entropy * 1.03 * (1 if 0.0003 <= density <= 0.003 else 1 / 0.875)
     assert bits == pytest.approx(8 * codec.expected_bytes(indices.size, n) / indices.size, rel=0.03)
     assert (codec.decode(layout, coded.view(np.uint8), indices.size, n) == indices).all()
 

@@ -14,7 +14,7 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
-from offbeat.collectives.topk_allgather import global_topk, topk_sum
+from offbeat.collectives.topk_allgather import clipped_sum, global_topk, topk_sum
 from offbeat.transport.virtual import VirtualCluster
 
 WORLD_SIZE, NUM_ELEMENTS, K = 6, 1_000_000, 20_000
@@ -38,6 +38,7 @@ def picked(rank: int, num_places: int) -> Sparse:
         gtopk_tree,
         partial(gtopk_tree, variant="paper"),
         topk_sum,
+        clipped_sum,
         global_topk,
         sparse_reduce_scatter,
     ],

@@ -21,7 +21,7 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
-from offbeat.collectives.topk_allgather import global_topk, topk_sum
+from offbeat.collectives.topk_allgather import clipped_sum, global_topk, topk_sum
 from offbeat.errors import PeerError
 from offbeat.transport.operations import Recv
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -104,6 +104,25 @@ def imbalance(mine: list[Sparse], results: list[Exchanged]) -> float:
 cases = st.tuples(
     st.integers(1, 17), st.integers(1, 300), st.floats(0.01, 1.0), st.integers(0, 2**32 - 1)
 )
+
+
+@given(case=cases)
+def test_no_contribution_counts_for_more_than_the_median(case: tuple[int, int, float, int]) -> None:
+    world_size, num_elements, density, seed = case
+    k = max(1, round(density * num_elements))
+    mine = contributions(world_size, num_elements, k, seed)
+    results = exchange(clipped_sum, mine, k, seed=seed)
+    vectors = [part.to_dense().astype(np.float64) for part in mine]
+    norms = [float(np.linalg.norm(vector)) for vector in vectors]
+    expected = sum(
+        vector * min(1.0, float(np.median(norms)) / norm) if norm else vector
+        for vector, norm in zip(vectors, norms, strict=True)
+    )
+    tolerance = 1e-6 * world_size * (max(norms) + 1)
+    for result in results:
+        assert result.kept.values.tobytes() == results[0].kept.values.tobytes()
+        np.testing.assert_allclose(result.kept.to_dense(), expected, rtol=0, atol=tolerance)
+        assert len(result.owed) == 0
 
 
 @pytest.mark.parametrize("values", [FLOAT32, BFloat16Values()], ids=repr)

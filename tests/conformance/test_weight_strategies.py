@@ -36,6 +36,8 @@ PLAIN: dict[str, AveragingStrategy] = {
     "localsgd": offbeat.LocalSGD(period=2),
     "localsgd as published": offbeat.LocalSGD(period=2, warmup=0, optimizer_state="local"),
     "localsgd with local buffers": offbeat.LocalSGD(period=1, buffers="local"),
+    "des-loc": offbeat.LocalSGD(period=2, optimizer_state={"momentum_buffer": 2}),
+    "localsgd in pairs": offbeat.LocalSGD(period=2, exchange="pairs"),
     "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
     "a2sgd": offbeat.A2SGD(period=2),
     "a2sgd in small buckets": offbeat.A2SGD(period=2, bucket_mib=1e-4),
@@ -60,9 +62,10 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
     "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
     "streaming diloco": offbeat.LocalSGD(
-        period=4, outer="diloco", codec="e3m0", streaming="2x1x0.5"
+        period=4, outer="diloco", codec="e3m0", exchange="2x1x0.5"
     ),
-    "dasgd": offbeat.LocalSGD(period=3, streaming="1x2"),
+    "noloco": offbeat.LocalSGD(period=2, outer="diloco", exchange="pairs"),
+    "dasgd": offbeat.LocalSGD(period=3, exchange="1x2"),
     "local sgd with an outer adam": offbeat.LocalSGD(
         period=2, outer=functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True)
     ),

@@ -73,6 +73,11 @@ def test_local_steps_divide_the_exchange_by_their_period() -> None:
     )
 
 
+def test_a_rank_of_a_pair_sends_its_weights_once() -> None:
+    step_s = predict_step("localsgd:exchange=pairs:period=5:outer=diloco", setting()).step_s
+    assert step_s == pytest.approx(0.3 + 4.0 / 5, rel=WITH_TALLIES)
+
+
 @pytest.mark.parametrize("period", SCHEDULES)
 def test_every_named_schedule_is_predicted(period: str) -> None:
     step_s = predict_step(f"localsgd:optimizer_state=local:period={period}", setting()).step_s
@@ -196,6 +201,15 @@ def test_one_worker_stands_for_those_that_wait_for_the_slowest_in_each_step(
     one = predict_step("allreduce:bucket_mib=1.0", where).step_s
     all_of_them = predict_recipe("apart", "apart", Apart(bucket_mib=1.0), where).step_s
     assert one == pytest.approx(all_of_them)
+
+
+def test_states_at_intervals_of_their_own_are_sent_as_often() -> None:
+    adam = replace(setting(), profile=replace(MODEL, moments=2.0), steps=range(12))
+    intervals, local = (
+        predict_step(f"localsgd:warmup=0:period=1:optimizer_state={state}", adam).bytes_per_step
+        for state in ("exp_avg=3+exp_avg_sq=6", "local")
+    )
+    assert intervals == pytest.approx((1 + 1 / 3 + 1 / 6) * local, rel=WITH_TALLIES)
 
 
 def test_how_a_bucket_travels_depends_on_no_other_one() -> None:

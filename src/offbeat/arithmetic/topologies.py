@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 
 def ring_weights(rank: int, world_size: int) -> dict[int, float]:
     """The row of `rank` in the mixing matrix of a ring: the weight of each rank it averages with,
@@ -17,6 +19,19 @@ def ring_weights(rank: int, world_size: int) -> dict[int, float]:
     """
     members = dict.fromkeys((rank, (rank - 1) % world_size, (rank + 1) % world_size))
     return dict.fromkeys(members, 1 / len(members))
+
+
+def random_partner(rank: int, world_size: int, *, seed: int, round_number: int) -> int:
+    """The rank that `rank` meets in a round in which ranks are paired at random; itself, where
+    their number is odd and it is left over.
+
+    >>> [random_partner(rank, 5, seed=0, round_number=1) for rank in range(5)]
+    [3, 4, 2, 0, 1]
+    """
+    # A generator of its own for each round, so that the choice depends on nothing else.
+    order = np.random.default_rng([seed, round_number]).permutation(world_size).tolist()
+    place = order.index(rank) ^ 1
+    return int(order[place]) if place < world_size else rank
 
 
 class GossipPeers(NamedTuple):

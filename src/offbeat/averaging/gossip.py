@@ -49,7 +49,7 @@ class NeighbourMean(WeightExchange):
         self._sent = self._pack.vectors(self._weights.tensors())
         rank = self._peers.driver.rank
         self._pending = self._peers.launch(
-            neighbour_mean(rank, _blocks(self._sent, rank), self._row)
+            neighbour_mean(rank, blocks_of(self._sent, rank), self._row)
         )
         self.encode_s += time.perf_counter() - begin_s
 
@@ -58,7 +58,9 @@ class NeighbourMean(WeightExchange):
         assert self._pending is not None, "nothing was launched"
         blocks = self._pending.wait()
         begin_s = time.perf_counter()
-        means = [_like(block, sent.device) for block, sent in zip(blocks, self._sent, strict=True)]
+        means = [
+            vector_of(block, sent.device) for block, sent in zip(blocks, self._sent, strict=True)
+        ]
         changes = [mean - sent for mean, sent in zip(means, self._sent, strict=True)]
         tensors = self._weights.tensors()
         before, mean_views, change_views = map(self._pack.views, (self._sent, means, changes))
@@ -118,7 +120,7 @@ class PushSum(WeightExchange):
         # A statistic is not moved by a difference: its x is what the model holds, w times.
         for view, weighted in statistics:
             view.copy_(weighted)
-        blocks = _blocks(x, self._peers.driver.rank)
+        blocks = blocks_of(x, self._peers.driver.rank)
         self._pending = self._peers.launch(push_sum(self._in_round(number), blocks, self.weight))
         self.encode_s += time.perf_counter() - begin_s
 
@@ -129,7 +131,7 @@ class PushSum(WeightExchange):
         begin_s = time.perf_counter()
         tensors = self._weights.tensors()
         devices = [piece.device for piece in self._pack.pieces]
-        x = [_like(block, device) for block, device in zip(blocks, devices, strict=True)]
+        x = [vector_of(block, device) for block, device in zip(blocks, devices, strict=True)]
         self._pack.write_(x if self.weight == 1 else [each / self.weight for each in x], tensors)
         self._beyond = None
         if self.weight != 1 or not self._pack.exact:
@@ -175,14 +177,15 @@ class PushSum(WeightExchange):
             views[key].copy_(value)
 
 
-def _blocks(vectors: list[torch.Tensor], rank: int) -> list[Block]:
+def blocks_of(vectors: list[torch.Tensor], rank: int) -> list[Block]:
     """`vectors` as they travel. Raises `NonFiniteError`."""
     require_finite(vectors, rank=rank)
     # Of a simulation's tensors, which have no content, there is nothing to bring to the host.
     return [vector if vector.is_meta else vector.cpu().numpy() for vector in vectors]  # type: ignore[misc]  # as arithmetic they are alike
 
 
-def _like(block: Block, device: torch.device) -> torch.Tensor:
+def vector_of(block: Block, device: torch.device) -> torch.Tensor:
+    """A block that has travelled, as a vector on `device`."""
     if isinstance(block, torch.Tensor):
         return block
     return torch.from_numpy(block).to(device)

@@ -5,7 +5,8 @@
     schedule    after which steps                 `GrowingPeriod`, or another `AveragingSchedule`
     exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
                                                   `PushSum`; `averaging.central_model.CentralModel`;
-                                                  `averaging.streaming.StreamingMean`
+                                                  `averaging.streaming.StreamingMean`;
+                                                  `averaging.pairs.PairMean`
 
 and `MeanOfAll` from a codec and a rule:
 
@@ -31,7 +32,7 @@ from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.dense import gather_values
-from offbeat.collectives.topk_allgather import topk_sum
+from offbeat.collectives.topk_allgather import clipped_sum, topk_sum
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
@@ -219,7 +220,8 @@ def _reduction(bucket: Bucket, codec: WeightCodec | None, peers: Everyone) -> Re
         values = codec.entries.values
         return CodedReduction(bucket, values, peers.driver, peers.stream, decay=codec.decay)
     flat, entries, n = bucket.flat, codec.entries, bucket.num_elements
-    plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=topk_sum)
+    collective = clipped_sum if codec.clip_to_median else topk_sum
+    plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=collective)
     feedback = ErrorFeedback(
         n, dtype=flat.dtype, device=flat.device, selector=entries.selector, decay=codec.decay
     )
@@ -329,7 +331,7 @@ class MeanOfAll(WeightExchange):
         rule: what is done with the mean; its `anchor` is where the last average left the weights.
         optimizer: the user's.
         averages_state: whether the optimizer's state is averaged with the weights; else it stays
-            local.
+            local. Or by name of a state: at every how many averages of the weights it is averaged.
         notify: tells the user what of the optimizer's state is not averaged.
 
     Raises:
@@ -347,7 +349,7 @@ class MeanOfAll(WeightExchange):
         codec: WeightCodec | None = None,
         rule: TakeMean | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        averages_state: bool = False,
+        averages_state: bool | Mapping[str, int] = False,
         notify: Callable[[str], None] = lambda remark: None,
     ) -> None:
         self.rule = rule or TakeMean()
@@ -357,11 +359,15 @@ class MeanOfAll(WeightExchange):
             self.rule.changes()
             self._codec = EncodedChanges(self.rule.anchor, codec, peers)
         self._optimizer, self._averages_state = optimizer, averages_state
-        self._notify, self._was_told = notify, False
+        self._notify, self._was_told, self._number = notify, False, 0
 
     @override
     def begin(self) -> None:
         self.rule.begin()
+
+    @override
+    def launch(self, number: int) -> None:
+        self._number = number + 1
 
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
@@ -382,16 +388,24 @@ class MeanOfAll(WeightExchange):
         begin_s = time.perf_counter()
         self.rule.merge_(changes)
         self.encode_s += time.perf_counter() - begin_s
-        if self._averages_state and self._optimizer is not None:
+        self._average_state()
+        return drift
+
+    def _average_state(self) -> None:
+        averages, due = self._averages_state, None
+        if isinstance(averages, Mapping):
+            due = {name: not self._number % interval for name, interval in averages.items()}
+            averages = any(due.values())
+        if averages and self._optimizer is not None:
             self.encode_s += average_optimizer_state_(
                 self._optimizer,
                 self._weights.parameters,
-                driver=driver,
-                stream=stream,
+                driver=self._peers.driver,
+                stream=self._peers.stream,
                 weight=1.0,
                 notify=self._notify_once,
+                due=due,
             )
-        return drift
 
     def _copies(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self._weights.parameters.values()]

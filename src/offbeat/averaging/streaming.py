@@ -69,8 +69,8 @@ class Streaming(OptionValue):
             numbers = int(fragments), int(delay), float(mix) if mix else None
         except ValueError as error:
             raise ConfigError(
-                "streaming must be a Streaming, or fragments x delay, or fragments x delay x mix,"
-                f" such as '4x2' or '4x2x0.5', got {streaming!r}"
+                "exchange must be a Streaming, or fragments x delay, or fragments x delay x mix,"
+                f" such as '4x2' or '4x2x0.5'; or 'pairs', got {streaming!r}"
             ) from error
         return cls(fragments=numbers[0], delay=numbers[1], mix=numbers[2])
 

@@ -58,6 +58,10 @@ class SparseArithmetic(BlockArithmetic, Protocol[S]):
         """The sum of at least one."""
         ...
 
+    def clip_to_median(self, sparses: Sequence[S]) -> Sequence[S]:
+        """At least one, those that are longer than the median of all shortened to it."""
+        ...
+
     def keep_largest(self, entries: S, k: int) -> tuple[S, S]:
         """The `k` entries of largest magnitude, and the others."""
         ...

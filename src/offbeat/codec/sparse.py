@@ -100,6 +100,16 @@ def add_all(sparses: Sequence[Sparse]) -> Sparse:
     return sparses[0]
 
 
+def clip_to_median(sparses: Sequence[Sparse]) -> list[Sparse]:
+    """At least one vector, those that are longer than the median of all shortened to it."""
+    norms = np.sqrt([_sum_of_squares(each.values) for each in sparses])
+    median = float(np.median(norms))
+    return [
+        each.scaled(median / norm) if norm > median else each
+        for each, norm in zip(sparses, norms.tolist(), strict=True)
+    ]
+
+
 def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
     """The `k` pairs of largest magnitude, and the others.
 
@@ -189,6 +199,15 @@ def magnitude_mask(dtype: np.dtype[np.generic]) -> np.unsignedinteger:
     unsigned = np.dtype(f"u{dtype.itemsize}")
     mask: np.unsignedinteger = unsigned.type((1 << 8 * dtype.itemsize - 1) - 1)
     return mask
+
+
+@kernel
+def _sum_of_squares(values: NDArray[np.floating]) -> float:
+    """One after the other in double precision, so that every machine finds the same bits."""
+    total = 0.0
+    for i in range(values.size):
+        total += np.float64(values[i]) * np.float64(values[i])
+    return total
 
 
 @kernel

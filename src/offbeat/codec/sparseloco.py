@@ -4,10 +4,11 @@ in 2 bits a value and 12 bits an index; what is left out is owed, and fades.
     of each 4,096 entries the 64 of largest magnitude           (14 bits each, .22 bits an element)
     values fall into 4 levels of equal width over +-3 sigma around their mean
     each level is read as the mean of the values in it          (4 numbers in each message)
+    a rank's message longer than the median of all is shortened to it
 
 Differences from the paper's code: chunks are of the model's parameters side by side, and not
-squares of matrices; each chunk's number of entries is sent, in 2 bytes; peers are not clipped to
-the median norm.
+squares of matrices; each chunk's number of entries is sent, in 2 bytes; of an even number of ranks
+the median is the mean of the middle two.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from offbeat.errors import WireError
 
 
 class SparseLoCo(WeightCodec):
-    """The 64 largest of each 4,096 entries, in 2 bits each; what is owed fades by 5% in an
-    average.
+    """The 64 largest of each 4,096 entries, in 2 bits each; what is owed fades by 5% in an average,
+    and no rank counts for more than the median of their norms.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class SparseLoCo(WeightCodec):
             values=LevelValues(bits=2),
             indices=ChunkIndices(4096),
         )
-        super().__init__(density=1 / 64, decay=0.95, entries=entries)
+        super().__init__(density=1 / 64, decay=0.95, entries=entries, clip_to_median=True)
 
 
 class ChunkSelector(Selector):

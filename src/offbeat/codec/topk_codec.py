@@ -115,15 +115,28 @@ class WeightCodec(OptionValue):
             changes which waited for long.
         entries: which ones, and how they are written: a `TopKCodec`, or names of its parts such as
             "bfloat16" or "reuse+float8".
+        clip_to_median: whether what a rank sends counts for no more than the median of all ranks'
+            norms; needs a density below 1.
     """
 
     def __init__(
-        self, *, density: float, decay: float = 1.0, entries: TopKCodec | str = "float32"
+        self,
+        *,
+        density: float,
+        decay: float = 1.0,
+        entries: TopKCodec | str = "float32",
+        clip_to_median: bool = False,
     ) -> None:
         for name, value in (("density", density), ("decay", decay)):
             if not 0 < value <= 1:
                 raise ConfigError(f"{name} of a WeightCodec must be in (0, 1], got {value!r}")
+        if clip_to_median and density == 1:
+            raise ConfigError(
+                "clip_to_median needs a density below 1: only then each rank sees what every other"
+                " one sends"
+            )
         self.density, self.decay, self.entries = density, decay, TopKCodec.of(entries)
+        self.clip_to_median = clip_to_median
 
 
 class AllChanges(WeightCodec):

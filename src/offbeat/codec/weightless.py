@@ -159,6 +159,9 @@ class WeightlessWire:
     def add_all(self, sparses: Sequence[WeightlessSparse]) -> WeightlessSparse:
         return reduce(self.add, sparses)
 
+    def clip_to_median(self, sparses: Sequence[WeightlessSparse]) -> Sequence[WeightlessSparse]:
+        return sparses
+
     def keep_largest(
         self, entries: WeightlessSparse, k: int
     ) -> tuple[WeightlessSparse, WeightlessSparse]:

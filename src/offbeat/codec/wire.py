@@ -222,6 +222,7 @@ class Wire(ByteBlocks):
 
     add = staticmethod(sparse.add)
     add_all = staticmethod(sparse.add_all)
+    clip_to_median = staticmethod(sparse.clip_to_median)
     keep_largest = staticmethod(sparse.keep_largest)
     partition = staticmethod(sparse.partition)
     union_disjoint = staticmethod(sparse.union_disjoint)

@@ -4,12 +4,16 @@ Two readings of the sum. Top-k S-SGD applies all of it, up to P k entries. The g
 its k largest; since each rank has seen everything, each knows which of its own entries were left
 out and owes exactly those.
 
+In a sum of many ranks' changes of weights one that has gone astray weighs as much as it is long.
+`clipped_sum` shortens every contribution to the median length of all; what that takes away is lost.
+
 Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank: linear in P, good for few
 ranks only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 from offbeat.arithmetic.costs import NetworkCosts
@@ -34,7 +38,25 @@ def topk_sum(
         k: likewise.
         wire: likewise.
     """
-    total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
+    contributions, rounding, tally = yield from _gather(rank, world_size, mine, tally, wire)
+    return Exchanged(kept=wire.add_all(contributions), owed=rounding, tally=tally)
+
+
+def clipped_sum(
+    rank: int, world_size: int, mine: S, tally: Tally, k: int, wire: SparseArithmetic[S]
+) -> Collective[Exchanged[S]]:
+    """The sum of all contributions, none of them longer than the median of their norms.
+
+    Args:
+        rank: as of `SparseCollective`.
+        world_size: likewise.
+        mine: likewise.
+        tally: likewise.
+        k: likewise.
+        wire: likewise.
+    """
+    contributions, rounding, tally = yield from _gather(rank, world_size, mine, tally, wire)
+    total = wire.add_all(wire.clip_to_median(contributions))
     return Exchanged(kept=total, owed=rounding, tally=tally)
 
 
@@ -51,22 +73,22 @@ def global_topk(
         k: likewise.
         wire: likewise.
     """
-    total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
-    kept, _ = wire.keep_largest(total, k)
+    contributions, rounding, tally = yield from _gather(rank, world_size, mine, tally, wire)
+    kept, _ = wire.keep_largest(wire.add_all(contributions), k)
     # Rounding is owed wherever it happened; of the rest only what the selection left out.
     _, left_out = wire.split_common(mine, kept)
     inside, _ = wire.split_common(rounding, kept)
     return Exchanged(kept=kept, owed=wire.add(left_out, inside), tally=tally)
 
 
-def _sum(
+def _gather(
     rank: int, world_size: int, mine: S, tally: Tally, wire: SparseArithmetic[S]
-) -> Collective[tuple[S, S, Tally]]:
+) -> Collective[tuple[Sequence[S], S, Tally]]:
     payload, rounding = wire.encode(mine, tally)
     contributions, tallies = zip(
         *(yield from all_gather(rank, world_size, payload, wire.decode, wire)), strict=True
     )
-    return wire.add_all(contributions), rounding, reduce(Tally.merge, tallies)
+    return contributions, rounding, reduce(Tally.merge, tallies)
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:

@@ -336,13 +336,16 @@ class _Unheard(Notices):
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Has states of the parameters' sizes, and leaves gradients to whoever works on them."""
+    """Has states of the parameters' sizes, called as SGD's or Adam's, and leaves gradients to
+    whoever works on them.
+    """
 
     def __init__(self, parameters: Any, moments: int) -> None:
         super().__init__(parameters, {"lr": 1.0})
+        names = ["exp_avg", "exp_avg_sq", *(f"moment_{number}" for number in range(2, moments))]
+        names = ["momentum_buffer"] if moments == 1 else names[:moments]
         for group in self.param_groups:
             for parameter in group["params"]:
-                names = (f"moment_{number}" for number in range(moments))
                 self.state[parameter] = {name: parameter.detach() for name in names}
 
 
@@ -364,7 +367,10 @@ def with_codecs(strategy: T, change: Callable[[TopKCodec], TopKCodec]) -> T:
         changed["codec"] = change(entries())
     if (weights := getattr(strategy, "weight_codec", None)) is not None:
         changed["codec"] = WeightCodec(
-            density=weights.density, decay=weights.decay, entries=change(weights.entries)
+            density=weights.density,
+            decay=weights.decay,
+            entries=change(weights.entries),
+            clip_to_median=weights.clip_to_median,
         )
     try:
         return replace(strategy, **changed) if changed else strategy  # type: ignore[type-var]  # likewise

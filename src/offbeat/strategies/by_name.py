@@ -172,6 +172,9 @@ def convert(hint: Any, value: object) -> object:
     elif origin is tuple and isinstance(value, list | tuple):
         inner = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
         return tuple(convert(each, item) for each, item in zip(inner, value, strict=True))
+    elif origin is Mapping:
+        if isinstance(value, Mapping):
+            return {convert(arguments[0], k): convert(arguments[1], v) for k, v in value.items()}
     elif origin is Callable:
         if callable(value):
             return value
@@ -243,10 +246,10 @@ def _text(default: object) -> str:
 
 
 def _can_be_written(hint: object) -> bool:
-    """Whether a value of this type can be given as text: callables, tuples, dataclasses and objects
-    of a user's own, as `LocalSGD` takes for `outer` and `GTopK` for `codec`, are given in
-    Python only.
+    """Whether a value of this type can be given as text: callables, tuples, mappings, dataclasses
+    and objects of a user's own, as `LocalSGD` takes for `outer` and `GTopK` for `codec`, are given
+    in Python only.
     """
     is_object = isinstance(hint, type) and issubclass(hint, OptionValue)
     in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint) or is_object
-    return typing.get_origin(hint) not in (Callable, tuple) and not in_python_only
+    return typing.get_origin(hint) not in (Callable, tuple, Mapping) and not in_python_only

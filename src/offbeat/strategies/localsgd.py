@@ -13,8 +13,10 @@ With `start_step` it is post-local SGD (arXiv 1808.07217): in the first steps gr
 all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps of them. With
 `outer` the mean goes through an optimizer of its own, any of `torch.optim`, which makes it SlowMo
 or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
-others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `streaming`
-fragments of the model are averaged in turn while training goes on; see `averaging.streaming`.
+others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `exchange`
+fragments of the model are averaged in turn while training goes on (`averaging.streaming`), or
+random pairs of ranks average in the place of all (`averaging.pairs`). With an interval for each of
+the optimizer's states it is DES-LOC (arXiv 2505.22549).
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
 again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
@@ -31,6 +33,7 @@ changes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -38,6 +41,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
+from offbeat.averaging.pairs import PairMean, Pairs
 from offbeat.averaging.periodic import (
     AveragingSchedule,
     Everyone,
@@ -115,8 +119,8 @@ class LocalSGD(AveragingStrategy):
         period: local steps between averages, >= 1; or a schedule by its name, or an
             `AveragingSchedule` of your own.
         warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
-            the beginning; None: 40, and 0 with `start_step`, `outer`, `codec` or a `period` that
-            is no number.
+            the beginning; None: 40, and 0 with `start_step`, `outer`, `codec`, `exchange` or a
+            `period` that is no number.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         start: what these steps are: "allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac", or such a
             strategy with options of its own, as `offbeat.SPDKFAC(damping=0.003)`.
@@ -125,15 +129,19 @@ class LocalSGD(AveragingStrategy):
             optimizer of the parameters it is given, such as
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
-            the weights, which multiplies the bytes; "local": they stay the rank's own; None:
-            "averaged", and "local" with `start_step`, `outer` or `codec`.
+            the weights, which multiplies the bytes; "local": they stay the rank's own; or each
+            state by its name, with the number of averages of the weights to one of the state, such
+            as `{"exp_avg": 3, "exp_avg_sq": 6}` or "exp_avg=3+exp_avg_sq=6"; None: "averaged", and
+            "local" with `start_step`, `outer`, `codec` or `exchange`.
         codec: how changes of weights since the last average travel: the name of a codec, or a
             `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
             does not travel is owed. None: weights travel whole.
-        streaming: how averages travel while training goes on: fragments x delay in steps, and x the
-            weight of a rank's own parameters, such as "4x2" or "4x2x0.5", or an
-            `averaging.streaming.Streaming`; an average is of one fragment then, every period /
-            fragments steps. None: a rank waits for the average of all weights.
+        exchange: how ranks meet. None: all wait for the average of all weights. Fragments x delay
+            in steps, and x the weight of a rank's own parameters, such as "4x2" or "4x2x0.5", or an
+            `averaging.streaming.Streaming`: an average is of one fragment, every period / fragments
+            steps, and travels while training goes on. "pairs", or an `averaging.pairs.Pairs` with a
+            seed of your own: random pairs of ranks average, each rank with its own `outer`, which
+            is NoLoCo.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -143,9 +151,9 @@ class LocalSGD(AveragingStrategy):
     start_step: int = 0
     start: Strategy | Literal["allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac"] = "allreduce"
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
-    optimizer_state: Literal["local", "averaged"] | None = None
+    optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
-    streaming: Streaming | str | None = None
+    exchange: Streaming | Pairs | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,8 +168,11 @@ class LocalSGD(AveragingStrategy):
                 "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
                 f" {', '.join(map(repr, WEIGHT_CODECS))}, got {self.codec!r}"
             )
-        if self.streaming is not None:
-            self._check_streaming(Streaming.of(self.streaming))
+        chosen = self.chosen_exchange
+        if isinstance(chosen, Streaming):
+            self._check_streaming(chosen)
+        elif chosen is not None:
+            self._check_pairs()
         if self.warmup is not None:
             require_at_least("warmup", self.warmup, 0)
         if self.period == 1 and self.warmup:
@@ -169,8 +180,9 @@ class LocalSGD(AveragingStrategy):
         if not isinstance(self.period, int):
             refuse_idle(self, "warmup", because=f"period={self.period!r} says it itself")
         require_at_least("start_step", self.start_step, 0)
-        if self.optimizer_state is not None:
-            require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
+        averages = self.averages_state
+        for state, interval in averages.items() if isinstance(averages, Mapping) else ():
+            require_at_least(f"the interval of {state!r} in optimizer_state", interval, 1)
         self._check_start()
         if isinstance(self.outer, str):
             require_one_of("outer", self.outer, tuple(OUTERS))
@@ -194,8 +206,25 @@ class LocalSGD(AveragingStrategy):
         because = "a fragment is averaged at equal intervals, and without the optimizer's state"
         if self.warmup:
             refuse_idle(self, "warmup", because=because)
-        if self.optimizer_state == "averaged":
+        if self.averages_state:
             refuse_idle(self, "optimizer_state", because=because)
+
+    def _check_pairs(self) -> None:
+        because = "pairs average whole weights at once, and without the optimizer's state"
+        refuse_idle(self, "codec", because=because)
+        if self.averages_state:
+            refuse_idle(self, "optimizer_state", because=because)
+        if self.schedule.measures_drift:
+            refuse_idle(self, "period", because="pairs do not know how far all ranks are apart")
+
+    @property
+    def chosen_exchange(self) -> Streaming | Pairs | None:
+        """What `exchange` is or describes. Raises `ConfigError`."""
+        if self.exchange == "pairs":
+            return Pairs()
+        if self.exchange is None or isinstance(self.exchange, Pairs):
+            return self.exchange
+        return Streaming.of(self.exchange)
 
     @property
     def steps_of_growth(self) -> int:
@@ -208,23 +237,33 @@ class LocalSGD(AveragingStrategy):
     @property
     def _begins_plainly(self) -> bool:
         """Whether averages are by default those of papers that have neither growth nor states."""
-        changed = (self.outer, self.codec, self.streaming)
+        changed = (self.outer, self.codec, self.exchange)
         return bool(self.start_step) or any(each is not None for each in changed)
 
     @property
     def schedule(self) -> AveragingSchedule:
         """After which steps weights are averaged."""
         if isinstance(self.period, int):
-            fragments = 1 if self.streaming is None else Streaming.of(self.streaming).fragments
+            chosen = self.chosen_exchange
+            fragments = chosen.fragments if isinstance(chosen, Streaming) else 1
             return GrowingPeriod(self.period // fragments, warmup=self.steps_of_growth)
         return SCHEDULES[self.period] if isinstance(self.period, str) else self.period
 
     @property
-    def averages_state(self) -> bool:
-        """Whether the optimizer's state is averaged, by `optimizer_state` or by default."""
-        if self.optimizer_state is None:
+    def averages_state(self) -> bool | Mapping[str, int]:
+        """Whether the optimizer's state is averaged, by `optimizer_state` or by default; or at
+        every how many averages, by name of a state.
+        """
+        chosen = self.optimizer_state
+        if chosen is None:
             return not self._begins_plainly
-        return self.optimizer_state == "averaged"
+        if not isinstance(chosen, str):
+            return chosen
+        if "=" not in chosen:
+            require_one_of("optimizer_state", chosen, ("local", "averaged"))
+            return chosen == "averaged"
+        pairs = (part.partition("=") for part in chosen.split("+"))
+        return {state: int(interval) if interval.isdecimal() else 0 for state, _, interval in pairs}
 
     @override
     def for_plain_script(self) -> Self:
@@ -286,26 +325,30 @@ class LocalSGD(AveragingStrategy):
             )
         codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
-        if outer is None and (codec is not None or self.streaming is not None):
+        chosen = self.chosen_exchange
+        if outer is None and (codec is not None or isinstance(chosen, Streaming)):
             outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
         peers = Everyone(context.driver, context.new_stream())
         exchange: WeightExchange
-        if self.streaming is not None:
-            streaming = Streaming.of(self.streaming)
+        if isinstance(chosen, Streaming):
             assert outer is not None
             exchange = StreamingMean(
-                weights, context.parameters, peers, streaming=streaming, outer=outer, codec=codec
+                weights, context.parameters, peers, streaming=chosen, outer=outer, codec=codec
             )
         else:
-            exchange = MeanOfAll(
-                weights,
-                peers,
-                codec=codec,
-                rule=None if outer is None else OuterOptimizer(context.parameters, make=outer),
-                optimizer=context.optimizer,
-                averages_state=self.averages_state,
-                notify=context.notices.notify,
-            )
+            rule = None if outer is None else OuterOptimizer(context.parameters, make=outer)
+            if chosen is not None:
+                exchange = PairMean(weights, peers, pairs=chosen, rule=rule)
+            else:
+                exchange = MeanOfAll(
+                    weights,
+                    peers,
+                    codec=codec,
+                    rule=rule,
+                    optimizer=context.optimizer,
+                    averages_state=self.averages_state,
+                    notify=context.notices.notify,
+                )
         average = PeriodicAverage(exchange, self.schedule, start_step=self.start_step)
         return [*self._gradient_phase(context), average]
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.collectives.dense import gather_values
+from offbeat.errors import ConfigError
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import average_
@@ -29,6 +30,7 @@ def average_optimizer_state_(
     stream: Stream,
     weight: float,
     notify: Callable[[str], None],
+    due: Mapping[str, bool] | None = None,
 ) -> float:
     """Replace the states of every parameter, as far as `OptimizerStates` has them, by their
     weighted means over the ranks that have them. Collective.
@@ -43,18 +45,30 @@ def average_optimizer_state_(
         stream: of channels.
         weight: this rank's, >= 0.
         notify: is told each time which states of this rank are not averaged, if there are any.
+        due: which states are averaged now, by name such as "exp_avg", at least one of them; others
+            stay local, but for numbers of steps, which go with what they correct. None: all are.
 
     Returns:
         Seconds as `average_` counts them.
 
     Raises:
         NonFiniteError: as `average_`.
+        ConfigError: a name of `due` is none of a state that is merged; every rank raises.
     """
     tensors = list(parameters.values())
     states = OptimizerStates(optimizer, tensors)
     mine = states.presence()
     somewhere = driver.run(_union(mine, len(tensors)), stream.next())
-    merged = {name: states.tensors(name) for name in names_of_merged(somewhere)}
+    names = names_of_merged(somewhere)
+    if due is not None and names:
+        if unknown := sorted(due.keys() - {name.partition(":")[0] for name in names}):
+            raise ConfigError(
+                f"optimizer_state names {', '.join(map(repr, unknown))}, and the states of"
+                f" {type(optimizer).__name__} that can be averaged are"
+                f" {', '.join(repr(name) for name in names if ':' not in name)}"
+            )
+        names = [name for name in names if ":" in name or due.get(name)]
+    merged = {name: states.tensors(name) for name in names}
     places = [(name, i) for name in merged for i in np.flatnonzero(somewhere[name]).tolist()]
     here = [merged[name][i] for name, i in places]
     encode_s = average_(
@@ -131,8 +145,8 @@ class OptimizerStates:
     A number of steps is merged because the moments are: a rank that counted on with its own would
     correct its peers' moments by it, and take steps of a wrong length. It is rounded.
 
-    States of other shapes stay local. Of a parameter that has one, a rank without states is given
-    none, since its optimizer could not go on with some of them.
+    States of other shapes stay local. Of a parameter that has one, or of whose states only some are
+    merged, a rank without states is given none, since its optimizer could not go on with some.
 
     Args:
         optimizer: the user's.
@@ -217,7 +231,8 @@ class OptimizerStates:
             }
             state = self._optimizer.state.get(parameter, {})
             has_none = all(value is None for value in state.values())
-            if not given or (has_none and _OTHER in shares and shares[_OTHER][number]):
+            is_part = any(shares[name][number] for name in shares if name not in merged)
+            if not given or (has_none and is_part):
                 continue
             if parameter not in options:
                 continue  # This rank's optimizer does not step it, and could not save its state.

@@ -89,7 +89,8 @@ def _local_sgd(recipe: LocalSGD) -> Method:
         start="allreduce",
         start_step=0,
         warmup=recipe.steps_of_growth,
-        optimizer_state="averaged" if recipe.averages_state else "local",
+        optimizer_state=recipe.optimizer_state
+        or ("averaged" if recipe.averages_state else "local"),
     )
     return FirstSteps(
         recipe.start_step,

@@ -1,0 +1,122 @@
+"""States of the optimizer averaged at intervals of their own, against DES-LOC in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import ConfigError
+from thread_support.nets import make_model, step_of, trained
+from thread_support.world import ThreadDriver, in_threads, results_of, session_on
+
+RANKS = 3
+States = dict[str, torch.Tensor]
+INTERVALS = {"exp_avg": 2, "exp_avg_sq": 3}
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.02)
+
+
+def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[States]:
+    """Each parameter with the states of the optimizer that go with it."""
+    return [
+        {"parameter": each.detach().clone()}
+        | {name: value.clone() for name, value in optimizer.state[each].items()}
+        for each in model.parameters()
+    ]
+
+
+def run(num_steps: int, *, stop: int | None = None, **options: Any) -> list[list[States]]:
+    strategy = offbeat.LocalSGD(period=2, warmup=0, **options)
+    return trained(RANKS, strategy, num_steps, optimizer_of=adam, held=held, stop=stop)
+
+
+def reference(num_steps: int) -> list[list[States]]:
+    models = [make_model() for _ in range(RANKS)]
+    optimizers = [adam(model) for model in models]
+    for step in range(num_steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            step_of(model, optimizer, rank, step)
+        average, rest = divmod(step + 1, 2)
+        if rest:
+            continue
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            alike = [[each.detach() for each in parameters]]
+            for name, interval in INTERVALS.items():
+                if average % interval == 0:
+                    states = zip(optimizers, parameters, strict=True)
+                    alike.append([optimizer.state[each][name] for optimizer, each in states])
+            for tensors in alike:
+                mean = torch.stack(tensors).mean(0)
+                for tensor in tensors:
+                    tensor.copy_(mean)
+    return [held(*each) for each in zip(models, optimizers, strict=True)]
+
+
+@pytest.mark.parametrize("num_steps", [4, 6, 9, 12])
+def test_states_are_those_of_the_paper(num_steps: int) -> None:
+    found, expected = run(num_steps, optimizer_state=INTERVALS), reference(num_steps)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    # After 6 steps, which is 3 averages, second moments alone were just averaged.
+    if num_steps == 6:
+        same = {
+            name: torch.equal(found[0][0][name], found[1][0][name])
+            for name in ("parameter", *INTERVALS)
+        }
+        assert same == {"parameter": True, "exp_avg": False, "exp_avg_sq": True}
+
+
+def test_intervals_of_one_are_averages_of_all_states() -> None:
+    each = run(5, optimizer_state="exp_avg=1+exp_avg_sq=1")
+    torch.testing.assert_close(each, run(5, optimizer_state="averaged"), rtol=0, atol=0)
+
+
+def test_a_run_goes_on_between_two_averages_of_a_state() -> None:
+    resumed = run(12, stop=5, optimizer_state=INTERVALS)
+    torch.testing.assert_close(resumed, run(12, optimizer_state=INTERVALS), rtol=0, atol=0)
+
+
+def test_a_rank_without_states_is_given_none_of_them_or_all() -> None:
+    """Adam could not go on with a part of its state."""
+    strategy = offbeat.LocalSGD(period=1, warmup=0, optimizer_state=INTERVALS)
+
+    def job(driver: ThreadDriver) -> list[list[str]]:
+        model = make_model()
+        first = next(model.parameters())
+        optimizer, found = adam(model), []
+        if driver.rank == 0:  # it never uses the first parameter
+            optimizer.register_step_pre_hook(lambda *_: setattr(first, "grad", None))
+        with session_on(driver, model, optimizer, strategy):
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+                found.append(sorted(optimizer.state.get(first, {})))
+        return found
+
+    found = results_of(2, job)[0]
+    assert found == [[]] * 5 + [["exp_avg", "exp_avg_sq", "step"]]
+
+
+def test_a_state_that_the_optimizer_lacks_is_refused_on_all_ranks() -> None:
+    strategy = offbeat.LocalSGD(period=1, warmup=0, optimizer_state={"exp_avgs": 1})
+
+    def job(driver: ThreadDriver) -> None:
+        model = make_model()
+        optimizer = adam(model)
+        with session_on(driver, model, optimizer, strategy):
+            step_of(model, optimizer, driver.rank, 0)
+
+    for outcome in in_threads(2, job):
+        assert isinstance(outcome, ConfigError)
+        assert "'exp_avgs', and the states of Adam that can be averaged are 'exp_avg'" in str(
+            outcome
+        )
+
+
+@pytest.mark.parametrize("asked", ["exp_avg=", "exp_avg=0", "exp_avg=x", {"exp_avg": 0}])
+def test_an_interval_is_a_number_of_averages(asked: Any) -> None:
+    with pytest.raises(ConfigError, match="interval of 'exp_avg' in optimizer_state must be"):
+        offbeat.LocalSGD(optimizer_state=asked)
