@@ -56,7 +56,7 @@ def test_means_are_those_of_the_paper(num_ranks: int, rank_of_matrices: int) -> 
     results = means_of(num_ranks, rank_of_matrices)
     name, size = "weight", ROWS * COLUMNS
     draw = torch.Generator().manual_seed(len(name) + size)
-    begin = torch.randn(COLUMNS, rank_of_matrices, generator=draw).double()
+    begin = torch.randn(rank_of_matrices, COLUMNS, generator=draw).double().T
     expected = papers_means(num_ranks, begin)
     for means in results:
         for mean, theirs, first in zip(means, expected, results[0], strict=True):
@@ -65,11 +65,11 @@ def test_means_are_those_of_the_paper(num_ranks: int, rank_of_matrices: int) -> 
             torch.testing.assert_close(mean, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_columns_are_orthonormal_and_dependent_ones_become_zero() -> None:
-    columns = torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double()
-    basis = orthonormal(columns)
-    torch.testing.assert_close(basis.T @ basis, torch.eye(3).double())
-    torch.testing.assert_close(basis @ (basis.T @ columns), columns)
-    columns[:, 1] = 2 * columns[:, 0]
-    assert not orthonormal(columns)[:, 1].any()
-    assert not orthonormal(torch.zeros(4, 2)).any()
+def test_rows_are_orthonormal_and_dependent_ones_become_zero() -> None:
+    rows = torch.randn(3, 9, generator=torch.Generator().manual_seed(0)).double()
+    basis = orthonormal(rows)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(3).double())
+    torch.testing.assert_close((rows @ basis.T) @ basis, rows)
+    rows[1] = 2 * rows[0]
+    assert not orthonormal(rows)[1].any()
+    assert not orthonormal(torch.zeros(2, 4)).any()

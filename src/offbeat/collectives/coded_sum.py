@@ -33,8 +33,8 @@ class CodedSum(NamedTuple):
 
     Attributes:
         kept: the sum that is applied; the same bits on every rank.
-        owed: what this rank must add to its residual. Over all ranks, kept + sum of owed == sum of
-            contributions.
+        owed: what this rank must add to its residual, in the memory of its contribution. Over all
+            ranks, kept + sum of owed == sum of contributions.
         tally: merged over all ranks; the same on every rank.
     """
 
@@ -44,16 +44,23 @@ class CodedSum(NamedTuple):
 
 
 def coded_sum(
-    rank: int, world_size: int, mine: torch.Tensor, tally: Tally, wire: DenseWire
+    rank: int,
+    world_size: int,
+    mine: torch.Tensor,
+    tally: Tally,
+    wire: DenseWire,
+    *,
+    kept: torch.Tensor,
 ) -> Collective[CodedSum]:
     """Sum every rank's vector.
 
     Args:
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks, >= 1.
-        mine: this rank's, finite, float32 or float64, shape (n,); it is not changed.
+        mine: this rank's, finite, float32 or float64, shape (n,). It is overwritten.
         tally: this rank's.
         wire: how parts of vectors are written, the same on all ranks.
+        kept: takes the result; of the same kind, of another memory.
 
     Raises:
         WireError: a message is damaged, or from a rank with another model or options.
@@ -63,20 +70,21 @@ def coded_sum(
     regions = [slice(begin, end) for begin, end in pairwise(bounds)]
     # Each rank begins with its successor, so that not all send to the same receiver at once.
     peers = [(rank + hop) % world_size for hop in range(1, world_size)]
-    kept, owed, tallies = torch.empty_like(mine), torch.zeros_like(mine), [tally] * world_size
+    tallies = [tally] * world_size
     for owner in peers:
         payload, read = wire.encode(mine[regions[owner]], tally)
-        torch.sub(mine[regions[owner]], read, out=owed[regions[owner]])
+        mine[regions[owner]].sub_(read)
         yield Send(owner, payload)
-    own = mine[regions[rank]].clone()
+    own = mine[regions[rank]]
     for sender in reversed(peers):
         part, tallies[sender] = wire.decode((yield Recv(sender)), own)
         own += part
-    payload, kept[regions[rank]] = wire.encode(own, tally)
-    torch.sub(own, kept[regions[rank]], out=owed[regions[rank]])
+    payload, read = wire.encode(own, tally)
+    kept[regions[rank]] = read  # first: a codec that rounds nothing may give back what it got
+    own -= read
     for peer in peers:
         yield Send(peer, payload)
     for owner in reversed(peers):
         kept[regions[owner]], _ = wire.decode((yield Recv(owner)), kept[regions[owner]])
     # In the order of ranks: sums of weights depend on it.
-    return CodedSum(kept, owed, reduce(Tally.merge, tallies))
+    return CodedSum(kept, mine, reduce(Tally.merge, tallies))

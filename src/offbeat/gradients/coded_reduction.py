@@ -23,7 +23,8 @@ from offbeat.transport.driver import Driver, Pending, Stream
 class CodedReduction(ResidualReduction):
     """Weighted mean by `coded_sum`.
 
-    Memory beside the gradient: two buffers of its size, and a third one while a step lasts.
+    Memory beside the gradient: two buffers of its size; a third one while a step lasts for
+    half-precision gradients.
 
     Args:
         bucket: what will be reduced; fixes sizes and names of the state.
@@ -43,7 +44,7 @@ class CodedReduction(ResidualReduction):
         decay: float = 1.0,
     ) -> None:
         super().__init__(bucket, driver, stream)
-        self._decay = decay
+        self._decay, self._mine = decay, torch.zeros_like(self._residual)
         double = self._residual.dtype == torch.float64
         values = values.suited_to(np.dtype(np.float64 if double else np.float32))
         self._wire = DenseWire(num_parameters=len(bucket.indices), values=values)
@@ -57,14 +58,16 @@ class CodedReduction(ResidualReduction):
     ) -> None:
         begin_s = time.perf_counter()
         self._grad_scale = grad_scale
-        mine = torch.zeros_like(self._residual)
+        mine, driver = self._mine, self._driver
         if not tally.num_failed:
             torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
             tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
-            if tally.num_nonfinite:
-                mine.zero_()  # which no codec minds; the step will be skipped
-        driver = self._driver
-        work = coded_sum(driver.rank, driver.world_size, mine, tally, self._wire)
+        if not tally.good:
+            mine.zero_()  # which no codec minds; the step will be skipped
+        kept = self._bucket.flat
+        if kept.dtype != mine.dtype:
+            kept = torch.empty_like(mine)
+        work = coded_sum(driver.rank, driver.world_size, mine, tally, self._wire, kept=kept)
         self._pending = driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s
 
@@ -82,10 +85,12 @@ class CodedReduction(ResidualReduction):
         begin_s = time.perf_counter()
         (kept, owed, tally), flat = self._result, self._bucket.flat
         factor = self._grad_scale / (tally.weight or 1)
-        self._residual.copy_(owed)
+        self._residual, self._mine = owed, self._residual
         for position in np.flatnonzero(~tally.used).tolist():
             self._take_back(position, kept)
-        flat.copy_(kept.mul_(factor))
+        kept.mul_(factor)
+        if kept is not flat:
+            flat.copy_(kept)
         if flat.dtype != kept.dtype:
             owe_rounding_(self._residual, kept, flat, factor, self._driver)
         if self._decay != 1:
@@ -94,10 +99,9 @@ class CodedReduction(ResidualReduction):
         return flat
 
     def _take_back(self, position: int, kept: torch.Tensor) -> None:
-        """Nothing is applied to a parameter that no rank used: codes of few bits have no zero, and
-        what is owed to it waits until it is used. One rank owes what all ranks have read.
+        """Nothing is applied to a parameter that no rank used: codes of few bits have no zero. Each
+        rank owes it what it did before, until it is used.
         """
-        begin, end = self._bucket.offsets[position : position + 2]
-        if position % self._driver.world_size == self._driver.rank:
-            self._residual[begin:end] += kept[begin:end]
-        kept[begin:end] = 0
+        here = slice(*self._bucket.offsets[position : position + 2])
+        self._residual[here] = self._mine[here]
+        kept[here] = 0

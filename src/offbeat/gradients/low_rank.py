@@ -47,7 +47,7 @@ class _Matrix:
         begin: its first element's place in the bucket.
         rows: n.
         columns: m.
-        right: Q, shape (m, r), the same on every rank.
+        right: Q transposed, shape (r, m), the same on every rank.
     """
 
     name: str
@@ -133,7 +133,8 @@ class LowRankReduction(ResidualReduction):
             tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
         tail = mine.new_zeros(NUM_COUNTERS + len(self._bucket.indices))
         tally.write_to(tail)
-        lefts = [(each.of(mine) @ each.right).flatten() for each in self._matrices]
+        # Factors are kept and multiplied by rows: thin columns take up to 16 times as long.
+        lefts = [(each.right @ each.of(mine).T).flatten() for each in self._matrices]
         self._message = torch.cat([*lefts, *(mine[part] for part in self._whole), tail])
         self.encode_s += time.perf_counter() - begin_s
         self._sums = launch_sums(self._driver, self._stream, self._message)
@@ -147,11 +148,11 @@ class LowRankReduction(ResidualReduction):
         self._tally = Tally.read_from(tail)
         self._sums, self._lefts, self._new_rights, place = [], [], [], 0
         for each in self._matrices if self._tally.good else []:
-            size = each.rows * each.right.shape[1]
-            left = orthonormal(self._message[place : place + size].view(each.rows, -1))
+            size = each.rows * len(each.right)
+            left = orthonormal(self._message[place : place + size].view(len(each.right), -1))
             mine = each.of(self._mine)
-            right = mine.T @ left
-            mine.addmm_(left, right.T, alpha=-1)  # what is left of it is owed
+            right = left @ mine
+            mine.addmm_(left.T, right, alpha=-1)  # what is left of it is owed
             self._lefts.append(left)
             self._new_rights.append(right)
             place += size
@@ -170,7 +171,7 @@ class LowRankReduction(ResidualReduction):
         total = flat if flat.dtype == self._mine.dtype else torch.empty_like(self._mine)
         place = 0
         for each, left, right in zip(self._matrices, self._lefts, self._new_rights, strict=True):
-            torch.mm(left, right.T, out=each.of(total))
+            torch.mm(left.T, right, out=each.of(total))
             each.right.copy_(right)
             place += left.numel()
         for part in self._whole:
@@ -214,7 +215,7 @@ def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix]
         if parameter.dim() > 1 and (rows + columns) * rank < _MAX_SHARE * size:
             # The same on every rank, and another one for each parameter.
             draw = torch.Generator().manual_seed(len(name) + begin + size)
-            right = torch.randn(columns, rank, generator=draw).to(like)
+            right = torch.randn(rank, columns, generator=draw).to(like)
             matrices.append(
                 _Matrix(name=name, begin=begin, rows=rows, columns=columns, right=right)
             )
@@ -223,17 +224,17 @@ def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix]
     return matrices, whole
 
 
-def orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """The columns of a matrix, shape (n, r), each made orthogonal to those before it and of norm 1
+def orthonormal(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of a matrix, shape (r, n), each made orthogonal to those before it and of norm 1
     (Gram and Schmidt); one that depends on those before it becomes zero.
     """
-    result = columns.clone()
-    for place in range(result.shape[1]):
-        column, before = result[:, place], result[:, :place]
-        norm = column.norm()
+    result = rows.clone()
+    for place in range(len(result)):
+        row, before = result[place], result[:place]
+        norm = row.norm()
         for _ in range(2):  # once more, for what rounding has left of the others
-            column -= before @ (before.T @ column)
-        rest = column.norm()
+            row -= (before @ row) @ before
+        rest = row.norm()
         keeps = rest > 1e-6 * norm
-        column.mul_(torch.where(keeps, 1 / torch.where(keeps, rest, 1.0), 0.0))
+        row.mul_(torch.where(keeps, 1 / torch.where(keeps, rest, 1.0), 0.0))
     return result

@@ -265,13 +265,13 @@ class _MomentumReduction(CodedReduction):
         self._dense = DenseReduction(bucket, context.driver, context.new_stream())
         self._frozen = frozen
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._is_dense, self._momentum, self._weight = True, bucket.flat, 1.0
+        self._is_dense = True
 
     @override
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
-        self._is_dense, self._momentum, self._weight = not self._frozen.is_taken, gradient, weight
+        self._is_dense = not self._frozen.is_taken
         begin = self._dense.launch if self._is_dense else super().launch
         begin(gradient, tally, weight=weight, grad_scale=grad_scale)
 
@@ -282,10 +282,3 @@ class _MomentumReduction(CodedReduction):
     @override
     def commit(self) -> torch.Tensor:
         return self._dense.commit() if self._is_dense else super().commit()
-
-    @override
-    def _take_back(self, position: int, kept: torch.Tensor) -> None:
-        """A parameter that no rank used keeps its momentum, which is therefore not owed."""
-        super()._take_back(position, kept)
-        here = slice(*self._bucket.offsets[position : position + 2])
-        self._residual[here].sub_(self._momentum[here], alpha=self._weight)
