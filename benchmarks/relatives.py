@@ -40,7 +40,10 @@ RELATIVES: Final = (
     Contestant(label="in 8 bits", spec="allreduce:codec=linear8"),
     Contestant(label="in 4 bits", spec="allreduce:codec=linear4"),
     Contestant(label="signs", spec="allreduce:codec=sign"),
-    Contestant(label="PowerSGD", spec="powersgd:rank=2"),
+    Contestant(label="PowerSGD of rank 1", spec="powersgd:rank=1"),
+    Contestant(label="PowerSGD of rank 4", spec="powersgd:rank=4"),
+    Contestant(label="torch's PowerSGD of rank 1", spec="ddp-powersgd:rank=1:start_step=2"),
+    Contestant(label="torch's PowerSGD of rank 4", spec="ddp-powersgd:rank=4:start_step=2"),
     Contestant(label="GTopK at 0.01", spec="gtopk:density=0.01"),
     Contestant(label="GTopK at 0.01, 4 bits", spec="gtopk:density=0.01:codec=linear4"),
     Contestant(label="DeMo", spec="demo", slower={"images": 50.0}),
@@ -127,7 +130,8 @@ def main() -> None:
     for case in parity.cases_of(asked):
         if case.name not in asked.tasks.split(","):
             continue
-        found: Mapping[str, Result] = compared(case, [BASELINE, *chosen], runs, asked.seeds)
+        trained = [one for one in chosen if not one.spec.startswith("ddp-")]  # no threads of ours
+        found: Mapping[str, Result] = compared(case, [BASELINE, *trained], runs, asked.seeds)
         fresh = [row for label, one in found.items() for row in one.figures(label, BASELINE.label)]
         keep(kept, case.name, fresh)
         rows += fresh
