@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "2 of 3: offbeat and its tools"
 	@$(INSTALL) --no-build-isolation -e '.[dev]'
 	@echo "3 of 3: compiling kernels"
-	@$(BIN)/python -c 'from offbeat.codec import kernels; kernels.warm()'
+	@$(BIN)/python -c 'from offbeat.codec import jit; jit.warm()'
 	@touch $(STAMP)
 
 demo: setup
