@@ -172,7 +172,7 @@ def test_what_is_owed_fades_by_the_decay() -> None:
 
 def test_the_state_of_another_codec_is_refused() -> None:
     _, state = train(Composed(), [1.0])
-    with pytest.raises(CheckpointError, match="saved with a codec"):
+    with pytest.raises(CheckpointError, match="another model or codec"):
         train(Composed(codec=None), [], state)
 
 
