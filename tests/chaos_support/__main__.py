@@ -118,7 +118,7 @@ def main() -> None:
                 run.end_s = 0.0  # such as Ctrl-C: cells under way are played to their end
                 raise
     if results.results and not asked.dry:
-        last = results.results[-1].origin
+        last = results.results[0].origin
         results.replace("in short", [*in_short(results.results)], last)
         results.sort([cell.name for cell in grid(asked.limit_s, asked.seed)])
     print(f"{played} of {len(cells)} cells were run", file=sys.stderr)
