@@ -501,10 +501,8 @@ class PeriodicAverage(Callback):
     def on_after_step(self) -> None:
         self._num_steps += 1
         if self._is_due(self._num_steps):
-            if self._launched_for != self._num_steps:
-                self._merge()  # the last average, if the next one is due before it
+            self._merge()  # the last average, if the next one is due before it
             self._launch(self._num_steps)
-            self._averaged_at_step = self._num_steps
         launched_for = self._launched_for
         if launched_for is not None and self._num_steps >= launched_for + self.exchange.delay:
             self._merge()
@@ -516,21 +514,22 @@ class PeriodicAverage(Callback):
     def _merge(self) -> None:
         if self._launched_for is None:
             return
-        self._launched_for = None  # first: what fails is not waited for again
+        launched_for, self._launched_for = self._launched_for, None  # what fails is given up
         drift = self.exchange.merge(measures_drift=self._schedule.measures_drift)
+        self._averaged_at_step = launched_for
         self._schedule_state = dict(self._schedule.after_average(self._schedule_state, drift))
         self._num_averages += 1
 
     def _is_due(self, num_steps: int) -> bool:
         num_local = num_steps - self._start_step
-        return num_local > 0 and num_steps - self._averaged_at_step >= self._schedule.period(
+        last = self._averaged_at_step if self._launched_for is None else self._launched_for
+        return num_local > 0 and num_steps - last >= self._schedule.period(
             num_local, self._schedule_state
         )
 
     def _launch(self, due: int) -> None:
-        if self._launched_for is None:
-            self.exchange.launch(self._num_averages)
-            self._launched_for = due
+        self.exchange.launch(self._num_averages)
+        self._launched_for = due
 
     @override
     def counters(self) -> dict[str, float]:

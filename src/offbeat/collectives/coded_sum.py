@@ -76,7 +76,7 @@ def coded_sum(
         mine[regions[owner]].sub_(read)
         yield Send(owner, payload)
     own = mine[regions[rank]]
-    for sender in reversed(peers):
+    for sender in reversed(peers):  # in the order in which they send to this rank
         part, tallies[sender] = wire.decode((yield Recv(sender)), own)
         own += part
     payload, read = wire.encode(own, tally)
