@@ -78,12 +78,19 @@ class ThreadDriver(Driver):
                         )
                         world.changed.notify_all()
                 return _Waiting(
-                    world,
-                    lambda: number in world.results,
-                    lambda: world.results[number][self.rank],
+                    world, lambda: number in world.results, lambda: self._take_result(number)
                 )
             case _:
                 raise UnsupportedError(f"{type(operation).__name__} is not made for threads")
+
+    def _take_result(self, number: int) -> Any:
+        """That of a dense operation, which the last rank to take it removes."""
+        world = self.world
+        result = world.results[number][self.rank]
+        del world.dense[number][self.rank]
+        if not world.dense[number]:
+            del world.dense[number], world.results[number]
+        return result
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self.world.fail(f"rank {self.rank} failed: {reason}")
