@@ -130,6 +130,12 @@ REGISTRY: Final = StrategyRegistry(
         "Adam whose momentum travels as signs once its second moments are frozen",
     ),
     StrategyEntry(
+        "qgenx",
+        "QGenX",
+        "2308.09187",
+        "Extra-gradient steps for games, with gradients in few bits",
+    ),
+    StrategyEntry(
         "a2sgd",
         "A2SGD",
         "2006.07405",
