@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.sgp import SGP as SGP
     from offbeat.strategies.topk import TopK as TopK
     from offbeat.strategies.wagma import WAGMA as WAGMA
+    from offbeat.strategies.zerooneadam import ZeroOneAdam as ZeroOneAdam
 
 __version__ = "0.1.0"
 

@@ -150,6 +150,12 @@ REGISTRY: Final = StrategyRegistry(
                 "Two numbers of each gradient averaged in every step, and weights once in a while",
             ),
             StrategyEntry(
+                "zerooneadam",
+                "ZeroOneAdam",
+                "2202.06009",
+                "Adam of which signs travel from the first step on, and ever more rarely",
+            ),
+            StrategyEntry(
                 "crossbow",
                 "Crossbow",
                 "1901.02244",
