@@ -126,11 +126,12 @@ def _object_rows(name: str) -> Iterator[str]:
 def _strategy_rows() -> Iterator[str]:
     yield "| class | command line | what it does | paper |"
     yield "|---|---|---|---|"
-    for name, entry in REGISTRY.entries.items():
-        number = entry.paper.removeprefix("arXiv ")
-        paper = f"arXiv [{number}](https://arxiv.org/abs/{number})"
-        page = f"[`{entry.class_name}`](methods/{name}.md#options)"
-        yield f"| {page} | `{name}` | {entry.summary} | {paper} |"
+    for family, entries in REGISTRY.families.items():
+        yield f"| **{family}** | | | |"
+        for entry in entries:
+            paper = f"arXiv [{entry.arxiv}](https://arxiv.org/abs/{entry.arxiv})"
+            page = f"[`{entry.class_name}`](methods/{entry.name}.md#options)"
+            yield f"| {page} | `{entry.name}` | {entry.summary} | {paper} |"
 
 
 def _allowed(hint: object) -> str:

@@ -56,7 +56,7 @@ for name, kind in REGISTRY.items():
     shared = {"mega_batch": 2} if hasattr(kind, "mega_batch") else {}
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    make = torch.optim.Adam if name == "onebitadam" else torch.optim.SGD
+    make = torch.optim.Adam if name in ("onebitadam", "zerooneadam") else torch.optim.SGD
     optimizer = make(model.parameters(), lr=0.1)
     with offbeat.attach(model, optimizer, kind(**shared)) as session:
         for _ in range(3):

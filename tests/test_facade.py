@@ -35,7 +35,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "PowerSGD",
         "SGP",
     }
-    strategies |= {"A2SGD", "DEFSGD", "OneBitAdam", "TopK", "WAGMA"}
+    strategies |= {"A2SGD", "DEFSGD", "OneBitAdam", "QGenX", "TopK", "WAGMA", "ZeroOneAdam"}
     strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
     others = {"Curvature", "OffbeatError", "Outer", "Recorder", "Schedule", "Session"}
     others |= {"TopKCodec", "WeightCodec"}

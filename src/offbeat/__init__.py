@@ -50,10 +50,12 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.localsgd import Outer as Outer
     from offbeat.strategies.onebitadam import OneBitAdam as OneBitAdam
     from offbeat.strategies.powersgd import PowerSGD as PowerSGD
+    from offbeat.strategies.qgenx import QGenX as QGenX
     from offbeat.strategies.schedules import Schedule as Schedule
     from offbeat.strategies.sgp import SGP as SGP
     from offbeat.strategies.topk import TopK as TopK
     from offbeat.strategies.wagma import WAGMA as WAGMA
+    from offbeat.strategies.zerooneadam import ZeroOneAdam as ZeroOneAdam
 
 __version__ = "0.1.0"
 

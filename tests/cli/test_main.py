@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import offbeat
+from offbeat.strategies import REGISTRY
 from offbeat_lab.cli.main import main
 
 
@@ -115,8 +116,11 @@ def test_tasks_are_listed_with_their_options(call) -> None:
 
 def test_strategies_are_listed_without_their_options(call) -> None:
     listed = call("strategies").out
-    names = re.findall(r"^(\S+)  ", listed, re.MULTILINE)
+    names = re.findall(r"^  (\S+)  ", listed, re.MULTILINE)
     assert {"allreduce", "topk", "gtopk", "ddp", "ddp-powersgd"} <= set(names)
+    families = re.findall(r"^(\S.*):\n((?:  .*\n)+)", listed, re.MULTILINE)
+    assert [family for family, _ in families[:-1]] == list(REGISTRY.families)
+    assert "gtopk " in families[1][1]
     assert "arXiv 1901.04359" in listed
     assert "replica_check_interval" not in listed
 

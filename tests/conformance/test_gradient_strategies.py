@@ -39,6 +39,7 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "powersgd in small buckets": offbeat.PowerSGD(rank=1, bucket_mib=1e-4),
     "demo": offbeat.DeMo(density=0.2, decay=1.0, sign=False),
     "defsgd": offbeat.DEFSGD(ratio=5),
+    "qgenx": offbeat.QGenX(codec="linear4"),
     "topk": offbeat.TopK(density=0.2),
     "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.2, collective="reduce_scatter"),
@@ -113,6 +114,8 @@ GRADIENTS_ONLY = {
 STRATEGIES: dict[str, AnyStrategy] = {**GRADIENTS_ONLY, **_KFAC}
 LOSSLESS: dict[str, GradientStrategy] = {}
 for _name, _strategy in GRADIENTS_ONLY.items():
+    if isinstance(_strategy, offbeat.QGenX):
+        continue  # its steps are others than those of plain training
     if (_form := lossless_form(_strategy)) not in LOSSLESS.values():
         LOSSLESS[_name] = _form
 """Each form once: those that differ in a selector or in warm-up alone have one."""

@@ -6,7 +6,8 @@
     exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
                                                   `PushSum`; `averaging.central_model.CentralModel`;
                                                   `averaging.streaming.StreamingMean`;
-                                                  `averaging.pairs.PairMean`
+                                                  `averaging.pairs.PairMean`;
+                                                  `averaging.object_store.StoreMean`
 
 and `MeanOfAll` from a codec and a rule:
 
@@ -283,6 +284,8 @@ class WeightExchange:
     """When weights leave: as a backward pass begins, before the optimizer's step, or after it."""
     brings_together: ClassVar[bool] = False
     """Whether all ranks hold the same weights afterwards."""
+    averages_models: ClassVar[bool] = False
+    """Whether `average_into` brings the mean of models of workers who are each alone for torch."""
     delay: int = 0
     """Steps that lie between `launch` and `merge`."""
 
@@ -307,6 +310,10 @@ class WeightExchange:
     @abstractmethod
     def merge(self, *, measures_drift: bool) -> Drift:
         """Wait for what `launch` began, and change the weights. After the optimizer's step."""
+
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        """As of `Callback`. Called only if `averages_models`."""
+        raise NotImplementedError
 
     def state(self) -> CallbackState:
         """As of `Callback.state_dict`. Tensors may be live."""
@@ -462,6 +469,7 @@ class PeriodicAverage(Callback):
     ) -> None:
         self.state_key = exchange.state_key  # type: ignore[misc]  # each its own
         self.exchange = exchange
+        self.averages_models = self.averages_unconnected = exchange.averages_models
         self._schedule, self._schedule_state = schedule, dict(schedule.initial_state())
         self._start_step = self._averaged_at_step = start_step
         self._num_steps = self._num_averages = 0
@@ -470,6 +478,10 @@ class PeriodicAverage(Callback):
     @override
     def averaging_weight(self) -> float:
         return self.exchange.weight
+
+    @override
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        return self.exchange.average_into(weights)
 
     @override
     def replicas_agree(self) -> bool:

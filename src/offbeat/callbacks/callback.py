@@ -44,6 +44,7 @@ class Callback:
             callback is younger than the checkpoint.
         averages_models: whether `average_into` gives the mean of all living ranks' models.
         averages_alone: whether `average_into` needs no call on the other ranks.
+        averages_unconnected: whether it does so although the session has no other rank.
         start_step: the step at which this rank came in, for one that joined a run which was under
             way; else 0.
     """
@@ -53,6 +54,7 @@ class Callback:
     may_begin_anew: ClassVar[bool] = False
     averages_models: bool = False
     averages_alone: bool = False
+    averages_unconnected: bool = False
     start_step: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

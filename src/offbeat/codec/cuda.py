@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from offbeat.codec.selectors import GAIN, REUSE_SLACK, THRESHOLD, Selection, sample_plan
+from offbeat.codec.selectors import GAIN, THRESHOLD, WITHIN, Selection, sample_plan
 from offbeat.codec.sparse import Sparse
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -51,9 +51,15 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
 
 
 def reuse(
-    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
+    flat: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    k: int,
+    weight: float,
+    threshold: float,
+    within: tuple[float, float] = WITHIN,
 ) -> Selection:
-    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest.
+    """Pick what reaches `threshold`, if that is about `k` entries, else the `k` largest.
 
     Args:
         flat: as of `selectors.exact`, on any device.
@@ -61,12 +67,13 @@ def reuse(
         k: likewise.
         weight: likewise.
         threshold: as of `selectors.reuse`.
+        within: as of `selectors.reaching`.
     """
     if not 0 < threshold < math.inf:
         return _with_threshold(exact(flat, residual, k=k, weight=weight))
     candidates = accumulate(flat, residual, weight, flat.new_full((), threshold), 4 * k)
     count = candidates.numel()
-    if (1 - REUSE_SLACK) * k <= count <= (1 + REUSE_SLACK) * k:
+    if within[0] * k <= count <= within[1] * k:
         state = {THRESHOLD: threshold * (count / k) ** GAIN}
         return replace(_finish(flat, candidates, count), state=state)
     return _with_threshold(

@@ -41,7 +41,9 @@ from offbeat.codec.sparse import Sparse, bits_of, keep_largest, magnitude_mask
 SMALL = 4096
 """With so few elements every nonzero is a candidate."""
 
-REUSE_SLACK = 0.2
+WITHIN = (0.8, 1.2)
+"""Times k: so many entries may reach the last step's threshold for it to be used again."""
+
 THRESHOLD = "threshold"
 """The name of the last step's threshold in the state of reuse: a magnitude; 0 when there was none.
 """
@@ -155,9 +157,15 @@ class ThresholdReuse(Selector):
 
 
 def reaching(
-    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
+    flat: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    k: int,
+    weight: float,
+    threshold: float,
+    within: tuple[float, float] = WITHIN,
 ) -> Selection:
-    """Pick what reaches `threshold`, if that is 0.8 k to 1.2 k entries, else the `k` largest.
+    """Pick what reaches `threshold`, if that is about `k` entries, else the `k` largest.
 
     Args:
         flat: see `Selector.select`.
@@ -165,12 +173,13 @@ def reaching(
         k: see `Selector.select`.
         weight: see `Selector.select`.
         threshold: a magnitude; 0: there is none.
+        within: so many times k entries may reach it, at least and at most; the latter at most 4.
     """
     if flat.device.type == "cpu":
-        return reuse(flat, residual, k=k, weight=weight, threshold=threshold)
+        return reuse(flat, residual, k=k, weight=weight, threshold=threshold, within=within)
     from offbeat.codec import cuda
 
-    return cuda.reuse(flat, residual, k=k, weight=weight, threshold=threshold)
+    return cuda.reuse(flat, residual, k=k, weight=weight, threshold=threshold, within=within)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +205,15 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
 
 
 def reuse(
-    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
+    flat: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    k: int,
+    weight: float,
+    threshold: float,
+    within: tuple[float, float] = WITHIN,
 ) -> Selection:
-    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest.
+    """Pick what reaches `threshold`, if that is about `k` entries, else the `k` largest.
 
     Args:
         flat: as of `exact`.
@@ -206,6 +221,7 @@ def reuse(
         k: as of `exact`.
         weight: as of `exact`.
         threshold: as the last selection returned it; 0 when there was none.
+        within: as of `reaching`.
     """
     values = flat.numpy()
     last = values.dtype.type(threshold)
@@ -219,7 +235,7 @@ def reuse(
     )
     if not finite:
         return _not_finite(values)
-    if (1 - REUSE_SLACK) * k <= count <= (1 + REUSE_SLACK) * k:
+    if within[0] * k <= count <= within[1] * k:
         near_k = Sparse(
             indices=indices[:count].copy(), values=found[:count].copy(), num_elements=values.size
         )

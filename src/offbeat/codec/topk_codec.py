@@ -11,6 +11,7 @@ import numpy as np
 
 from offbeat.codec.few_bits import E3M0Values, LevelValues, LinearValues, SignValues
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.kept_threshold import KeptThreshold
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.selectors import Exact, Selector, ThresholdReuse
 from offbeat.codec.sidco import SIDCo
@@ -22,6 +23,7 @@ SELECTORS: Final[Mapping[str, Selector]] = {
     "exact": Exact(),
     "reuse": ThresholdReuse(),
     "sidco": SIDCo(),
+    "kept": KeptThreshold(),
 }
 """Selectors by the names that options may use for them."""
 

@@ -5,18 +5,17 @@ rounding loses is owed to the next step.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from offbeat.codec.dense_wire import DenseWire
-from offbeat.codec.tally import Tally, is_finite
+from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import ResidualReduction, owe_rounding_
+from offbeat.gradients.reductions import ResidualReduction
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -44,24 +43,20 @@ class CodedReduction(ResidualReduction):
         decay: float = 1.0,
     ) -> None:
         super().__init__(bucket, driver, stream)
-        self._decay, self._mine = decay, torch.zeros_like(self._residual)
+        self._decay = decay
         double = self._residual.dtype == torch.float64
         values = values.suited_to(np.dtype(np.float64 if double else np.float32))
         self._wire = DenseWire(num_parameters=len(bucket.indices), values=values)
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._pending: Pending[CodedSum] | None = None
-        self._grad_scale = 1.0
 
     @override
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         begin_s = time.perf_counter()
-        self._grad_scale = grad_scale
         mine, driver = self._mine, self._driver
-        if not tally.num_failed:
-            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
-            tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
+        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
         if not tally.good:
             mine.zero_()  # which no codec minds; the step will be skipped
         kept = self._bucket.flat
@@ -83,16 +78,11 @@ class CodedReduction(ResidualReduction):
     @override
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        (kept, owed, tally), flat = self._result, self._bucket.flat
-        factor = self._grad_scale / (tally.weight or 1)
+        kept, owed, self._tally = self._result
         self._residual, self._mine = owed, self._residual
-        for position in np.flatnonzero(~tally.used).tolist():
+        for position in np.flatnonzero(~self._tally.used).tolist():
             self._take_back(position, kept)
-        kept.mul_(factor)
-        if kept is not flat:
-            flat.copy_(kept)
-        if flat.dtype != kept.dtype:
-            owe_rounding_(self._residual, kept, flat, factor, self._driver)
+        flat = self._show(kept)
         if self._decay != 1:
             self._residual.mul_(self._decay)
         self.encode_s += time.perf_counter() - begin_s

@@ -24,16 +24,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.codec.tally import Tally
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import ResidualReduction, launch_sums, owe_rounding_
-from offbeat.transport.driver import Driver, Pending, Stream
+from offbeat.gradients.reductions import ResidualReduction, TalliedSum, launch_sums
+from offbeat.transport.driver import Driver, Stream
 
 _MAX_SHARE = 0.5  # of the elements of a parameter that its P and Q may have
 
@@ -110,58 +110,49 @@ class LowRankReduction(ResidualReduction):
         self, bucket: Bucket, *, rank: int, driver: Driver, stream: Stream, rights: RightFactors
     ) -> None:
         super().__init__(bucket, driver, stream)
-        self._mine, self._rights = torch.zeros_like(self._residual), rights
+        self._rights = rights
         self._matrices, self._whole = _split(bucket, rank, self._residual)
         rights.add(self)
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._message = self._residual
-        self._sums: list[Pending[torch.Tensor]] = []
+        self._sum: TalliedSum | None = None
+        self._totals: Sequence[torch.Tensor] = ()  # of the parameters that travel whole
         self._lefts: list[torch.Tensor] = []
         self._new_rights: list[torch.Tensor] = []
-        self._grad_scale = 1.0
 
     @override
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         begin_s, mine = time.perf_counter(), self._mine
-        self._grad_scale = grad_scale
-        if tally.num_failed:
-            mine.zero_()
-        else:
-            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
-            tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
-        tail = mine.new_zeros(NUM_COUNTERS + len(self._bucket.indices))
-        tally.write_to(tail)
+        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
         # Factors are kept and multiplied by rows: thin columns take up to 16 times as long.
-        lefts = [(each.right @ each.of(mine).T).flatten() for each in self._matrices]
-        self._message = torch.cat([*lefts, *(mine[part] for part in self._whole), tail])
+        lefts = [each.right @ each.of(mine).T for each in self._matrices]
+        parts = [*lefts, *(mine[part] for part in self._whole)]
+        self._sum = TalliedSum(parts, tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s
-        self._sums = launch_sums(self._driver, self._stream, self._message)
 
     def right_factors(self) -> Sequence[torch.Tensor]:
         """This rank's Q of each matrix. They are made the sum over all ranks."""
-        for pending in self._sums:
-            pending.wait()
-        begin_s = time.perf_counter()
-        tail = self._message[-NUM_COUNTERS - len(self._bucket.indices) :]
-        self._tally = Tally.read_from(tail)
-        self._sums, self._lefts, self._new_rights, place = [], [], [], 0
-        for each in self._matrices if self._tally.good else []:
-            size = each.rows * len(each.right)
-            left = orthonormal(self._message[place : place + size].view(len(each.right), -1))
+        assert self._sum is not None, "nothing was launched"
+        sums, self._tally = self._sum.wait()
+        begin_s, num_matrices = time.perf_counter(), len(self._matrices)
+        self._sum, self._lefts, self._new_rights = None, [], []
+        self._totals = sums[num_matrices:]
+        for each, total in zip(self._matrices, sums, strict=False):
+            if not self._tally.good:
+                break
+            left = orthonormal(total.view(len(each.right), -1))
             mine = each.of(self._mine)
             right = left @ mine
             mine.addmm_(left.T, right, alpha=-1)  # what is left of it is owed
             self._lefts.append(left)
             self._new_rights.append(right)
-            place += size
         self.encode_s += time.perf_counter() - begin_s
         return self._new_rights
 
     @override
     def wait(self) -> Tally:
-        if self._sums:  # the first bucket that is waited for
+        if self._sum is not None:  # the first bucket that is waited for
             self._rights.exchange()
         return self._tally
 
@@ -169,22 +160,14 @@ class LowRankReduction(ResidualReduction):
     def commit(self) -> torch.Tensor:
         begin_s, flat = time.perf_counter(), self._bucket.flat
         total = flat if flat.dtype == self._mine.dtype else torch.empty_like(self._mine)
-        place = 0
         for each, left, right in zip(self._matrices, self._lefts, self._new_rights, strict=True):
             torch.mm(left.T, right, out=each.of(total))
             each.right.copy_(right)
-            place += left.numel()
-        for part in self._whole:
-            size = part.stop - part.start
-            total[part] = self._message[place : place + size]
+        for part, summed in zip(self._whole, self._totals, strict=True):
+            total[part] = summed
             self._mine[part] = 0
-            place += size
         self._residual, self._mine = self._mine, self._residual
-        factor = self._grad_scale / (self._tally.weight or 1)
-        total.mul_(factor)
-        if flat is not total:
-            flat.copy_(total)
-            owe_rounding_(self._residual, total, flat, factor, self._driver)
+        self._show(total)
         self._mark_unused_with_gradient()
         self.encode_s += time.perf_counter() - begin_s
         return flat

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -161,12 +161,74 @@ class Reduction:
             self._tally.used[position] = bool(self._bucket.views[position].any())
 
 
+class TalliedSum:
+    """Numbers summed over all ranks, in one message with the tally behind them.
+
+    Args:
+        parts: what is summed, of one real type each; float32 or float64.
+        tally: this rank's.
+        driver: carries the all-reduce out.
+        stream: its channels.
+    """
+
+    def __init__(
+        self, parts: Sequence[torch.Tensor], tally: Tally, driver: Driver, stream: Stream
+    ) -> None:
+        tail = parts[0].new_zeros(NUM_COUNTERS + tally.used.size)
+        tally.write_to(tail)
+        self._sizes = [*(part.numel() for part in parts), tail.numel()]
+        message = torch.cat([*(part.flatten() for part in parts), tail])
+        (self._pending,) = launch_sums(driver, stream, message)
+
+    def wait(self) -> tuple[Sequence[torch.Tensor], Tally]:
+        """The sums of `parts`, each of shape (n,), and the tally of all ranks."""
+        *sums, tail = self._pending.wait().split(self._sizes)
+        return sums, Tally.read_from(tail)
+
+
 class ResidualReduction(Reduction):
     """One that owes a vector of the bucket's size, which is added to the next contribution."""
+
+    # What one exchange leaves for the methods that end it, from `launch` on:
+    _grad_scale: float = 1.0
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         super().__init__(bucket, driver, stream)
         self._residual = bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype)
+        self._mine = torch.zeros_like(self._residual)
+
+    def _stage(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> Tally:
+        """Let `_mine` be what is owed and the gradient, and the tally say whether it is finite.
+        Arguments as of `launch`.
+        """
+        mine, self._grad_scale = self._mine, grad_scale
+        if tally.num_failed:
+            mine.zero_()
+            return tally
+        torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
+        return replace(tally, num_nonfinite=int(not is_finite(mine)))
+
+    def _show(self, total: torch.Tensor) -> torch.Tensor:
+        """The buffer of the bucket with the mean, after `_residual` has become what is owed. What
+        half precision rounds off is owed, too: all ranks round alike, so by one of them. A mean
+        that overflows is not applied: a GradScaler skips the step.
+
+        Args:
+            total: the sum over ranks, float32 or float64, shape (n,), which may be that buffer;
+                changed in place.
+        """
+        flat, factor = self._bucket.flat, self._grad_scale / (self._tally.weight or 1)
+        total.mul_(factor)
+        if total is not flat:
+            flat.copy_(total)
+        if flat.dtype != total.dtype:
+            mine = slice(self._driver.rank, None, self._driver.world_size)
+            shown = flat[mine].to(total.dtype)
+            shown = torch.where(shown.isfinite(), shown, 0)
+            self._residual[mine] += (total[mine] - shown) / factor
+        return flat
 
     @property
     @override
@@ -427,22 +489,3 @@ def launch_sums(
     the order in which each rank begins them, so none may wait until another one happens to be over.
     """
     return [driver.launch(dense_all_reduce(tensor), stream.next()) for tensor in tensors]
-
-
-def owe_rounding_(
-    residual: torch.Tensor, mean: torch.Tensor, shown: torch.Tensor, factor: float, driver: Driver
-) -> None:
-    """Owe what a mean has lost in half precision. All ranks round alike, so what an element loses
-    is owed by one of them. A mean that overflows is not applied: a GradScaler skips the step.
-
-    Args:
-        residual: what is owed, float32, shape (n,); changed in place.
-        mean: exact, float32, shape (n,).
-        shown: `mean` in half precision, shape (n,).
-        factor: the mean is the sum times it.
-        driver: of this rank.
-    """
-    mine = slice(driver.rank, None, driver.world_size)
-    rounded = shown[mine].to(mean.dtype)
-    rounded = torch.where(rounded.isfinite(), rounded, 0)
-    residual[mine] += (mean[mine] - rounded) / factor

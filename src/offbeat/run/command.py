@@ -78,10 +78,13 @@ def strategies_command(words: Sequence[str]) -> int:
 
 
 def strategy_lines() -> list[str]:
-    """A line for each strategy of the registry."""
-    entries = REGISTRY.entries.values()
-    width = max(len(entry.name) for entry in entries)
-    return [f"{entry.name:{width}}  {entry.summary} ({entry.paper})" for entry in entries]
+    """The strategies of the registry by family, a line each."""
+    width = max(map(len, REGISTRY))
+    lines: list[str] = []
+    for family, entries in REGISTRY.families.items():
+        lines += [f"{family}:"] if not lines else ["", f"{family}:"]
+        lines += [f"  {entry.name:{width}}  {entry.summary} ({entry.paper})" for entry in entries]
+    return lines
 
 
 def option_lines(name: str) -> list[str]:

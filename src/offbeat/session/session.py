@@ -678,7 +678,8 @@ class Session:
 
     def _take_mean(self) -> None:
         """Make this rank's model the mean of all. Collective."""
-        if self._network is None:
+        source = self._mean_source
+        if self._network is None and not (source is not None and source.averages_unconnected):
             return  # nobody was ever connected with this rank
         weights = ModelWeights(
             parameters=self._parameters,
@@ -686,9 +687,9 @@ class Session:
             chosen=self._chosen_buffers,
         )
         self.finish()
-        if self._mean_source is not None:
+        if source is not None:
             with torch.no_grad():
-                self._mean_source.average_into(weights)
+                source.average_into(weights)
         elif self.world_size > 1:
             with torch.no_grad():
                 average_at_the_end(

@@ -341,7 +341,9 @@ class _Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Any, moments: int) -> None:
-        super().__init__(parameters, {"lr": 1.0})
+        rates = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        flags = {"maximize": False, "decoupled_weight_decay": False}
+        super().__init__(parameters, rates | flags)
         names = ["exp_avg", "exp_avg_sq", *(f"moment_{number}" for number in range(2, moments))]
         names = ["momentum_buffer"] if moments == 1 else names[:moments]
         for group in self.param_groups:

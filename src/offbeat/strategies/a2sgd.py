@@ -27,15 +27,14 @@ from typing_extensions import override
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.codec.tally import Tally, is_finite
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import Reduction, launch_sums
+from offbeat.gradients.reductions import Reduction, TalliedSum
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least, require_positive
 from offbeat.strategies.sparse_gradient import require_real
-from offbeat.transport.driver import Pending
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -112,10 +111,10 @@ class _TwoMeansReduction(Reduction):
     """
 
     # What one exchange leaves for the methods that end it, from `launch` on:
-    _sums: list[Pending[torch.Tensor]]
+    _sum: TalliedSum
     _weight: float
     _own: torch.Tensor
-    _message: torch.Tensor
+    _total: torch.Tensor
 
     @override
     def launch(
@@ -125,16 +124,12 @@ class _TwoMeansReduction(Reduction):
         if not tally.num_failed:
             tally = replace(tally, num_nonfinite=int(not is_finite(gradient)))
         self._own = two_means(gradient)
-        tail = torch.zeros(NUM_COUNTERS + len(self._bucket.indices), dtype=torch.float64)
-        tally.write_to(tail)
-        self._message = torch.cat([self._own.cpu() * tally.weight, tail])
-        self._sums = launch_sums(self._driver, self._stream, self._message)
+        mine = self._own.cpu() * tally.weight
+        self._sum = TalliedSum([mine], tally, self._driver, self._stream)
 
     @override
     def wait(self) -> Tally:
-        for pending in self._sums:
-            pending.wait()
-        self._tally = Tally.read_from(self._message[2:])
+        (self._total,), self._tally = self._sum.wait()
         return self._tally
 
     @override
@@ -142,7 +137,7 @@ class _TwoMeansReduction(Reduction):
         flat = self._bucket.flat
         if not self._weight:
             return flat.zero_()
-        total = self._message[:2].to(self._own.device) / self._tally.weight
+        total = self._total.to(self._own.device) / self._tally.weight
         positive, negative = (total - self._own).tolist()
         return flat.add_(torch.where(flat < 0, -negative, positive).to(flat.dtype))
 

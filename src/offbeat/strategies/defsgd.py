@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,16 +30,15 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.codec.tally import Tally
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
-from offbeat.gradients.reductions import ResidualReduction, launch_sums, owe_rounding_
+from offbeat.gradients.reductions import ResidualReduction, TalliedSum
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
 from offbeat.strategies.sparse_gradient import require_real
-from offbeat.transport.driver import Pending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +100,9 @@ class _BlockReduction(ResidualReduction):
             leads_to_plain_steps=transform.leaves_plain_steps,
         )
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._mine = torch.zeros_like(self._residual)
         self._block = torch.zeros(0, dtype=torch.int64)
-        self._message = self._mine
-        self._sums: list[Pending[torch.Tensor]] = []
-        self._grad_scale = 1.0
+        self._sum: TalliedSum | None = None
+        self._total = self._residual
 
     def _draw(self) -> torch.Tensor:
         """Places of the elements that travel, the same on all ranks."""
@@ -120,39 +117,27 @@ class _BlockReduction(ResidualReduction):
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
-        begin_s, mine = time.perf_counter(), self._mine
-        self._grad_scale = grad_scale
+        begin_s = time.perf_counter()
         self._owed_rate.follow(self._residual)
-        if tally.num_failed:
-            mine.zero_()
-        else:
-            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
-            tally = replace(tally, num_nonfinite=int(not is_finite(mine)))
-        tail = mine.new_zeros(NUM_COUNTERS + len(self._bucket.indices))
-        tally.write_to(tail)
+        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
         self._block = self._draw()
-        self._message = torch.cat([mine[self._block], tail])
+        self._sum = TalliedSum([self._mine[self._block]], tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s
-        self._sums = launch_sums(self._driver, self._stream, self._message)
 
     @override
     def wait(self) -> Tally:
-        for pending in self._sums:
-            pending.wait()
-        self._tally = Tally.read_from(self._message[self._block.numel() :])
+        assert self._sum is not None, "nothing was launched"
+        (self._total,), self._tally = self._sum.wait()
         return self._tally
 
     @override
     def commit(self) -> torch.Tensor:
-        begin_s, flat = time.perf_counter(), self._bucket.flat
-        mean = torch.zeros_like(self._mine)
-        factor = self._grad_scale / (self._tally.weight or 1)
-        mean[self._block] = self._message[: self._block.numel()] * factor
+        begin_s = time.perf_counter()
+        total = torch.zeros_like(self._mine)
+        total[self._block] = self._total
         self._mine[self._block] = 0
         self._residual, self._mine = self._mine, self._residual
-        flat.copy_(mean)
-        if flat.dtype != mean.dtype:
-            owe_rounding_(self._residual, mean, flat, factor, self._driver)
+        flat = self._show(total)
         self._mark_unused_with_gradient()
         self._num_exchanges += 1
         self.encode_s += time.perf_counter() - begin_s

@@ -15,7 +15,8 @@ all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps 
 or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
 others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `exchange`
 fragments of the model are averaged in turn while training goes on (`averaging.streaming`), or
-random pairs of ranks average in the place of all (`averaging.pairs`). With an interval for each of
+random pairs of ranks average in the place of all (`averaging.pairs`), or workers meet in files
+without a connection (`averaging.object_store`). With an interval for each of
 the optimizer's states it is DES-LOC (arXiv 2505.22549).
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
@@ -40,6 +41,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from typing_extensions import override
 
+from offbeat.averaging.object_store import ObjectStore, StoreMean
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.pairs import PairMean, Pairs
 from offbeat.averaging.periodic import (
@@ -141,7 +143,8 @@ class LocalSGD(AveragingStrategy):
             `averaging.streaming.Streaming`: an average is of one fragment, every period / fragments
             steps, and travels while training goes on. "pairs", or an `averaging.pairs.Pairs` with a
             seed of your own: random pairs of ranks average, each rank with its own `outer`, which
-            is NoLoCo.
+            is NoLoCo. An `averaging.object_store.ObjectStore`: workers that are each alone meet in
+            files of one place.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -153,7 +156,7 @@ class LocalSGD(AveragingStrategy):
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
-    exchange: Streaming | Pairs | str | None = None
+    exchange: Streaming | Pairs | ObjectStore | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +175,7 @@ class LocalSGD(AveragingStrategy):
         if isinstance(chosen, Streaming):
             self._check_streaming(chosen)
         elif chosen is not None:
-            self._check_pairs()
+            self._check_whole(chosen)
         if self.warmup is not None:
             require_at_least("warmup", self.warmup, 0)
         if self.period == 1 and self.warmup:
@@ -209,20 +212,31 @@ class LocalSGD(AveragingStrategy):
         if self.averages_state:
             refuse_idle(self, "optimizer_state", because=because)
 
-    def _check_pairs(self) -> None:
-        because = "pairs average whole weights at once, and without the optimizer's state"
+    def _check_whole(self, chosen: Pairs | ObjectStore) -> None:
+        who = "pairs average" if isinstance(chosen, Pairs) else "an object store averages"
+        because = f"{who} whole weights at once, and without the optimizer's state"
         refuse_idle(self, "codec", because=because)
         if self.averages_state:
             refuse_idle(self, "optimizer_state", because=because)
         if self.schedule.measures_drift:
-            refuse_idle(self, "period", because="pairs do not know how far all ranks are apart")
+            refuse_idle(self, "period", because=f"{who} and cannot say how far all ranks are apart")
+        if self.start_step and isinstance(chosen, ObjectStore):
+            refuse_idle(self, "start_step", because="a worker that is alone reduces no gradients")
+
+    @override
+    def check_world(self, world_size: int) -> None:
+        if world_size > 1 and isinstance(self.exchange, ObjectStore):
+            raise ConfigError(
+                f"an ObjectStore is for workers that are each alone, and this session has"
+                f" {world_size} ranks; start each worker by itself, without torchrun"
+            )
 
     @property
-    def chosen_exchange(self) -> Streaming | Pairs | None:
+    def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | None:
         """What `exchange` is or describes. Raises `ConfigError`."""
         if self.exchange == "pairs":
             return Pairs()
-        if self.exchange is None or isinstance(self.exchange, Pairs):
+        if self.exchange is None or isinstance(self.exchange, Pairs | ObjectStore):
             return self.exchange
         return Streaming.of(self.exchange)
 
@@ -326,7 +340,8 @@ class LocalSGD(AveragingStrategy):
         codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         chosen = self.chosen_exchange
-        if outer is None and (codec is not None or isinstance(chosen, Streaming)):
+        needs_anchor = codec is not None or isinstance(chosen, Streaming | ObjectStore)
+        if outer is None and needs_anchor:
             outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
         peers = Everyone(context.driver, context.new_stream())
         exchange: WeightExchange
@@ -337,8 +352,11 @@ class LocalSGD(AveragingStrategy):
             )
         else:
             rule = None if outer is None else OuterOptimizer(context.parameters, make=outer)
-            if chosen is not None:
+            if isinstance(chosen, Pairs):
                 exchange = PairMean(weights, peers, pairs=chosen, rule=rule)
+            elif chosen is not None:
+                assert rule is not None
+                exchange = StoreMean(weights, peers, store=chosen, rule=rule)
             else:
                 exchange = MeanOfAll(
                     weights,

@@ -72,14 +72,7 @@ class OneBitAdam(GradientStrategy):
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
         require_real(model)
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or any(
-            group["amsgrad"] for group in optimizer.param_groups
-        ):
-            raise UnsupportedError(
-                "OneBitAdam freezes the second moments of torch.optim.Adam or AdamW without"
-                f" amsgrad, got {type(optimizer).__name__}; use such an optimizer, or"
-                ' offbeat.AllReduce(codec="sign") with any'
-            )
+        require_adam(optimizer, type(self).__name__)
 
     def values(self) -> ValueCodec:
         """How momentum travels."""
@@ -106,6 +99,48 @@ class OneBitAdam(GradientStrategy):
         return Reductions(pairs)
 
 
+def require_adam(optimizer: torch.optim.Optimizer, strategy: str) -> None:
+    """Raise `UnsupportedError` unless `strategy` can take the optimizer's steps."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or any(
+        group["amsgrad"] for group in optimizer.param_groups
+    ):
+        raise UnsupportedError(
+            f"{strategy} freezes the second moments of torch.optim.Adam or AdamW without amsgrad,"
+            f" got {type(optimizer).__name__}; use such an optimizer, or"
+            ' offbeat.AllReduce(codec="sign") with any'
+        )
+
+
+def divisor_of(square: torch.Tensor, num_updates: float, group: Mapping[str, Any]) -> torch.Tensor:
+    """What Adam's momentum is divided by: infinity where there is no second moment yet.
+
+    Args:
+        square: second moments.
+        num_updates: how often they were updated, >= 1.
+        group: of the optimizer.
+    """
+    correction = 1 - float(group["betas"][1]) ** num_updates
+    divisor = square.div(correction).sqrt_().add_(group["eps"])
+    return divisor.masked_fill_(square == 0, torch.inf)
+
+
+class HiddenGradients:
+    """Gradients that the optimizer is not to find, because its step has been taken already."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    def hide(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            self._hidden.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def show(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
 class FrozenAdam(GradientTransform):
     """Adam's momentum and step, from the step on in which second moments are frozen.
 
@@ -124,7 +159,7 @@ class FrozenAdam(GradientTransform):
         self._groups: dict[int, GroupRanges] = {}
         self._has_looked = False  # at the optimizer's steps, since the last one
         self._frozen_at = 0.0  # by then v had been changed so many times
-        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._hidden = HiddenGradients()
 
     @property
     @override
@@ -193,7 +228,7 @@ class FrozenAdam(GradientTransform):
     @override
     def give_back(self) -> None:
         """Adam goes on from where its state is."""
-        self._show_gradients()
+        self._hidden.show()
 
     # Events
 
@@ -209,8 +244,7 @@ class FrozenAdam(GradientTransform):
                     continue
                 if state := self._optimizer.state.get(parameter):
                     self._step(parameter, momentum, state, group)
-                self._hidden.append((parameter, momentum))
-                parameter.grad = None
+                self._hidden.hide(parameter)
 
     def _step(
         self,
@@ -219,14 +253,11 @@ class FrozenAdam(GradientTransform):
         state: Mapping[str, Any],
         group: Mapping[str, Any],
     ) -> None:
-        rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-        square = state["exp_avg_sq"]
+        rate, beta1 = float(group["lr"]), float(group["betas"][0])
         state["step"].add_(1)
         state["exp_avg"].copy_(momentum)
         num_steps = float(state["step"])
-        correction = 1 - beta2 ** min(num_steps, self._frozen_at)
-        divisor = square.div(correction).sqrt_().add_(group["eps"])
-        divisor.masked_fill_(square == 0, torch.inf)
+        divisor = divisor_of(state["exp_avg_sq"], min(num_steps, self._frozen_at), group)
         if group["decoupled_weight_decay"]:
             parameter.mul_(1 - rate * group["weight_decay"])
         parameter.addcdiv_(momentum, divisor, value=-rate / (1 - beta1**num_steps))
@@ -234,12 +265,7 @@ class FrozenAdam(GradientTransform):
     @override
     def on_after_step(self) -> None:
         self._has_looked = False
-        self._show_gradients()
-
-    def _show_gradients(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
+        self._hidden.show()
 
     # State
 

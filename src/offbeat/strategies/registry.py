@@ -8,7 +8,7 @@ object for an option is one file and one line. The tables name modules and impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -56,10 +56,21 @@ class StrategyEntry(NamedTuple):
 
 
 class StrategyRegistry(Mapping[str, "type[Strategy]"]):
-    """Strategies by name. A class is imported when it is asked for."""
+    """Strategies by name. A class is imported when it is asked for.
 
-    def __init__(self, *entries: StrategyEntry) -> None:
-        self.entries: Final = {entry.name: entry for entry in entries}
+    Args:
+        families: the entries of each, under what they have in common.
+
+    Attributes:
+        families: as given.
+        entries: all of them, by name.
+    """
+
+    def __init__(self, families: Mapping[str, Sequence[StrategyEntry]]) -> None:
+        self.families: Final = families
+        self.entries: Final = {
+            entry.name: entry for family in families.values() for entry in family
+        }
 
     @override
     def __getitem__(self, name: str) -> type[Strategy]:
@@ -79,108 +90,153 @@ class StrategyRegistry(Mapping[str, "type[Strategy]"]):
 
 
 REGISTRY: Final = StrategyRegistry(
-    StrategyEntry("allreduce", "AllReduce", "2006.15704", "Dense all-reduce of gradients"),
-    StrategyEntry(
-        "topk",
-        "TopK",
-        "1809.07599",
-        "Local top-k, summed over all ranks without a further selection",
-    ),
-    StrategyEntry(
-        "gtopk",
-        "GTopK",
-        "1901.04359",
-        "Global top-k: only the k largest entries of the whole cluster's gradient",
-    ),
-    StrategyEntry(
-        "ef21",
-        "EF21",
-        "2106.05203",
-        "Gradients estimated from their largest changes, which are all that travels",
-    ),
-    StrategyEntry("localsgd", "LocalSGD", "1805.09767", "Weights averaged once in a while"),
-    StrategyEntry(
-        "wagma",
-        "WAGMA",
-        "2005.00124",
-        "Weights averaged in rotating groups, without waiting for stragglers",
-    ),
-    StrategyEntry(
-        "eagersgd", "EagerSGD", "1908.04207", "Gradients averaged without waiting for stragglers"
-    ),
-    StrategyEntry(
-        "powersgd", "PowerSGD", "1905.13727", "Gradients as products of two thin matrices"
-    ),
-    StrategyEntry(
-        "demo",
-        "DeMo",
-        "2411.19870",
-        "Momentum of which the largest cosine coefficients travel",
-    ),
-    StrategyEntry(
-        "defsgd",
-        "DEFSGD",
-        "2004.05298",
-        "A random part of the gradient, the same on all ranks, and the rest is owed",
-    ),
-    StrategyEntry(
-        "onebitadam",
-        "OneBitAdam",
-        "2102.02888",
-        "Adam whose momentum travels as signs once its second moments are frozen",
-    ),
-    StrategyEntry(
-        "a2sgd",
-        "A2SGD",
-        "2006.07405",
-        "Two numbers of each gradient averaged in every step, and weights once in a while",
-    ),
-    StrategyEntry(
-        "dpsgd", "DPSGD", "1705.09056", "Weights averaged with two neighbours in every step"
-    ),
-    StrategyEntry(
-        "adpsgd",
-        "ADPSGD",
-        "1710.06952",
-        "Weights averaged with one random worker after every step, asynchronously",
-    ),
-    StrategyEntry("sgp", "SGP", "1811.10792", "Weights pushed to a few other ranks in every step"),
-    StrategyEntry(
-        "adaptive",
-        "AdaptiveSGD",
-        "2110.07029",
-        "Each rank claims its next batch as soon as it is free, batch sizes follow speeds,"
-        " and models are merged after every mega-batch",
-    ),
-    StrategyEntry(
-        "elasticsgd",
-        "ElasticSGD",
-        "2110.07029",
-        "Models averaged after every mega-batch, of which each rank computes an equal share"
-        " in equal batches",
-    ),
-    StrategyEntry(
-        "crossbow",
-        "Crossbow",
-        "1901.02244",
-        "Synchronous model averaging: every model is drawn towards a central one",
-    ),
-    StrategyEntry(
-        "dkfac", "DKFAC", "2007.00784", "K-FAC, all factors inverted by every rank", file="kfac"
-    ),
-    StrategyEntry(
-        "mpdkfac", "MPDKFAC", "1811.12019", "K-FAC, each factor inverted by one rank", file="kfac"
-    ),
-    StrategyEntry(
-        "spdkfac",
-        "SPDKFAC",
-        "2107.06533",
-        "K-FAC whose communication hides behind its computation",
-        file="kfac",
-    ),
-    StrategyEntry(
-        "dpkfac", "DPKFAC", "2206.15143", "K-FAC, only preconditioned gradients travel", file="kfac"
-    ),
+    {
+        "Gradients, all of them": [
+            StrategyEntry("allreduce", "AllReduce", "2006.15704", "Dense all-reduce of gradients"),
+            StrategyEntry(
+                "powersgd", "PowerSGD", "1905.13727", "Gradients as products of two thin matrices"
+            ),
+            StrategyEntry(
+                "onebitadam",
+                "OneBitAdam",
+                "2102.02888",
+                "Adam whose momentum travels as signs once its second moments are frozen",
+            ),
+            StrategyEntry(
+                "qgenx",
+                "QGenX",
+                "2308.09187",
+                "Extra-gradient steps for games, with gradients in few bits",
+            ),
+        ],
+        "Gradients, of which a part travels": [
+            StrategyEntry(
+                "topk",
+                "TopK",
+                "1809.07599",
+                "Local top-k, summed over all ranks without a further selection",
+            ),
+            StrategyEntry(
+                "gtopk",
+                "GTopK",
+                "1901.04359",
+                "Global top-k: only the k largest entries of the whole cluster's gradient",
+            ),
+            StrategyEntry(
+                "ef21",
+                "EF21",
+                "2106.05203",
+                "Gradients estimated from their largest changes, which are all that travels",
+            ),
+            StrategyEntry(
+                "demo",
+                "DeMo",
+                "2411.19870",
+                "Momentum of which the largest cosine coefficients travel",
+            ),
+            StrategyEntry(
+                "defsgd",
+                "DEFSGD",
+                "2004.05298",
+                "A random part of the gradient, the same on all ranks, and the rest is owed",
+            ),
+        ],
+        "Weights, averaged by all ranks": [
+            StrategyEntry("localsgd", "LocalSGD", "1805.09767", "Weights averaged once in a while"),
+            StrategyEntry(
+                "a2sgd",
+                "A2SGD",
+                "2006.07405",
+                "Two numbers of each gradient averaged in every step, and weights once in a while",
+            ),
+            StrategyEntry(
+                "zerooneadam",
+                "ZeroOneAdam",
+                "2202.06009",
+                "Adam of which signs travel from the first step on, and ever more rarely",
+            ),
+            StrategyEntry(
+                "crossbow",
+                "Crossbow",
+                "1901.02244",
+                "Synchronous model averaging: every model is drawn towards a central one",
+            ),
+        ],
+        "Weights, averaged by a few ranks": [
+            StrategyEntry(
+                "dpsgd", "DPSGD", "1705.09056", "Weights averaged with two neighbours in every step"
+            ),
+            StrategyEntry(
+                "sgp", "SGP", "1811.10792", "Weights pushed to a few other ranks in every step"
+            ),
+        ],
+        "Averages that wait for no straggler": [
+            StrategyEntry(
+                "wagma",
+                "WAGMA",
+                "2005.00124",
+                "Weights averaged in rotating groups, without waiting for stragglers",
+            ),
+            StrategyEntry(
+                "adpsgd",
+                "ADPSGD",
+                "1710.06952",
+                "Weights averaged with one random worker after every step, asynchronously",
+            ),
+            StrategyEntry(
+                "eagersgd",
+                "EagerSGD",
+                "1908.04207",
+                "Gradients averaged without waiting for stragglers",
+            ),
+        ],
+        "Samples, shared out among ranks": [
+            StrategyEntry(
+                "adaptive",
+                "AdaptiveSGD",
+                "2110.07029",
+                "Each rank claims its next batch as soon as it is free, batch sizes follow speeds,"
+                " and models are merged after every mega-batch",
+            ),
+            StrategyEntry(
+                "elasticsgd",
+                "ElasticSGD",
+                "2110.07029",
+                "Models averaged after every mega-batch, of which each rank computes an equal share"
+                " in equal batches",
+            ),
+        ],
+        "Kronecker factors, beside gradients": [
+            StrategyEntry(
+                "dkfac",
+                "DKFAC",
+                "2007.00784",
+                "K-FAC, all factors inverted by every rank",
+                file="kfac",
+            ),
+            StrategyEntry(
+                "mpdkfac",
+                "MPDKFAC",
+                "1811.12019",
+                "K-FAC, each factor inverted by one rank",
+                file="kfac",
+            ),
+            StrategyEntry(
+                "spdkfac",
+                "SPDKFAC",
+                "2107.06533",
+                "K-FAC whose communication hides behind its computation",
+                file="kfac",
+            ),
+            StrategyEntry(
+                "dpkfac",
+                "DPKFAC",
+                "2206.15143",
+                "K-FAC, only preconditioned gradients travel",
+                file="kfac",
+            ),
+        ],
+    }
 )
 """All strategies, those that exchange gradients first, then weights, then Kronecker factors."""
 

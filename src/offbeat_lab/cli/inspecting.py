@@ -120,6 +120,6 @@ def strategies(
     elif name is not None:
         print("\n".join(option_lines(name)))
     else:
-        print("\n".join(strategy_lines()), end="\n\n")
+        print("\n".join(strategy_lines()), end="\n\nOf others, to compare with:\n")
         for other, kind in others.items():
-            print(f"{other:12}  {first_sentence(kind)}")
+            print(f"  {other:12}  {first_sentence(kind)}")

@@ -1,0 +1,208 @@
+"""Weights, averaged through files that all workers can write and read: a directory, or what fsspec
+opens.
+
+    at the beginning    worker 0 writes its weights, and the others take them
+    at each average     each writes how far it has moved from the anchor, waits until all have, and
+                        reads what they wrote
+        anchor = the outer optimizer's step from the anchor, with the mean of the changes
+        x      = anchor
+
+No worker opens a port or knows another one's address, so each is a world of one for torch and for
+its session; who it is among all says the option. All add up the same files in the same order, so
+their anchors are equal to the bit, and a checksum of the anchor in each file proves it. When a
+worker has read an average, everyone has written it and so has read the one before, whose file it
+then removes.
+
+Cost per average: n elements written and P n read by each worker, and as many looks at the store as
+there are pauses while it waits, of 10 ms at first and 1 s in the end. Nothing is overlapped.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import fsspec  # type: ignore[import-untyped]  # which has no types
+import numpy as np
+import safetensors.torch
+import torch
+from typing_extensions import override
+
+from offbeat.averaging.periodic import Drift, Everyone, TakeMean, WeightExchange
+from offbeat.callbacks.callback import CallbackState
+from offbeat.codec.option_value import OptionValue
+from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError
+from offbeat.transport.operations import Collective, Sleep
+from offbeat.weights.model_weights import ModelWeights, require_finite
+
+_FIRST_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+class ObjectStore(OptionValue):
+    """Where the workers of one run leave what they tell each other.
+
+    Args:
+        path: a directory, or what fsspec takes, such as "s3://bucket/run7": of this run alone, and
+            of one start of it.
+        rank: this worker's number, in [0, world_size).
+        world_size: number of workers.
+        patience_s: how long a worker waits for another one, > 0.
+    """
+
+    def __init__(
+        self, path: str, *, rank: int, world_size: int, patience_s: float = 3600.0
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank of an ObjectStore must be in [0, {world_size}), the number of workers, got"
+                f" {rank!r}"
+            )
+        if not patience_s > 0:
+            raise ConfigError(f"patience_s of an ObjectStore must be > 0, got {patience_s!r}")
+        self.path, self.rank, self.world_size = str(path), rank, world_size
+        self.patience_s = patience_s
+
+
+class StoreMean(WeightExchange):
+    """The weights of all workers become what `rule` makes of the mean of their changes.
+
+    Args:
+        weights: what is averaged.
+        peers: carries waiting out.
+        store: where.
+        rule: what is done with the mean; it keeps an anchor.
+    """
+
+    state_key = "object_store"
+    brings_together = True
+    averages_models = True
+
+    def __init__(
+        self, weights: ModelWeights, peers: Everyone, *, store: ObjectStore, rule: TakeMean
+    ) -> None:
+        self._weights, self._peers, self._store, self._rule = weights, peers, store, rule
+        self._files, self._root = fsspec.core.url_to_fs(store.path)
+        self._number = self._num_means = 0
+        self._written: str | None = None  # this worker's file of the last average
+        self._begin_alike()
+
+    def _begin_alike(self) -> None:
+        """Take worker 0's weights, as connected ranks do when they attach."""
+        tensors = [tensor.detach() for tensor in self._weights.tensors()]
+        name, numbers = self._name("start", 0), [str(place) for place in range(len(tensors))]
+        if self._store.rank == 0:
+            if self._files.exists(name):
+                raise ConfigError(
+                    f"{self._store.path} holds files of another run, or of an earlier start of"
+                    " this one; name an empty place, the same for all workers"
+                )
+            self._write(name, dict(zip(numbers, tensors, strict=True)))
+        (start,) = self._read([name])
+        for number, tensor in zip(numbers, tensors, strict=True):
+            tensor.copy_(start[number])
+
+    @override
+    def begin(self) -> None:
+        self._rule.begin()
+
+    @override
+    def launch(self, number: int) -> None:
+        self._number = number
+
+    @override
+    def merge(self, *, measures_drift: bool) -> Drift:
+        title = f"{self._number:08d}"
+        self._rule.merge_(self._meet(title, [*self._rule.changes()], self._weights))
+        return Drift()
+
+    @override
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        self._num_means += 1
+        parameters = [*weights.parameters.values()]
+        means = self._meet(f"mean-{self._num_means:08d}", parameters, weights)
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.detach().copy_(mean)
+        return frozenset()
+
+    def _meet(
+        self, title: str, mine: Sequence[torch.Tensor], weights: ModelWeights
+    ) -> list[torch.Tensor]:
+        """The mean of all workers' tensors. Statistics and counters of `weights` are averaged in
+        place.
+        """
+        begin_s = time.perf_counter()
+        statistics = weights.tensors()[len(weights.parameters) :]
+        vectors = [each.detach() for each in (*mine, *statistics)]
+        require_finite(vectors, rank=self._store.rank)
+        told = {str(number): vector for number, vector in enumerate(vectors)}
+        told["counters"] = torch.from_numpy(weights.own_counters())
+        told["anchor"] = torch.tensor([self._fingerprint()])
+        names = [self._name(title, rank) for rank in range(self._store.world_size)]
+        self._write(names[self._store.rank], told)
+        self.encode_s += time.perf_counter() - begin_s
+        heard = self._read(names)
+        for rank, each in enumerate(heard):
+            if not torch.equal(each["anchor"], told["anchor"]):
+                raise MismatchError(
+                    f"worker {rank} started this period from other weights than worker"
+                    f" {self._store.rank}; resume all workers from one checkpoint, with another"
+                    " path in their ObjectStore"
+                )
+        if self._written is not None:
+            self._files.rm(self._written)
+        self._written = names[self._store.rank]
+        begin_s = time.perf_counter()
+        means = [
+            sum(each[str(number)] for each in heard).div_(len(heard)).to(vector.device)  # type: ignore[union-attr]  # there is at least one
+            for number, vector in enumerate(vectors)
+        ]
+        for statistic, mean in zip(statistics, means[len(mine) :], strict=True):
+            statistic.copy_(mean)
+        counters = [each["counters"].numpy() for each in heard]
+        weights.write_counters(np.max(counters, axis=0))
+        self.encode_s += time.perf_counter() - begin_s
+        return means[: len(mine)]
+
+    def _fingerprint(self) -> int:
+        found = 0
+        for anchor in self._rule.anchor.values():
+            found = zlib.crc32(anchor.detach().cpu().numpy().tobytes(), found)
+        return found
+
+    def _name(self, title: str, rank: int) -> str:
+        return f"{self._root}/{title}-{rank}.safetensors"
+
+    def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._files.makedirs(self._root, exist_ok=True)
+        # Nobody may read half a file: it gets its name when it is whole.
+        self._files.pipe_file(name + ".part", to_bytes(tensors))
+        self._files.mv(name + ".part", name)
+
+    def _read(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+        self._peers.launch(self._wait(names)).wait()
+        return [safetensors.torch.load(self._files.cat_file(name)) for name in names]
+
+    def _wait(self, names: Sequence[str]) -> Collective[None]:
+        waited_s, pause_s = 0.0, _FIRST_PAUSE_S
+        for name in names:
+            while not self._files.exists(name):
+                if waited_s > self._store.patience_s:
+                    raise PeerTimeoutError(
+                        f"{name} was not there after {waited_s:.0f} s: has its worker died, or"
+                        " taken fewer steps? All can go on from one checkpoint, with another path"
+                    )
+                yield Sleep(pause_s)
+                waited_s, pause_s = waited_s + pause_s, min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+                self._files.invalidate_cache()
+
+    @override
+    def state(self) -> CallbackState:
+        return {"replicated": self._rule.state()}
+
+    @override
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self._rule.load(state["replicated"])

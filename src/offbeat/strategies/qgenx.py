@@ -1,0 +1,145 @@
+"""Q-GenX: extra-gradient steps for games and other saddle points, with gradients in few bits (arXiv
+2308.09187, algorithm 1).
+
+    in turn:
+        x' = x - lr * gradient at x            a look ahead
+        x  = x - lr * gradient at x'           the step, from where the look began
+    each gradient the mean of all ranks', rounded at random to one of a few levels
+
+Players of a game who step along their own gradients circle around each other; who steps along what
+the gradient will be moves inwards. Two steps of the user's loop, with a batch each, are one of the
+method's, and each of them is the optimizer's: with Adam it is extra-Adam.
+
+Cost per step of the loop: as of `AllReduce` with the same codec. A copy of the parameters.
+
+Differences from the paper: what rounding loses is owed, so that coarse levels do no harm; the
+learning rate is the optimizer's, where the paper's follows the gradients seen so far; levels are
+equally far apart, where it adapts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from offbeat.callbacks.callback import Callback, CallbackState
+from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.value_codecs import ValueCodec
+from offbeat.errors import UnsupportedError
+from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.coded_reduction import CodedReduction
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
+from offbeat.strategies.options import require_positive
+from offbeat.strategies.sparse_gradient import require_real
+
+
+@dataclass(frozen=True, kw_only=True)
+class QGenX(GradientStrategy):
+    """Extra-gradient steps for games, with gradients in few bits.
+
+    Args:
+        codec: how values travel: a name of `codec.topk_codec.VALUE_CODECS`, or a `ValueCodec`.
+        bucket_mib: gradients leave in buckets of at most this size, > 0.
+    """
+
+    name: ClassVar[str] = "qgenx"
+    acts_at_steps: ClassVar[bool] = True
+
+    codec: ValueCodec | str = "stochastic4"
+    bucket_mib: float = 25.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        TopKCodec(values=self.codec)  # which refuses what is no codec of values
+        require_positive("bucket_mib", self.bucket_mib)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        require_real(model)
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        values, driver = TopKCodec(values=self.codec).values, context.driver
+        return Reductions(
+            [
+                (bucket, CodedReduction(bucket, values, driver, context.new_stream()))
+                for bucket in make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
+            ]
+        )
+
+    @override
+    def build(self, context: Context) -> Sequence[Callback]:
+        if context.has_scaler:
+            raise UnsupportedError(
+                "QGenX counts optimizer steps, of which a GradScaler skips some; use bfloat16"
+                " autocast, which needs no scaler"
+            )
+        return [*super().build(context), ExtraGradient(context.parameters)]
+
+
+class ExtraGradient(Callback):
+    """Lets every other step begin where the one before it began.
+
+    Args:
+        parameters: what is stepped, by name.
+    """
+
+    state_key: ClassVar[str] = "extra_gradient"
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._begun: dict[str, torch.Tensor] = {}  # where the look ahead began; empty before it
+        # What one step leaves for its end:
+        self._looks_ahead = self._returned = False
+
+    @override
+    def on_before_update(self) -> None:
+        if all(parameter.grad is None for parameter in self._parameters.values()):
+            return  # the step is skipped, and the next one takes its turn
+        if not self._begun:
+            self._looks_ahead = True
+            self._begun = {name: p.detach().clone() for name, p in self._parameters.items()}
+        elif not self._looks_ahead:  # else a closure has run again in the same step
+            self._return()
+            self._returned = True
+
+    @override
+    def on_after_step(self) -> None:
+        if self._returned:
+            self._begun = {}
+        self._looks_ahead = self._returned = False
+
+    @override
+    def on_finish(self) -> None:
+        self._return()
+
+    @override
+    def close(self) -> None:
+        self._return()  # what was only a look is no result
+
+    @torch.no_grad()
+    def _return(self) -> None:
+        for name, begun in self._begun.items():
+            self._parameters[name].copy_(begun)
+
+    @override
+    def state_dict(self) -> CallbackState:
+        return {"replicated": {f"begun/{name}": value for name, value in self._begun.items()}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        saved = state["replicated"]
+        self._begun = {
+            name: saved[f"begun/{name}"].clone()
+            for name in self._parameters
+            if f"begun/{name}" in saved
+        }

@@ -1,0 +1,253 @@
+"""0/1 Adam: momentum as signs from the first step on, second moments updated ever more rarely, and
+at last local steps (arXiv 2202.06009, algorithm 1).
+
+    in each step:
+        m = beta1 m + (1 - beta1) gradient;  u += lr m                         on each rank
+        parameter = anchor - u / (sqrt(v) + eps)
+    in some of them, ever further apart, until `freeze_step`:
+        gradient = mean of all ranks';  v = beta2 v + (1 - beta2) gradient^2   before that
+    after the others, and after `freeze_step` at ever longer intervals up to `period`:
+        U = mean of all ranks' u, as signs with a scale         by owners (`collectives.coded_sum`)
+        m = U / (sum of lr);  anchor -= U / (sqrt(v) + eps);  u = 0
+
+What signs lose of u is owed. m and v are those of `optimizer.state`; the step is written here, and
+the optimizer then finds no gradient.
+
+Cost per step: 2(P-1)/P n bits sent by each rank and a float32 for 1,024 of them, a `period`-th of
+it in the end; and what AllReduce sends in the steps in which v is updated. Four buffers of the
+model's size: anchor, u, and two for what is owed.
+
+Differences from the paper: in a step that updates v momentum takes the mean gradient, which is
+there already; Adam's bias corrections are made, v's by the number of its updates; local steps
+become rarer after a number of them, and not as the learning rate falls; scales are those of 1-bit
+Adam here; decoupled weight decay moves the anchor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from offbeat.averaging.periodic import (
+    AveragingSchedule,
+    Everyone,
+    MeanOfAll,
+    PeriodicAverage,
+    TakeMean,
+)
+from offbeat.callbacks.callback import Callback, CallbackState
+from offbeat.callbacks.context import Context
+from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.onebitadam import HiddenGradients, divisor_of, require_adam
+from offbeat.strategies.options import require_at_least
+from offbeat.strategies.registry import WEIGHT_CODECS
+from offbeat.strategies.sparse_gradient import require_real
+from offbeat.weights.model_weights import ModelWeights, average_
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOneAdam(AveragingStrategy):
+    """Adam of which signs travel from the first step on, and ever more rarely.
+
+    Args:
+        freeze_step: second moments stay after so many steps, and steps begin to be local, >= 1: a
+            sixth to a quarter of all steps is usual.
+        updates: second moments are updated so many times before the distance of updates doubles,
+            >= 1.
+        period: the most local steps between two averages, >= 1.
+        growth: the number of local steps after which the distance of averages doubles, >= 1.
+    """
+
+    name: ClassVar[str] = "zerooneadam"
+    codec: ClassVar[str] = "sign"
+    """How sums of momenta travel: a name of `WEIGHT_CODECS`."""
+
+    freeze_step: int = 1000
+    updates: int = 16
+    period: int = 16
+    growth: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("freeze_step", "updates", "period", "growth"):
+            require_at_least(name, getattr(self, name), 1)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        require_real(model)
+        require_adam(optimizer, type(self).__name__)
+
+    @override
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        peers, schedule = Everyone(context.driver, context.new_stream()), RarerSteps(self)
+        steps = LocalAdam(context, schedule, peers)
+        exchange = MeanOfAll(weights, peers, codec=WEIGHT_CODECS[self.codec], rule=steps)
+        return [steps, PeriodicAverage(exchange, schedule)]
+
+
+class RarerSteps(AveragingSchedule):
+    """Which steps update second moments, and after which the others' momenta are averaged.
+
+    Args:
+        strategy: its options.
+    """
+
+    def __init__(self, strategy: ZeroOneAdam) -> None:
+        self._strategy = strategy
+        self.updates = [0]
+        while self.updates[-1] < strategy.freeze_step:
+            distance = 2 ** (len(self.updates) // strategy.updates)
+            self.updates.append(self.updates[-1] + distance)
+        self.updates.pop()
+
+    def num_updates(self, num_steps: int) -> int:
+        """How many there are in so many steps."""
+        return bisect_left(self.updates, num_steps)
+
+    def updates_in(self, number: int) -> bool:
+        """Whether step `number`, counted from 1, is one of them."""
+        return self.num_updates(number) > self.num_updates(number - 1)
+
+    @override
+    def period(self, num_steps: int, state: Mapping[str, float]) -> int:
+        if self.updates_in(num_steps):
+            return num_steps + 1  # all ranks have made the same step already
+        doublings = max(0, num_steps - self._strategy.freeze_step) // self._strategy.growth
+        return int(min(self._strategy.period, 2 ** min(doublings, 30)))
+
+
+class LocalAdam(Callback, TakeMean):
+    """Adam's steps of this rank, from where all ranks were last alike; and the rule by which they
+    go on from the mean of what they have summed up.
+
+    Args:
+        context: lent by the session; its optimizer is an Adam.
+        schedule: says which steps update second moments.
+        peers: all ranks.
+
+    Attributes:
+        anchor: where all ranks were last alike, by name: float32 or float64.
+        sums: of momenta since then, each times its learning rate, by name.
+    """
+
+    state_key: ClassVar[str] = "local_adam"
+
+    def __init__(self, context: Context, schedule: RarerSteps, peers: Everyone) -> None:
+        assert context.optimizer is not None
+        self._schedule, self._peers, self._optimizer = schedule, peers, context.optimizer
+        self._parameters, self._num_steps = context.parameters, 0
+        self.anchor = {
+            name: torch.nn.Parameter(
+                p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            )
+            for name, p in context.parameters.items()
+        }
+        self.sums = {name: torch.zeros_like(each.detach()) for name, each in self.anchor.items()}
+        self._rates = dict.fromkeys(self.anchor, 0.0)  # of what is summed up
+        self._hidden = HiddenGradients()
+
+    def _groups(self) -> Mapping[str, dict[str, Any]]:
+        of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        return {name: of[id(p)] for name, p in self._parameters.items() if id(p) in of}
+
+    def _state(self, name: str) -> Mapping[str, Any]:
+        state: dict[str, Any] = self._optimizer.state[self._parameters[name]]
+        if "step" not in state:
+            moments = {key: torch.zeros_like(self.sums[name]) for key in ("exp_avg", "exp_avg_sq")}
+            state |= {"step": torch.zeros(()), **moments}
+        return state
+
+    @override
+    def begin(self) -> None:
+        if not self._num_steps:
+            for name, anchor in self.anchor.items():
+                anchor.detach().copy_(self._parameters[name].detach())
+
+    @override
+    @torch.no_grad()
+    def on_before_update(self) -> None:
+        """Take the step; the optimizer then finds no gradient."""
+        groups = self._groups()
+        gradients = {name: self._gradient(name, group) for name, group in groups.items()}
+        self._num_steps += 1
+        if updates := self._schedule.updates_in(self._num_steps):
+            tensors, peers = [*gradients.values()], self._peers
+            average_(tensors, tensors, driver=peers.driver, stream=peers.stream, weight=1.0)
+        for name, group in groups.items():
+            self._step(name, gradients[name], group, updates=updates)
+            self._hidden.hide(self._parameters[name])
+        if updates:
+            self.merge_([*self.sums.values()])
+
+    def _gradient(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
+        """Of this rank; nothing where there is none, or where it was not finite."""
+        parameter, gradient = self._parameters[name], torch.zeros_like(self.sums[name])
+        if parameter.grad is not None:
+            gradient.copy_(parameter.grad).mul_(-1 if group["maximize"] else 1)
+            if not group["decoupled_weight_decay"]:
+                gradient.add_(parameter.to(gradient.dtype), alpha=group["weight_decay"])
+        return gradient
+
+    def _step(
+        self, name: str, gradient: torch.Tensor, group: Mapping[str, Any], *, updates: bool
+    ) -> None:
+        state, (beta1, beta2) = self._state(name), group["betas"]
+        # A rate of 0 would leave nothing in the sum of which to make momentum again.
+        rate = float(group["lr"]) or 1e-12
+        if updates:
+            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["decoupled_weight_decay"]:
+            self.anchor[name].mul_(1 - rate * group["weight_decay"])
+        state["step"].fill_(self._num_steps)
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        rate /= 1 - beta1**self._num_steps
+        self._rates[name] += rate
+        self.sums[name].add_(state["exp_avg"], alpha=rate)
+        self._parameters[name].copy_(self._moved(name, self.sums[name], group))
+
+    def _moved(self, name: str, summed: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+        square, num_updates = self._state(name)["exp_avg_sq"], self._schedule.num_updates
+        return self.anchor[name] - summed / divisor_of(square, num_updates(self._num_steps), group)
+
+    @override
+    def changes(self) -> Iterator[torch.Tensor]:
+        return iter(self.sums.values())
+
+    @override
+    @torch.no_grad()
+    def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
+        assert changes is not None, "momenta travel by a codec"
+        groups = self._groups()
+        for name, summed in zip(self.sums, changes, strict=True):
+            if name in groups:
+                self.anchor[name].copy_(self._moved(name, summed, groups[name]))
+                self._parameters[name].copy_(self.anchor[name])
+                self._state(name)["exp_avg"].copy_(summed / self._rates[name])
+            self.sums[name].zero_()
+            self._rates[name] = 0.0
+
+    @override
+    def on_after_step(self) -> None:
+        self._hidden.show()
+
+    @override
+    def state_dict(self) -> CallbackState:
+        anchors = {f"anchor/{name}": each.detach() for name, each in self.anchor.items()}
+        rates = {f"rate/{name}": rate for name, rate in self._rates.items()}
+        sums = {f"sum/{name}": each for name, each in self.sums.items()}
+        replicated = {**anchors, **rates, "num_steps": self._num_steps}
+        return {"replicated": replicated, "local": sums}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        saved = state["replicated"]
+        self._num_steps = int(saved["num_steps"])
+        for name, anchor in self.anchor.items():
+            anchor.detach().copy_(saved[f"anchor/{name}"])
+            self.sums[name].copy_(state["local"][f"sum/{name}"])
+            self._rates[name] = float(saved[f"rate/{name}"])

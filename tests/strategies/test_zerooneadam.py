@@ -1,0 +1,173 @@
+"""0/1 Adam against its paper's algorithm with plain vectors."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import ConfigError, UnsupportedError
+from thread_support.world import ThreadDriver, results_of, session_on
+
+SHAPE, BETA1, BETA2, EPS, DECAY = (5, 6), 0.8, 0.9, 1e-3, 0.1
+FREEZE, UPDATES, PERIOD, GROWTH, NUM_STEPS = 7, 2, 4, 3, 22
+OPTIONS: dict[str, Any] = {
+    "freeze_step": FREEZE, "updates": UPDATES, "period": PERIOD, "growth": GROWTH
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearlyLossless(offbeat.ZeroOneAdam):
+    codec: ClassVar[str] = "linear8"
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(5)
+        self.weight = torch.nn.Parameter(torch.randn(SHAPE, generator=draw))
+
+
+def rate_of(step: int) -> float:
+    return 0.01 * min(1.0, step / 3)
+
+
+def gradient_of(rank: int, step: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(SHAPE, generator=draw) + 1
+
+
+def optimizer_of(net: torch.nn.Module, *, decoupled: bool) -> torch.optim.Adam:
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(net.parameters(), lr=0.01, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
+
+
+def step_of(net: Net, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = rate_of(step)
+    (net.weight * gradient_of(rank, step)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def distance(num_local: int) -> int:
+    return min(PERIOD, 2 ** (num_local // GROWTH))
+
+
+def reference(num_ranks: int, *, decoupled: bool) -> torch.Tensor:
+    """Without codes; the model at the last average."""
+    anchor = Net().weight.detach().clone()
+    x = [anchor.clone() for _ in range(num_ranks)]
+    m = [torch.zeros(SHAPE) for _ in range(num_ranks)]
+    u = [torch.zeros(SHAPE) for _ in range(num_ranks)]
+    v, rates, num_updates, next_update, averaged_at = torch.zeros(SHAPE), 0.0, 0, 0, 0
+    result = anchor
+    for step in range(NUM_STEPS):
+        rate = rate_of(step) or 1e-12
+        gradients = [gradient_of(rank, step) for rank in range(num_ranks)]
+        if not decoupled:
+            gradients = [g + DECAY * each for g, each in zip(gradients, x, strict=True)]
+        updates = step < FREEZE and step == next_update
+        if updates:
+            mean = torch.stack(gradients).mean(0)
+            gradients = [mean] * num_ranks
+            v = BETA2 * v + (1 - BETA2) * mean**2
+            num_updates += 1
+            next_update += 2 ** (num_updates // UPDATES)
+        if decoupled:
+            anchor = anchor * (1 - rate * DECAY)
+        divisor = (v / (1 - BETA2**num_updates)).sqrt() + EPS
+        rate /= 1 - BETA1 ** (step + 1)
+        rates += rate
+        for rank in range(num_ranks):
+            m[rank] = BETA1 * m[rank] + (1 - BETA1) * gradients[rank]
+            u[rank] = u[rank] + rate * m[rank]
+            x[rank] = anchor - u[rank] / divisor
+        due = step + 1 - averaged_at >= distance(max(0, step + 1 - FREEZE))
+        if updates or due:
+            averaged_at = step + 1 if not updates else averaged_at
+            mean = torch.stack(u).mean(0)
+            anchor = anchor - mean / divisor
+            x, m = [anchor] * num_ranks, [mean / rates] * num_ranks
+            u, rates = [torch.zeros(SHAPE)] * num_ranks, 0.0
+            result = anchor
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_steps_are_those_of_the_paper(num_ranks: int, decoupled: bool) -> None:
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, int]:
+        net = Net()
+        optimizer = optimizer_of(net, decoupled=decoupled)
+        with session_on(driver, net, optimizer, NearlyLossless(**OPTIONS)) as session:
+            for step in range(NUM_STEPS):
+                step_of(net, optimizer, driver.rank, step)
+            state = session.state_dict()["callbacks"]["local_adam"]["replicated"]
+            return state["anchor/weight"].clone(), session.stats.exchanges
+
+    results = results_of(num_ranks, job)
+    expected = reference(num_ranks, decoupled=decoupled)
+    moved = float((expected - Net().weight).detach().abs().max())
+    for found, num_exchanges in results:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * moved)
+        assert torch.equal(found, results[0][0])
+        # 7 steps of which 4 update, 3 at a distance of 1, and then at 2 and at 4.
+        assert num_exchanges == 8
+
+
+def test_signs_train_as_well_as_adam_does() -> None:
+    target = torch.randn(SHAPE, generator=torch.Generator().manual_seed(9))
+
+    def job(driver: ThreadDriver) -> float:
+        net = Net()
+        optimizer = optimizer_of(net, decoupled=True)
+        optimizer.param_groups[0] |= {"lr": 0.05, "weight_decay": 0.0}
+        strategy = offbeat.ZeroOneAdam(freeze_step=30, period=4, growth=30)
+        with session_on(driver, net, optimizer, strategy):
+            for step in range(300):
+                noise = 0.3 * gradient_of(driver.rank, step)
+                ((net.weight - target).square() / 2 + net.weight * (noise - 0.3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] *= 0.99
+        return float((net.weight - target).detach().square().mean())
+
+    before = float((Net().weight - target).detach().square().mean())
+    losses = results_of(3, job)
+    assert max(losses) < before / 50
+
+
+@pytest.mark.parametrize("saved_after", [3, 15])
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(saved_after: int) -> None:
+    def begin() -> tuple[Net, torch.optim.Optimizer, offbeat.Session]:
+        net = Net()
+        optimizer = optimizer_of(net, decoupled=True)
+        return net, optimizer, offbeat.attach(net, optimizer, offbeat.ZeroOneAdam(**OPTIONS))
+
+    net, optimizer, session = begin()
+    with session:
+        for step in range(NUM_STEPS):
+            step_of(net, optimizer, 0, step)
+            if step == saved_after:
+                states = [net.state_dict(), optimizer.state_dict(), session.state_dict()]
+                saved = copy.deepcopy(states)
+    resumed, optimizer, session = begin()
+    with session:
+        resumed.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        session.load_state_dict(saved[2])
+        for step in range(saved_after + 1, NUM_STEPS):
+            step_of(resumed, optimizer, 0, step)
+    assert torch.equal(resumed.weight, net.weight)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    net = Net()
+    with pytest.raises(UnsupportedError, match="ZeroOneAdam freezes"):
+        offbeat.attach(net, torch.optim.SGD(net.parameters()), offbeat.ZeroOneAdam())
+    with pytest.raises(ConfigError, match="growth must be"):
+        offbeat.ZeroOneAdam(growth=0)
