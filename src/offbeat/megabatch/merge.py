@@ -43,7 +43,6 @@ from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import ConfigError, PeerError, WireError
-from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import (
     MergeProposal,
@@ -53,6 +52,7 @@ from offbeat.megabatch.proposal import (
     hold_the_same,
 )
 from offbeat.membership.agreement import Generation
+from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
 from offbeat.weights.optimizer_state import (
