@@ -6,7 +6,8 @@
     exchange    with whom, and what becomes of it `MeanOfAll`; `averaging.gossip.NeighbourMean` and
                                                   `PushSum`; `averaging.central_model.CentralModel`;
                                                   `averaging.streaming.StreamingMean`;
-                                                  `averaging.pairs.PairMean`
+                                                  `averaging.pairs.PairMean`;
+                                                  `averaging.members.MeanOfMembers`
 
 and `MeanOfAll` from a codec and a rule:
 

@@ -288,8 +288,10 @@ class _ActiveGeneration:
         self, work: GroupWork[T], store: Store, quorum: Quorum, *, counts: bool
     ) -> T:
         """As `attempt`, with those who arrive in time, at the first work that waits for this
-        member.
+        member. All members begin the first work of a generation.
         """
+        if not self._num_attempts:
+            return self.attempt(work, store)
         size = self.generation.size
         self._arrivals = self._arrivals or Arrivals(store, self.generation.number)
         here: Sequence[int] = ()

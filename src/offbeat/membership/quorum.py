@@ -5,12 +5,17 @@ Each member tells all others that it arrives. Whoever has seen the quorum, and t
 grace period or for everyone, proposes those it has heard of. The first proposal that reaches the
 store is the valid one, so that all members know the same ones, a late member too: it finds that the
 work was done without it, and arrives at the next.
+
+What is done must be known to somebody who does what comes next. So a quorum is more than half of
+the members, of which any two share one, and the first work of a generation waits for all of them:
+whoever knew what was done last in the one before may be the only one left who does.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,16 +35,16 @@ class Quorum(OptionValue):
     """Who is waited for at an average of members.
 
     Args:
-        fraction: of the members that live, in (0, 1]: so many must have arrived; 1: all are waited
-            for.
+        fraction: of the members that live, in (0.5, 1]: so many must have arrived; 1: all are
+            waited for.
         grace_s: for how long the others are waited for from then on, in seconds, >= 0.
     """
 
     def __init__(self, fraction: float = 1.0, *, grace_s: float = 0.0) -> None:
-        if not 0 < fraction <= 1 or not 0 <= grace_s < math.inf:
+        if not 0.5 < fraction <= 1 or not 0 <= grace_s < math.inf:
             raise ConfigError(
-                "Quorum needs a fraction of the members in (0, 1] and grace_s >= 0, got"
-                f" {fraction!r} and {grace_s!r}"
+                "Quorum needs a fraction of the members in (0.5, 1], so that any two quorums share"
+                f" a member, and grace_s >= 0, got {fraction!r} and {grace_s!r}"
             )
         if fraction == 1 and grace_s:
             raise ConfigError(
@@ -47,6 +52,17 @@ class Quorum(OptionValue):
                 " members; leave it out, or lower the fraction"
             )
         self.fraction, self.grace_s = fraction, grace_s
+
+    @classmethod
+    def of(cls, text: str) -> Quorum | None:
+        """The one that is called "members", or that text such as "75%+2s" describes; None for
+        other text.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)%\+(\d+(?:\.\d+)?)s", text)
+        if found is None:
+            return cls() if text == "members" else None
+        percent, grace_s = map(float, found.groups())
+        return cls(percent / 100, grace_s=grace_s)
 
 
 def first_to_arrive(
@@ -113,7 +129,8 @@ def _among(members: Sequence[int], operation: Operation) -> Operation:
 
 
 class Arrivals:
-    """The entry of the store that says which work of a generation was begun last, and by whom.
+    """The entry of the store that says which work of a generation was begun last, after the first
+    one, which is number 0, and by whom.
 
     Args:
         store: the run's.
@@ -143,5 +160,5 @@ class Arrivals:
 
 
 def _begun(entry: bytes) -> tuple[int, list[int]]:
-    number, members = json.loads(entry) if entry else (-1, [])
+    number, members = json.loads(entry) if entry else (0, [])
     return number, members

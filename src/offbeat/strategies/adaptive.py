@@ -64,7 +64,7 @@ class MegaBatchStrategy(AveragingStrategy):
             the weights, which multiplies the bytes; "local": they stay the rank's own.
     """
 
-    survives_death: ClassVar[bool] = True
+    survives_death = True
     shares_samples: ClassVar[bool] = True
 
     mega_batch: int = 100

@@ -15,8 +15,10 @@ all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps 
 or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, in few bits, and the
 others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `exchange`
 fragments of the model are averaged in turn while training goes on (`averaging.streaming`), or
-random pairs of ranks average in the place of all (`averaging.pairs`). With an interval for each of
-the optimizer's states it is DES-LOC (arXiv 2505.22549).
+random pairs of ranks average in the place of all (`averaging.pairs`), or the members of the run do,
+which go on when one dies or comes back, and need not wait for the last: the quorum and the grace
+period of Decoupled DiLoCo (arXiv 2604.21428; `averaging.members`). With an interval for each of the
+optimizer's states it is DES-LOC (arXiv 2505.22549).
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
 again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
@@ -40,6 +42,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from typing_extensions import override
 
+from offbeat.averaging.members import AverageOfMembers, MeanOfMembers
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.pairs import PairMean, Pairs
 from offbeat.averaging.periodic import (
@@ -56,6 +59,8 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError, nearest
+from offbeat.membership.atomic_group import AtomicGroup
+from offbeat.membership.quorum import Quorum
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Strategy
@@ -141,7 +146,10 @@ class LocalSGD(AveragingStrategy):
             `averaging.streaming.Streaming`: an average is of one fragment, every period / fragments
             steps, and travels while training goes on. "pairs", or an `averaging.pairs.Pairs` with a
             seed of your own: random pairs of ranks average, each rank with its own `outer`, which
-            is NoLoCo.
+            is NoLoCo. "members": as None, but the others go on when a worker dies, one that is
+            started again joins, and each rank counts by the samples that it has computed. "75%+2s",
+            or a `membership.quorum.Quorum`: the same, once 75% of the members have come and the
+            others were waited for 2 s longer; a late one counts in the next average.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -153,7 +161,7 @@ class LocalSGD(AveragingStrategy):
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
-    exchange: Streaming | Pairs | str | None = None
+    exchange: Streaming | Pairs | Quorum | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,6 +179,8 @@ class LocalSGD(AveragingStrategy):
         chosen = self.chosen_exchange
         if isinstance(chosen, Streaming):
             self._check_streaming(chosen)
+        elif isinstance(chosen, Quorum):
+            self._check_members()
         elif chosen is not None:
             self._check_pairs()
         if self.warmup is not None:
@@ -217,14 +227,31 @@ class LocalSGD(AveragingStrategy):
         if self.schedule.measures_drift:
             refuse_idle(self, "period", because="pairs do not know how far all ranks are apart")
 
+    def _check_members(self) -> None:
+        because = "an average of members is of whole weights, without the optimizer's state"
+        refuse_idle(self, "codec", because=because)
+        if self.averages_state:
+            refuse_idle(self, "optimizer_state", because=because)
+        if self.start_step:
+            raise ConfigError(
+                f"start_step={self.start_step} lets all ranks reduce gradients, which ends with the"
+                f" first death, and exchange={self.exchange!r} is to survive it; leave one out"
+            )
+
     @property
-    def chosen_exchange(self) -> Streaming | Pairs | None:
+    @override
+    def survives_death(self) -> bool:
+        return isinstance(self.chosen_exchange, Quorum)
+
+    @property
+    def chosen_exchange(self) -> Streaming | Pairs | Quorum | None:
         """What `exchange` is or describes. Raises `ConfigError`."""
+        if self.exchange is None or isinstance(self.exchange, Pairs | Quorum):
+            return self.exchange
         if self.exchange == "pairs":
             return Pairs()
-        if self.exchange is None or isinstance(self.exchange, Pairs):
-            return self.exchange
-        return Streaming.of(self.exchange)
+        quorum = Quorum.of(self.exchange) if isinstance(self.exchange, str) else None
+        return quorum or Streaming.of(self.exchange)
 
     @property
     def steps_of_growth(self) -> int:
@@ -326,8 +353,22 @@ class LocalSGD(AveragingStrategy):
         codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         chosen = self.chosen_exchange
-        if outer is None and (codec is not None or isinstance(chosen, Streaming)):
+        if outer is None and (codec is not None or isinstance(chosen, Streaming | Quorum)):
             outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
+        if isinstance(chosen, Quorum):
+            assert outer is not None
+            group = AtomicGroup(
+                context.own_store(), count=context.count, notify=context.notices.notify
+            )
+            members = MeanOfMembers(
+                weights,
+                OuterOptimizer(context.parameters, make=outer),
+                group=group,
+                quorum=chosen,
+                measures_drift=self.schedule.measures_drift,
+                context=context,
+            )
+            return [AverageOfMembers(members, self.schedule, context=context)]
         peers = Everyone(context.driver, context.new_stream())
         exchange: WeightExchange
         if isinstance(chosen, Streaming):
