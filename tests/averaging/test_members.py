@@ -4,7 +4,7 @@ and late members make of it. With real processes, see `tests/ranks/test_members_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,7 +15,7 @@ from torch.distributed import HashStore, Store
 import offbeat
 from offbeat.averaging.members import AverageOfMembers, MeanOfMembers
 from offbeat.averaging.outer import OuterOptimizer
-from offbeat.averaging.periodic import AveragingSchedule, Drift, GrowingPeriod
+from offbeat.averaging.periodic import GrowingPeriod
 from offbeat.callbacks.context import Context, Notices
 from offbeat.errors import ConfigError, NonFiniteError, OffbeatError, PeerError
 from offbeat.membership.agreement import Generation
@@ -33,25 +33,6 @@ NESTEROV = offbeat.Outer(lr=0.7, momentum=0.8)
 PERIOD = 2
 
 
-class Growing(AveragingSchedule):
-    """Each period is a step longer than the one before."""
-
-    measures_drift = True
-
-    def __init__(self) -> None:
-        self.seen: list[Drift] = []
-
-    def initial_state(self) -> Mapping[str, float]:
-        return {"length": 1.0}
-
-    def period(self, num_steps: int, state: Mapping[str, float]) -> int:
-        return int(state["length"])
-
-    def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
-        self.seen.append(drift)
-        return {"length": state["length"] + 1}
-
-
 class Worker:
     """A model of one vector, a statistic and a counter; a step adds a number to all of it."""
 
@@ -62,7 +43,6 @@ class Worker:
         *,
         outer: offbeat.Outer = PLAIN,
         quorum: Quorum = Quorum(),
-        schedule: AveragingSchedule | None = None,
         begins_with: float = 0.0,
     ) -> None:
         self.rank = rank
@@ -84,17 +64,15 @@ class Worker:
         self.group = AtomicGroup(
             store, count=lambda driver: driver, notify=self.notices.notify, patience_s=1e-3
         )
-        schedule = schedule or GrowingPeriod(PERIOD)
         self.rule = OuterOptimizer({"x": self.x}, make=outer)
         self.exchange = MeanOfMembers(
             self.weights,
             self.rule,
             group=self.group,
             quorum=quorum,
-            measures_drift=schedule.measures_drift,
             context=context,
         )
-        self.part = AverageOfMembers(self.exchange, schedule, context=context)
+        self.part = AverageOfMembers(self.exchange, GrowingPeriod(PERIOD), context=context)
 
     @torch.no_grad()
     def step(self, by: float, *, samples: int = 0) -> None:
@@ -220,13 +198,6 @@ def test_an_outer_optimizer_steps_from_the_anchor() -> None:
         optimizer.step()
     torch.testing.assert_close(workers[0].x.detach(), parameter.detach(), rtol=1e-14, atol=0)
     assert workers[0].state == workers[1].state
-
-
-def test_a_schedule_hears_how_far_members_were_apart() -> None:
-    schedule = Growing()
-    workers = crew(2, schedule=schedule)
-    no_errors(together(workers, [steps(1), steps(3)]))
-    assert schedule.seen == [Drift(squared=5.0, lr=0.5)] * 2  # of each of the two
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -419,6 +390,7 @@ def test_a_resumed_run_goes_on_as_it_would_have() -> None:
         ({"exchange": "50%+2s"}, "so that any two quorums share a member"),
         ({"exchange": "100%+2s"}, "waits for all members; leave it out"),
         ({"exchange": "members", "codec": "linear4"}, "codec='linear4' would do nothing"),
+        ({"exchange": "members", "period": "adaptive"}, "period='adaptive' would do nothing"),
         ({"exchange": "members", "start_step": 3}, "start_step=3 lets all ranks reduce gradients"),
         (
             {"exchange": "members", "optimizer_state": "averaged"},

@@ -30,11 +30,10 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -45,7 +44,7 @@ from offbeat.averaging.periodic import AveragingSchedule, Drift, PeriodicAverage
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.json_objects import Count, build
-from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.model_wire import Counters
 from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
@@ -73,8 +72,7 @@ _NUMBERS: Final = "numbers"
 _PURPOSES: Final[tuple[Purpose, ...]] = ("average", "copy", "finish")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Coming:
+class Coming(NamedTuple):
     """What a member says of itself as it comes to an average.
 
     Attributes:
@@ -101,16 +99,15 @@ class Coming:
 
 def weights_of(coming: Sequence[Coming]) -> list[float]:
     """Of each member's change in the mean of all."""
-    steps, samples = (
-        [0 if each.is_new else counted for each, counted in zip(coming, counts, strict=True)]
-        for counts in ([each.steps for each in coming], [each.samples for each in coming])
-    )
+    knowing = [each for each in coming if not each.is_new]
     # Samples count only where each member that has taken steps was told of them.
-    told = all(of or not taken for of, taken in zip(samples, steps, strict=True))
-    counts = samples if told and any(samples) else steps
-    if not any(counts):
-        return [float(not each.is_new) for each in coming]
-    return [float(count) for count in counts]
+    told = all(each.samples for each in knowing if each.steps)
+    counts = [each.samples if told else each.steps for each in coming]
+    some = any(count for count, each in zip(counts, coming, strict=True) if not each.is_new)
+    return [
+        float((count if some else 1) * (not each.is_new))
+        for count, each in zip(counts, coming, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -122,7 +119,6 @@ class Average:
         generation: whose members are in it.
         means: of the changes of parameters, and of statistics.
         counters: the largest of all members.
-        drift: how far members were apart, where that was asked for.
         was_new: whether this member has brought nothing.
         standing: of the run, for a member that was behind; else None.
     """
@@ -131,7 +127,6 @@ class Average:
     generation: Generation
     means: Sequence[torch.Tensor]
     counters: Counters
-    drift: Drift
     was_new: bool
     standing: Payload | None
 
@@ -144,7 +139,6 @@ class MeanOfMembers(WeightExchange):
         rule: what is done with the mean.
         group: the members.
         quorum: who is waited for.
-        measures_drift: whether averages say how far members were apart.
         context: of the session.
 
     Attributes:
@@ -164,12 +158,10 @@ class MeanOfMembers(WeightExchange):
         *,
         group: AtomicGroup,
         quorum: Quorum,
-        measures_drift: bool,
         context: Context,
     ) -> None:
         self.weights, self.rule, self.group = weights, rule, group
-        self.quorum, self._measures_drift = quorum, measures_drift
-        self._optimizer, self._rank = context.optimizer, context.driver.rank
+        self.quorum, self._rank = quorum, context.driver.rank
         self._record_wait = context.record_wait
         self.samples = self.steps = 0
         self.average: Average | None = None
@@ -186,7 +178,7 @@ class MeanOfMembers(WeightExchange):
         self.write_buffers(average, self.weights)
         self.rule.merge_(average.means[: len(self.rule.anchor)])
         self.samples = self.steps = 0
-        return average.drift
+        return Drift()
 
     def meet(self, purpose: Purpose, number: int) -> Average:
         """Come together with the other members. Collective; changes no weights.
@@ -221,14 +213,8 @@ class MeanOfMembers(WeightExchange):
     def _work(
         self, purpose: Purpose, number: int, generation: Generation, position: int
     ) -> Collective[Average | None]:
-        mine = Coming(
-            purpose=purpose,
-            is_new=self.group.is_new,
-            num_averages=number,
-            samples=self.samples,
-            steps=self.steps,
-        )
-        word = json.dumps(asdict(mine)).encode()
+        mine = Coming(purpose, self.group.is_new, number, self.samples, self.steps)
+        word = json.dumps(mine).encode()
         coming = yield from all_gather(position, generation.size, word, Coming.from_bytes)
         # All members hold the same words, so that they conclude the same.
         knowing = [place for place, each in enumerate(coming) if not each.is_new]
@@ -253,13 +239,8 @@ class MeanOfMembers(WeightExchange):
             # Checked before anything is sent: one bad model would spoil the models of all peers.
             require_finite([torch.from_numpy(values)], rank=self._rank)
         self.encode_s += time.perf_counter() - begin_s
-        mean: Values = yield from weighted_mean(
-            position,
-            weights,
-            values,
-            num_elements=self._staging.num_elements,
-            dtype=self._staging.dtype,
-        )
+        size, dtype = self._staging.num_elements, self._staging.dtype
+        mean = yield from weighted_mean(position, weights, values, num_elements=size, dtype=dtype)
         begin_s = time.perf_counter()
         means = [torch.empty_like(tensor) for tensor in tensors]
         self._staging.write_(mean, means)
@@ -268,37 +249,14 @@ class MeanOfMembers(WeightExchange):
         if counters.size:
             parties = [not each.is_new for each in coming]
             counters = yield from gather_largest(position, parties, counters)
-        agreed = next(each for each in _PURPOSES if each in purposes)
-        drift = Drift()
-        if self._measures_drift and agreed == "average":
-            drift = yield from self._drift(position, weights, tensors, means)
         return Average(
-            purpose=agreed,
+            purpose=next(each for each in _PURPOSES if each in purposes),
             generation=generation,
             means=means,
             counters=counters,
-            drift=drift,
             was_new=mine.is_new,
             standing=standing,
         )
-
-    def _drift(
-        self,
-        position: int,
-        weights: Sequence[float],
-        tensors: Sequence[torch.Tensor],
-        means: Sequence[torch.Tensor],
-    ) -> Collective[Drift]:
-        assert self._optimizer is not None, "there are learning rates"
-        squared = sum(
-            float((mine - mean).double().square().sum())
-            for mine, mean, _ in zip(tensors, means, self.rule.anchor, strict=False)
-        )
-        mine = np.array([squared, float(self._optimizer.param_groups[0]["lr"])])
-        told = yield from all_gather(
-            position, len(weights), mine.tobytes(), lambda data: np.frombuffer(data, np.float64)
-        )
-        return Drift(*np.average(told, axis=0, weights=np.sign(weights)).tolist())
 
     def write_mean(self, average: Average, weights: ModelWeights) -> None:
         """Let `weights`, this rank's own or a copy, hold the mean of all members' models."""

@@ -232,6 +232,10 @@ class LocalSGD(AveragingStrategy):
         refuse_idle(self, "codec", because=because)
         if self.averages_state:
             refuse_idle(self, "optimizer_state", because=because)
+        if self.schedule.measures_drift:
+            refuse_idle(
+                self, "period", because="members do not tell each other how far apart all are"
+            )
         if self.start_step:
             raise ConfigError(
                 f"start_step={self.start_step} lets all ranks reduce gradients, which ends with the"
@@ -365,7 +369,6 @@ class LocalSGD(AveragingStrategy):
                 OuterOptimizer(context.parameters, make=outer),
                 group=group,
                 quorum=chosen,
-                measures_drift=self.schedule.measures_drift,
                 context=context,
             )
             return [AverageOfMembers(members, self.schedule, context=context)]
