@@ -43,6 +43,7 @@ class Worker:
         *,
         outer: offbeat.Outer = PLAIN,
         quorum: Quorum = Quorum(),
+        codec: offbeat.WeightCodec | None = None,
         begins_with: float = 0.0,
     ) -> None:
         self.rank = rank
@@ -52,6 +53,7 @@ class Worker:
         self.weights = ModelWeights(
             parameters={"x": self.x}, buffers=lambda: buffers, chosen=choose_buffers(buffers)
         )
+        self.along = torch.ones(5)  # what a step goes along
         self.notices = Notices(rank=rank)
         context = Context(
             parameters={"x": self.x},
@@ -70,6 +72,7 @@ class Worker:
             self.rule,
             group=self.group,
             quorum=quorum,
+            codec=codec,
             context=context,
         )
         self.part = AverageOfMembers(self.exchange, GrowingPeriod(PERIOD), context=context)
@@ -79,10 +82,16 @@ class Worker:
         self.part.on_before_step()
         if samples:
             self.part.on_batch_claimed(samples)
-        self.x.add_(by)
+        self.x.add_(by * self.along)
         self.buffers["mean"].add_(by)
         self.buffers["count"].add_(1)
         self.part.on_after_step()
+
+    @property
+    def owed(self) -> torch.Tensor:
+        """Of changes, as the codec keeps it."""
+        (residual,) = self.part.state_dict()["additive"].values()
+        return residual.clone()  # type: ignore[no-any-return]
 
     @property
     def value(self) -> float:
@@ -341,6 +350,66 @@ def test_who_ends_early_waits_for_the_others_and_all_end_with_the_same() -> None
     assert workers[0].x.tolist() == workers[1].x.tolist()
 
 
+CODECS = {
+    "sparse": offbeat.WeightCodec(density=0.4),
+    "few bits": offbeat.WeightCodec(density=1.0, entries="linear4"),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("first", [0, 10])
+def test_what_a_codec_drops_is_owed_whoever_dies(codec: str, first: int) -> None:
+    """Over those who are in an average, as many changes leave as are applied or owed then."""
+    committed = set()
+
+    def drifts(worker: Worker, driver: VirtualThread) -> None:
+        worker.along = torch.arange(5.0)
+        steps(*[worker.rank + 1.0] * PERIOD)(worker, driver)
+
+    for seed in range(first, first + 10):
+        workers = crew(3, codec=CODECS[codec])
+        no_errors(together(workers, [drifts] * 3, seed=seed))
+        first_anchor, owed = workers[0].rule.anchor["x"].detach().clone(), [w.owed for w in workers]
+        changes = [PERIOD * (rank + 1) * torch.arange(5.0).double() for rank in range(3)]
+        torch.testing.assert_close(3 * first_anchor + sum(owed), sum(changes))
+        results = together(
+            workers, [drifts] * 3, number=1, seed=seed, kill=(2, 0.01 + 0.06 * (seed % 10))
+        )
+        done = [not isinstance(result, PeerError) for result in results[:2]]
+        assert done[0] == done[1]
+        committed.add(done[0])
+        living = workers[:2]
+        if not done[0]:
+            torch.testing.assert_close([w.owed for w in living], owed[:2], rtol=0, atol=0)
+            again: Job = lambda worker, _: worker.part._launch(2 * PERIOD)  # noqa: E731
+            no_errors(together(living, [again, again], number=2))
+            applied = 2 * (living[0].rule.anchor["x"].detach() - first_anchor)
+            left = sum(change + own for change, own in zip(changes[:2], owed[:2], strict=True))
+            torch.testing.assert_close(applied + sum(w.owed for w in living), left)
+        assert living[0].state == living[1].state
+    assert committed == {True, False}
+
+
+def test_a_resumed_run_still_owes() -> None:
+    workers = crew(2, codec=CODECS["sparse"])
+    no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
+    resumed = crew(2, codec=CODECS["sparse"])
+    for old, new in zip(workers, resumed, strict=True):
+        new.part.load_state_dict(old.part.state_dict())
+        assert old.owed.any()
+        assert new.owed.equal(old.owed)
+
+
+def test_one_that_joins_owes_nothing_and_hears_all() -> None:
+    workers = crew(2, codec=CODECS["sparse"])
+    no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
+    newcomer = Worker(2, workers[0].group._store, codec=CODECS["sparse"], begins_with=99.0)
+    trio = [*workers, newcomer]
+    no_errors(together(trio, [steps(1, 1), steps(3, 3), joins], number=1, new=[2]))
+    assert newcomer.state == workers[0].state == workers[1].state
+    assert not newcomer.owed.any()
+
+
 def test_a_mean_for_a_copy_leaves_the_models_as_they_are() -> None:
     workers = crew(2)
     copies = [Worker(rank, HashStore()) for rank in range(2)]
@@ -389,7 +458,6 @@ def test_a_resumed_run_goes_on_as_it_would_have() -> None:
     [
         ({"exchange": "50%+2s"}, "so that any two quorums share a member"),
         ({"exchange": "100%+2s"}, "waits for all members; leave it out"),
-        ({"exchange": "members", "codec": "linear4"}, "codec='linear4' would do nothing"),
         ({"exchange": "members", "period": "adaptive"}, "period='adaptive' would do nothing"),
         ({"exchange": "members", "start_step": 3}, "start_step=3 lets all ranks reduce gradients"),
         (

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -40,12 +40,20 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterOptimizer
-from offbeat.averaging.periodic import AveragingSchedule, Drift, PeriodicAverage, WeightExchange
+from offbeat.averaging.periodic import (
+    AveragingSchedule,
+    Drift,
+    EncodedChanges,
+    Everyone,
+    PeriodicAverage,
+    WeightExchange,
+)
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.json_objects import Count, build
 from offbeat.codec.model_wire import Counters
 from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import (
@@ -60,8 +68,11 @@ from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import Generations
 from offbeat.membership.quorum import Quorum
-from offbeat.transport.operations import Collective, Payload, Recv, Send
+from offbeat.transport.driver import Driver, Pending, Stream, Ticket
+from offbeat.transport.operations import Collective, Operation, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
+
+T = TypeVar("T")
 
 Purpose: TypeAlias = Literal["average", "copy", "finish"]
 """What a member meets the others for: an average, the mean for a copy of its model, or the mean at
@@ -117,7 +128,8 @@ class Average:
     Attributes:
         purpose: what it was made for.
         generation: whose members are in it.
-        means: of the changes of parameters, and of statistics.
+        changes: the mean of those of parameters; None: the codec has it.
+        statistics: the means of them.
         counters: the largest of all members.
         was_new: whether this member has brought nothing.
         standing: of the run, for a member that was behind; else None.
@@ -125,10 +137,44 @@ class Average:
 
     purpose: Purpose
     generation: Generation
-    means: Sequence[torch.Tensor]
+    changes: Sequence[torch.Tensor] | None
+    statistics: Sequence[torch.Tensor]
     counters: Counters
     was_new: bool
     standing: Payload | None
+
+
+class _Within(Driver):
+    """Has collectives carried out as parts of the work of a group, among those who do it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.world_size = rank, 1
+        self._begun: list[_Part[Any]] = []
+
+    @override
+    def launch(self, collective: Collective[T], channel: int) -> Pending[T]:
+        part = _Part(self, collective, channel)
+        self._begun.append(part)
+        return part
+
+    def carry_out(self) -> Collective[None]:
+        """What was launched, one after the other."""
+        begun, self._begun = self._begun, []
+        for part in begun:
+            yield from part.carry_out()
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        raise AssertionError("the work's own driver starts operations")
+
+    @override
+    def close(self) -> None:
+        self._begun = []
+
+
+class _Part(Pending[T]):
+    def carry_out(self) -> Collective[None]:
+        self._end(result=(yield from self._collective))
 
 
 class MeanOfMembers(WeightExchange):
@@ -139,6 +185,7 @@ class MeanOfMembers(WeightExchange):
         rule: what is done with the mean.
         group: the members.
         quorum: who is waited for.
+        codec: how changes travel; None: as they are.
         context: of the session.
 
     Attributes:
@@ -158,6 +205,7 @@ class MeanOfMembers(WeightExchange):
         *,
         group: AtomicGroup,
         quorum: Quorum,
+        codec: WeightCodec | None = None,
         context: Context,
     ) -> None:
         self.weights, self.rule, self.group = weights, rule, group
@@ -165,7 +213,12 @@ class MeanOfMembers(WeightExchange):
         self._record_wait = context.record_wait
         self.samples = self.steps = 0
         self.average: Average | None = None
-        self._staging = Staging([*rule.changes(), *self._statistics(weights)])
+        self._stagings: dict[int, Staging] = {}  # by the number of tensors
+        self._within, self._is_encoded = _Within(self._rank), False
+        self._codec = None
+        if codec is not None:
+            peers = Everyone(self._within, Stream(0))
+            self._codec = EncodedChanges(rule.anchor, codec, peers)
 
     @override
     def begin(self) -> None:
@@ -176,7 +229,11 @@ class MeanOfMembers(WeightExchange):
         average = self.average
         assert average is not None, "members have met"
         self.write_buffers(average, self.weights)
-        self.rule.merge_(average.means[: len(self.rule.anchor)])
+        changes = average.changes
+        if changes is None:
+            assert self._codec is not None, "it has encoded them"
+            changes, self._is_encoded = self._codec.mean(), False
+        self.rule.merge_(changes)
         self.samples = self.steps = 0
         return Drift()
 
@@ -231,44 +288,81 @@ class MeanOfMembers(WeightExchange):
             told = self.standing()
             for place in behind:
                 yield Send(place, told)
+        agreed = next(each for each in _PURPOSES if each in purposes)
         weights = weights_of(coming)
-        begin_s = time.perf_counter()
-        tensors, values = [*self.rule.changes(), *self._statistics(self.weights)], None
+        changes, statistics = [*self.rule.changes()], self._statistics(self.weights)
         if weights[position]:
-            values = self._staging.read(tensors)
             # Checked before anything is sent: one bad model would spoil the models of all peers.
-            require_finite([torch.from_numpy(values)], rank=self._rank)
-        self.encode_s += time.perf_counter() - begin_s
-        size, dtype = self._staging.num_elements, self._staging.dtype
-        mean = yield from weighted_mean(position, weights, values, num_elements=size, dtype=dtype)
-        begin_s = time.perf_counter()
-        means = [torch.empty_like(tensor) for tensor in tensors]
-        self._staging.write_(mean, means)
-        self.encode_s += time.perf_counter() - begin_s
+            require_finite([*changes, *statistics], rank=self._rank)
+        means: Sequence[torch.Tensor] | None = None
+        if self._codec is None or agreed != "average":
+            joined = yield from self._mean(position, weights, [*changes, *statistics])
+            means, statistics = joined[: len(changes)], joined[len(changes) :]
+        else:
+            yield from self._encode(self._codec, position, weights, changes)
+            statistics = yield from self._mean(position, weights, statistics)
         counters = self.weights.own_counters()
         if counters.size:
             parties = [not each.is_new for each in coming]
             counters = yield from gather_largest(position, parties, counters)
         return Average(
-            purpose=next(each for each in _PURPOSES if each in purposes),
+            purpose=agreed,
             generation=generation,
-            means=means,
+            changes=means,
+            statistics=statistics,
             counters=counters,
             was_new=mine.is_new,
             standing=standing,
         )
 
+    def _mean(
+        self, position: int, weights: Sequence[float], tensors: Sequence[torch.Tensor]
+    ) -> Collective[list[torch.Tensor]]:
+        if not tensors:
+            return []
+        begin_s, values = time.perf_counter(), None
+        if len(tensors) not in self._stagings:
+            self._stagings[len(tensors)] = Staging(tensors)
+        staging = self._stagings[len(tensors)]
+        if weights[position]:
+            values = staging.read(tensors)
+        self.encode_s += time.perf_counter() - begin_s
+        mean = yield from weighted_mean(
+            position, weights, values, num_elements=staging.num_elements, dtype=staging.dtype
+        )
+        begin_s = time.perf_counter()
+        means = [torch.empty_like(tensor) for tensor in tensors]
+        staging.write_(mean, means)
+        self.encode_s += time.perf_counter() - begin_s
+        return means
+
+    def _encode(
+        self,
+        codec: EncodedChanges,
+        position: int,
+        weights: Sequence[float],
+        changes: Sequence[torch.Tensor],
+    ) -> Collective[None]:
+        if self._is_encoded:
+            codec.discard()  # that work was void
+        self._within.rank, self._within.world_size = position, len(weights)
+        # About 1, so that what is owed is of the size of changes.
+        weight = weights[position] * len(weights) / sum(weights)
+        encode_s, self._is_encoded = codec.encode_s, True
+        codec.launch(changes, weight=weight)
+        yield from self._within.carry_out()
+        self.encode_s += codec.encode_s - encode_s
+
     def write_mean(self, average: Average, weights: ModelWeights) -> None:
         """Let `weights`, this rank's own or a copy, hold the mean of all members' models."""
-        for (name, anchor), mean in zip(self.rule.anchor.items(), average.means, strict=False):
+        assert average.changes is not None, "a codec is for averages of the models themselves"
+        for (name, anchor), mean in zip(self.rule.anchor.items(), average.changes, strict=True):
             weights.parameters[name].detach().copy_(anchor.detach() + mean)
         self.write_buffers(average, weights)
 
     def write_buffers(self, average: Average, weights: ModelWeights) -> None:
         """The same of buffers alone."""
-        for buffer, mean in zip(
-            self._statistics(weights), average.means[len(self.rule.anchor) :], strict=True
-        ):
+        for buffer, mean in zip(self._statistics(weights), average.statistics, strict=True):
             buffer.copy_(mean)
         weights.write_counters(average.counters)
 
@@ -278,13 +372,19 @@ class MeanOfMembers(WeightExchange):
 
     @override
     def state(self) -> CallbackState:
+        owed: CallbackState = {"additive": {}, "local": {}}
+        if self._codec is not None:
+            owed = self._codec.state()
         counts = {"samples": self.samples, "steps": self.steps}
-        return {"replicated": self.rule.state(), "local": counts | self.weights.counter_state()}
+        local = owed["local"] | counts | self.weights.counter_state()
+        return {**owed, "replicated": self.rule.state(), "local": local}
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self.rule.load(state["replicated"])
         if "steps" in (local := state.get("local", {})):
+            if self._codec is not None:
+                self._codec.load(state)
             self.samples, self.steps = int(local["samples"]), int(local["steps"])
             self.weights.load_counter_state(local)
 
@@ -412,7 +512,7 @@ class AverageOfMembers(PeriodicAverage):
             state: dict[str, Any] = dict(safetensors.torch.load(bytes(standing)))
             numbers, pairs = json.loads(bytes(state.pop(_NUMBERS).tolist()))
             state |= {key: torch.view_as_complex(state[key]) for key in pairs} | numbers
-            self.load_state_dict({"replicated": state, "additive": {}, "local": {}})
+            self.load_state_dict({"replicated": state})
         except (*MALFORMED, safetensors.SafetensorError, CheckpointError) as error:
             raise WireError("what a peer says of where the run stands does not fit") from error
         for (name, anchor), change in zip(members.rule.anchor.items(), changes, strict=True):

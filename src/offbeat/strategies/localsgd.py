@@ -228,10 +228,10 @@ class LocalSGD(AveragingStrategy):
             refuse_idle(self, "period", because="pairs do not know how far all ranks are apart")
 
     def _check_members(self) -> None:
-        because = "an average of members is of whole weights, without the optimizer's state"
-        refuse_idle(self, "codec", because=because)
         if self.averages_state:
-            refuse_idle(self, "optimizer_state", because=because)
+            refuse_idle(
+                self, "optimizer_state", because="members do not average the optimizer's state"
+            )
         if self.schedule.measures_drift:
             refuse_idle(
                 self, "period", because="members do not tell each other how far apart all are"
@@ -369,6 +369,7 @@ class LocalSGD(AveragingStrategy):
                 OuterOptimizer(context.parameters, make=outer),
                 group=group,
                 quorum=chosen,
+                codec=codec,
                 context=context,
             )
             return [AverageOfMembers(members, self.schedule, context=context)]
