@@ -273,10 +273,13 @@ def cells(
             references[left] = reference(spec, left, seeds, steps, directory)
         pairs = zip(references[left], found.metrics, strict=True)
         worse = [None if a is None or b is None else 100 * (a - b) for a, b in pairs]
-        yield from figures(name, found, references[left])
-        yield from goals(name, found, estimate(worse, signed=True), len(seeds))
+        yield from figures(shown(name), found, references[left])
+        yield from goals(shown(name), found, estimate(worse, signed=True), len(seeds))
 
-    return {name: partial(cases, name) for name in names}
+    def shown(name: str) -> str:
+        return name if spec == STRATEGY else f"{name}, {spec}"
+
+    return {shown(name): partial(cases, name) for name in names}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
 from offbeat_lab.forked_workers import worker_program
-from offbeat_lab.options import strategy_type
+from offbeat_lab.options import build_strategy
 
 SIGNALS: Final[Mapping[str, signal.Signals]] = {
     "kill": signal.SIGKILL,
@@ -81,12 +81,12 @@ class EmulatedGroup(WorkerGroup):
         program = worker_program(config)
         if turns:
             program = replace(program, environment={**program.environment, TURNS_VARIABLE: "1"})
-        survives = strategy_type(config.strategy).survives_death
+        strategy = build_strategy(config.strategy, config.strategy_options)
         super().__init__(
             run_directory,
             config,
             program=program,
-            survives_death=survives,
+            survives_death=strategy.survives_death,
             **options,
         )
         self._emulation = emulation

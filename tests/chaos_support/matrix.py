@@ -193,6 +193,12 @@ STRATEGIES: Final = {
         strategy=offbeat.GTopK(density=0.1, collective="dense"), other={"density": 0.2}
     ),
     "LocalSGD": Contestant(strategy=offbeat.LocalSGD(period=2), other={"period": 3}),
+    "LocalSGD among members": Contestant(
+        strategy=offbeat.LocalSGD(period=2, exchange="members"), other={"period": 3}
+    ),
+    "LocalSGD with a quorum": Contestant(
+        strategy=offbeat.LocalSGD(period=2, exchange="60%+0.1s"), other={"period": 3}
+    ),
     "DPSGD": Contestant(strategy=offbeat.DPSGD(), other={"buffers": "local"}),
     "SGP": Contestant(strategy=offbeat.SGP(), other={"buffers": "local"}),
     "Crossbow": Contestant(strategy=offbeat.Crossbow(), other={"period": 2}),

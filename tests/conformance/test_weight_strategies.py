@@ -74,6 +74,9 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, centre_momentum=0.9),
     "local sgd after k-fac": offbeat.LocalSGD(period=2, start_step=3, start="spdkfac"),
     "post-local diloco": offbeat.LocalSGD(period=2, start_step=1, outer=offbeat.Outer(lr=0.5)),
+    "local sgd among members": offbeat.LocalSGD(period=2, exchange="members"),
+    "sparseloco among members": offbeat.LocalSGD(period=2, exchange="members", codec="sparseloco"),
+    "diloco with a quorum": offbeat.LocalSGD(period=2, outer="diloco", exchange="75%+1s"),
     "local sgd over few changes": offbeat.LocalSGD(
         period=2, codec=offbeat.WeightCodec(density=0.1, entries="reuse+float8")
     ),

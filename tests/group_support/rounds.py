@@ -25,8 +25,8 @@ from offbeat.codec.model_wire import Values
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import PeerError, PeerTimeoutError
-from offbeat.megabatch.atomic_group import all_or_none
 from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, SampleRange, SampleRanges
+from offbeat.membership.atomic_group import all_or_none
 from offbeat.transport.operations import Collective, Operation, Recv, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 

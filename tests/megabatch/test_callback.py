@@ -15,11 +15,11 @@ import torch
 from torch.distributed import HashStore
 
 from offbeat.callbacks.context import Context, Notices
-from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import RateScaling
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.membership.agreement import Generation, Member
+from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.transport.driver import Driver, Stream
 from offbeat.weights.model_weights import BufferNames, ModelWeights
 from thread_support.world import ThreadDriver, results_of

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 from typing_extensions import override
 
-from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
@@ -33,6 +32,7 @@ from offbeat.megabatch.loader import (
     num_mega_batches,
     order_of,
 )
+from offbeat.membership.atomic_group import AtomicGroup
 
 SEED = 1
 

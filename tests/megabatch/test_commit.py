@@ -13,7 +13,7 @@ import pytest
 
 from group_support.rounds import Script, World, draw_script
 from offbeat.errors import PeerError
-from offbeat.megabatch.atomic_group import all_or_none
+from offbeat.membership.atomic_group import all_or_none
 from offbeat.transport.operations import Collective, Recv, Send
 from offbeat.transport.virtual import VirtualCluster
 

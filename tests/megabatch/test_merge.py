@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from offbeat.errors import ConfigError, MismatchError, NonFiniteError, OffbeatError, WireError
-from offbeat.megabatch.atomic_group import AtomicGroup, GroupWork
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
+from offbeat.membership.atomic_group import AtomicGroup, GroupWork
 from offbeat.transport.driver import Counting
 from offbeat.transport.operations import Collective
 from offbeat.transport.virtual import VirtualCluster

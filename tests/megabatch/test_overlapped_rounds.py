@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from offbeat.errors import CheckpointError
 from offbeat.megabatch import claims
-from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import (
     Claim,
@@ -34,6 +33,7 @@ from offbeat.megabatch.claims import (
 )
 from offbeat.megabatch.fetching import Fetcher
 from offbeat.megabatch.loader import DispatchLoader, mega_batch_span, order_of
+from offbeat.membership.atomic_group import AtomicGroup
 
 NUM_SAMPLES, SEED = 47, 3
 

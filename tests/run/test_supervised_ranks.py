@@ -176,9 +176,12 @@ dist.destroy_process_group()
     assert "Accuracy 0.25" in write_report(outcome.directory).read_text()
 
 
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "asks"),
+    [("wagma", False), ("wagma", True), ("localsgd:period=2:exchange=members", True)],
+)
 def test_survivors_do_not_wait_for_a_worker_that_has_come_back_to_run_the_script_again(
-    run: RunScript, asks: bool
+    run: RunScript, strategy: str, asks: bool
 ) -> None:
     """It would never come to an end. What it was told of the run's steps is true, and a script
     that does not ask for them is warned.
@@ -203,7 +206,7 @@ while came_back or number < 30 or not os.path.exists(back):
 dist.destroy_process_group()
 """,
         str(run.directory / "back"),
-        strategy="wagma",
+        strategy=strategy,
         workers=3,
         restarts=1,
     )

@@ -7,7 +7,8 @@
                                                   `PushSum`; `averaging.central_model.CentralModel`;
                                                   `averaging.streaming.StreamingMean`;
                                                   `averaging.pairs.PairMean`;
-                                                  `averaging.object_store.StoreMean`
+                                                  `averaging.object_store.StoreMean`;
+                                                  `averaging.members.MeanOfMembers`
 
 and `MeanOfAll` from a codec and a rule:
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -157,15 +158,17 @@ class EncodedChanges:
             for position, index in enumerate(bucket.indices)
         }
 
-    def launch(self, changes: Iterator[torch.Tensor]) -> None:
-        """Let `changes` of each parameter, in the order of the anchor, leave. Collective."""
+    def launch(self, changes: Iterable[torch.Tensor], *, weight: float = 1.0) -> None:
+        """Let `changes` of each parameter, in the order of the anchor, leave, with this rank's
+        `weight`. Collective.
+        """
         for index, change in enumerate(changes):
             bucket, position = self._places[index]
             bucket.copy_in(position, change)
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             used = np.ones(len(bucket.indices), dtype=np.bool_)
-            tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
-            reduction.launch(bucket.flat, tally, weight=1.0, grad_scale=1.0)
+            tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
+            reduction.launch(bucket.flat, tally, weight=weight, grad_scale=1.0)
 
     def mean(self) -> list[torch.Tensor]:
         """The mean of what `launch` let leave, with the same bits on every rank, in the order of
@@ -176,12 +179,16 @@ class EncodedChanges:
         """
         tallies = [reduction.wait() for reduction in self.reductions]
         if not all(tally.good for tally in tallies):
-            for reduction in self.reductions:
-                reduction.discard()
+            self.discard()
             raise non_finite_weights(self._rank)
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             bucket.flat = reduction.commit()
         return [bucket.views[position] for _, (bucket, position) in sorted(self._places.items())]
+
+    def discard(self) -> None:
+        """Give up what `launch` let leave: it is as if it had not been called."""
+        for reduction in self.reductions:
+            reduction.discard()
 
     @property
     def encode_s(self) -> float:

@@ -70,7 +70,8 @@ class Streaming(OptionValue):
         except ValueError as error:
             raise ConfigError(
                 "exchange must be a Streaming, or fragments x delay, or fragments x delay x mix,"
-                f" such as '4x2' or '4x2x0.5'; or 'pairs', got {streaming!r}"
+                " such as '4x2' or '4x2x0.5'; or 'pairs', 'members', or a quorum and seconds of"
+                f" grace, such as '75%+2s', got {streaming!r}"
             ) from error
         return cls(fragments=numbers[0], delay=numbers[1], mix=numbers[2])
 

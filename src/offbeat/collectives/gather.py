@@ -7,11 +7,15 @@ read while the next round's blocks are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from offbeat.codec.arithmetic import BlockArithmetic
+from offbeat.codec.model_wire import Counters
 from offbeat.codec.wire import ByteBlocks
+from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
 T = TypeVar("T")
@@ -47,3 +51,27 @@ def all_gather(
         distance *= 2
     results += map(read, blocks[len(results) :])
     return [results[(source - rank) % world_size] for source in range(world_size)]
+
+
+def gather_largest(
+    position: int, parties: Sequence[bool], counters: Counters
+) -> Collective[Counters]:
+    """The largest that a member whose model is averaged has counted in each integer buffer.
+
+    Args:
+        position: of this rank.
+        parties: by position: whether it is such a member.
+        counters: what this rank has counted, shape (any,).
+    """
+    own = counters.tobytes() if parties[position] else b""
+    payloads = yield from all_gather(position, len(parties), own, bytes)
+    for sender, payload in enumerate(payloads):
+        if len(payload) not in (0, counters.nbytes):
+            raise WireError(
+                f"member {sender} sent {len(payload)} bytes of integer buffers, expected were"
+                f" {counters.nbytes}; do all ranks train the same model?"
+            )
+    largest: Counters = np.max(
+        [np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0
+    )
+    return largest

@@ -19,7 +19,6 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
-from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
     Bounds,
@@ -41,6 +40,7 @@ from offbeat.megabatch.merge import (
 )
 from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
+from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (

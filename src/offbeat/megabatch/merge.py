@@ -40,10 +40,9 @@ from numpy.typing import NDArray
 from offbeat.codec.jit import kernel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
-from offbeat.collectives.gather import all_gather
+from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.errors import ConfigError, PeerError, WireError
-from offbeat.megabatch.atomic_group import AtomicGroup
+from offbeat.errors import ConfigError, PeerError
 from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import (
     MergeProposal,
@@ -53,6 +52,7 @@ from offbeat.megabatch.proposal import (
     hold_the_same,
 )
 from offbeat.membership.agreement import Generation
+from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
 from offbeat.weights.optimizer_state import (
@@ -577,7 +577,7 @@ class MergeProtocol:
             _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
         counters = own.model.counters
         if outcome.reference.num_counters:
-            counters = yield from _largest_counters(parties, own.model.counters, position)
+            counters = yield from gather_largest(position, parties, own.model.counters)
         joiner_state = yield from self._send_to_joiners(outcome, position)
         return ModelMean(
             values=mean,
@@ -689,30 +689,6 @@ def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: 
     for share, chosen in positions.items():
         for span in layout.spans(chosen):
             mean[span] /= share
-
-
-def _largest_counters(
-    parties: Sequence[bool], counters: Counters, position: int
-) -> Collective[Counters]:
-    """The largest that a member whose model is averaged has counted in each integer buffer.
-
-    Args:
-        parties: by position: whether it is such a member.
-        counters: what this rank has counted, shape (any,).
-        position: of this rank.
-    """
-    own = counters.tobytes() if parties[position] else b""
-    payloads = yield from all_gather(position, len(parties), own, bytes)
-    for sender, payload in enumerate(payloads):
-        if len(payload) not in (0, counters.nbytes):
-            raise WireError(
-                f"member {sender} sent {len(payload)} bytes of integer buffers, expected were"
-                f" {counters.nbytes}; do all ranks train the same model?"
-            )
-    largest: Counters = np.max(
-        [np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0
-    )
-    return largest
 
 
 # Which rows have changed, and whether it is cheaper to merge those rows alone.

@@ -31,6 +31,7 @@ from offbeat.run.progress import Listener, NoticeListener, ignore_notice
 from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.run.supervisor import HostShare, WorkerGroup
+from offbeat.strategies.by_name import build_strategy
 from offbeat.transport.connect import SECRET_VARIABLE
 from offbeat.transport.interface import interface_of, listen_address
 
@@ -83,7 +84,7 @@ def run_script(
     """
     directory = create(out, config)
     num_here = config.workers if host is None else host.num_workers
-    survives_death = SCRIPT_STRATEGIES[config.strategy].survives_death
+    strategy = build_strategy(config.strategy, config.strategy_options, SCRIPT_STRATEGIES)
     with lock(directory):
         attempt = 0
         while True:
@@ -91,7 +92,7 @@ def run_script(
             group = WorkerGroup(
                 directory,
                 config,
-                survives_death=survives_death,
+                survives_death=strategy.survives_death,
                 program=script_program(
                     num_here,
                     start=start,

@@ -349,8 +349,9 @@ class Session:
 
         Gradients are then averaged over samples, in the place of ranks: the mean of the means of 1
         and of 9 samples is not the mean of 10. Call it before `backward()`, for each batch, on all
-        ranks; loaders of `loader` do it by themselves. Strategies that average weights ignore it.
-        In float16 give a number near 1, such as samples over the usual batch.
+        ranks; loaders of `loader` do it by themselves. Strategies that average weights ignore it,
+        but for LocalSGD among members, where each rank counts by its samples. In float16 give a
+        number near 1, such as samples over the usual batch.
         """
         for callback in self._callbacks:
             callback.on_batch_claimed(num_samples)

@@ -42,9 +42,9 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import RateScaling
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
+from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights
@@ -64,7 +64,7 @@ class MegaBatchStrategy(AveragingStrategy):
             the weights, which multiplies the bytes; "local": they stay the rank's own.
     """
 
-    survives_death: ClassVar[bool] = True
+    survives_death = True
     shares_samples: ClassVar[bool] = True
 
     mega_batch: int = 100

@@ -48,7 +48,7 @@ class ADPSGD(AveragingStrategy):
     """
 
     name: ClassVar[str] = "adpsgd"
-    survives_death: ClassVar[bool] = True
+    survives_death = True
 
     seed: int = 0
 

@@ -44,8 +44,6 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     """What the command line, records and checkpoints call the strategy; its key in the registry."""
-    survives_death: ClassVar[bool] = False
-    """Whether the other workers go on when one dies."""
     replicas_differ: ClassVar[bool] = False
     """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is
     what they stand for.
@@ -66,6 +64,11 @@ class Strategy(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         complete_docstring(cls)
+
+    @property
+    def survives_death(self) -> bool:
+        """Whether the other workers go on when one dies."""
+        return False
 
     def samples_between_merges(self, batch_size: int) -> int | None:
         """How many samples ranks share out before they merge their models, where batches begin with

@@ -59,7 +59,7 @@ class EagerSGD(AveragingStrategy):
     """
 
     name: ClassVar[str] = "eagersgd"
-    survives_death: ClassVar[bool] = True
+    survives_death = True
 
     mode: Literal["solo", "majority"] = "majority"
     period: int = 100

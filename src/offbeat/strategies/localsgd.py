@@ -16,8 +16,10 @@ or DiLoCo; see `averaging.outer`. With `codec` only the largest changes travel, 
 others are owed; "sparseloco" with an outer SGD is SparseLoCo (arXiv 2508.15706). With `exchange`
 fragments of the model are averaged in turn while training goes on (`averaging.streaming`), or
 random pairs of ranks average in the place of all (`averaging.pairs`), or workers meet in files
-without a connection (`averaging.object_store`). With an interval for each of
-the optimizer's states it is DES-LOC (arXiv 2505.22549).
+without a connection (`averaging.object_store`), or the members of the run do, which go on when one
+dies or comes back, and need not wait for the last: the quorum and the grace period of Decoupled
+DiLoCo (arXiv 2604.21428; `averaging.members`). With an interval for each of the optimizer's states
+it is DES-LOC (arXiv 2505.22549).
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, and as much
 again for each state of the optimizer that is averaged (one of SGD with momentum, two of Adam),
@@ -41,6 +43,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from typing_extensions import override
 
+from offbeat.averaging.members import AverageOfMembers, MeanOfMembers
 from offbeat.averaging.object_store import ObjectStore, StoreMean
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.pairs import PairMean, Pairs
@@ -58,6 +61,8 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError, nearest
+from offbeat.membership.atomic_group import AtomicGroup
+from offbeat.membership.quorum import Quorum
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Strategy
@@ -144,7 +149,10 @@ class LocalSGD(AveragingStrategy):
             steps, and travels while training goes on. "pairs", or an `averaging.pairs.Pairs` with a
             seed of your own: random pairs of ranks average, each rank with its own `outer`, which
             is NoLoCo. An `averaging.object_store.ObjectStore`: workers that are each alone meet in
-            files of one place.
+            files of one place. "members": as None, but the others go on when a worker dies, one
+            that is started again joins, and each rank counts by the samples that it has computed.
+            "75%+2s", or a `membership.quorum.Quorum`: the same, once 75% of the members have come
+            and the others were waited for 2 s longer; a late one counts in the next average.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -156,7 +164,7 @@ class LocalSGD(AveragingStrategy):
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Mapping[str, int] | str | Literal["local", "averaged"] | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
-    exchange: Streaming | Pairs | ObjectStore | str | None = None
+    exchange: Streaming | Pairs | ObjectStore | Quorum | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,6 +182,8 @@ class LocalSGD(AveragingStrategy):
         chosen = self.chosen_exchange
         if isinstance(chosen, Streaming):
             self._check_streaming(chosen)
+        elif isinstance(chosen, Quorum):
+            self._check_members()
         elif chosen is not None:
             self._check_whole(chosen)
         if self.warmup is not None:
@@ -231,14 +241,35 @@ class LocalSGD(AveragingStrategy):
                 f" {world_size} ranks; start each worker by itself, without torchrun"
             )
 
+    def _check_members(self) -> None:
+        if self.averages_state:
+            refuse_idle(
+                self, "optimizer_state", because="members do not average the optimizer's state"
+            )
+        if self.schedule.measures_drift:
+            refuse_idle(
+                self, "period", because="members do not tell each other how far apart all are"
+            )
+        if self.start_step:
+            raise ConfigError(
+                f"start_step={self.start_step} lets all ranks reduce gradients, which ends with the"
+                f" first death, and exchange={self.exchange!r} is to survive it; leave one out"
+            )
+
     @property
-    def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | None:
+    @override
+    def survives_death(self) -> bool:
+        return isinstance(self.chosen_exchange, Quorum)
+
+    @property
+    def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | Quorum | None:
         """What `exchange` is or describes. Raises `ConfigError`."""
+        if self.exchange is None or isinstance(self.exchange, Pairs | ObjectStore | Quorum):
+            return self.exchange
         if self.exchange == "pairs":
             return Pairs()
-        if self.exchange is None or isinstance(self.exchange, Pairs | ObjectStore):
-            return self.exchange
-        return Streaming.of(self.exchange)
+        quorum = Quorum.of(self.exchange) if isinstance(self.exchange, str) else None
+        return quorum or Streaming.of(self.exchange)
 
     @property
     def steps_of_growth(self) -> int:
@@ -340,9 +371,23 @@ class LocalSGD(AveragingStrategy):
         codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         chosen = self.chosen_exchange
-        needs_anchor = codec is not None or isinstance(chosen, Streaming | ObjectStore)
+        needs_anchor = codec is not None or isinstance(chosen, Streaming | ObjectStore | Quorum)
         if outer is None and needs_anchor:
             outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
+        if isinstance(chosen, Quorum):
+            assert outer is not None
+            group = AtomicGroup(
+                context.own_store(), count=context.count, notify=context.notices.notify
+            )
+            members = MeanOfMembers(
+                weights,
+                OuterOptimizer(context.parameters, make=outer),
+                group=group,
+                quorum=chosen,
+                codec=codec,
+                context=context,
+            )
+            return [AverageOfMembers(members, self.schedule, context=context)]
         peers = Everyone(context.driver, context.new_stream())
         exchange: WeightExchange
         if isinstance(chosen, Streaming):

@@ -94,7 +94,7 @@ class WAGMA(AveragingStrategy):
     """
 
     name: ClassVar[str] = "wagma"
-    survives_death: ClassVar[bool] = True
+    survives_death = True
 
     group_size: int | None = None
     period: int = 10

@@ -11,7 +11,7 @@ import numpy as np
 from offbeat.errors import ConfigError
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.localsgd import LocalSGD
+from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat_lab.options import Recipe
 from offbeat_lab.plan.methods.averages import PartialMean
 from offbeat_lab.plan.methods.background import Background
@@ -82,6 +82,9 @@ def _method_of(name: str, recipe: Any) -> Method:
 
 
 def _local_sgd(recipe: LocalSGD) -> Method:
+    if recipe.survives_death:  # its mean is of as many bytes, and its anchor that of an optimizer
+        plain = Outer(lr=1.0, momentum=0.0, nesterov=False)
+        recipe = replace(recipe, exchange=None, outer=recipe.outer or plain)
     if not recipe.start_step or recipe.first_steps.name not in KFAC:
         return _by_itself(recipe)
     then = replace(

@@ -15,13 +15,14 @@ stop claiming for it nor wait for it at a merge.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from offbeat.collectives.gather import all_gather
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
+from offbeat.membership.quorum import Arrivals, Quorum, among, first_to_arrive
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import StoreLostError
 from offbeat.transport.operations import Collective
@@ -85,11 +86,18 @@ class AtomicGroup:
 
     # The trainer's side
 
-    def run(self, work: GroupWork[T]) -> T:
+    def run(self, work: GroupWork[T], *, quorum: Quorum | None = None, counts: bool = True) -> T:
         """The outcome of `work`, carried out by all members of one generation, the same one for
         all of them.
 
         All members that are not new call this equally often. It waits for all members that live.
+        With a `quorum` below all of them it waits for those who arrive in time, and `work` is told
+        of them as if they were the generation: a late member's call is part of a later one.
+
+        Args:
+            work: of this member.
+            quorum: the same on all members, in all calls; None: all of them.
+            counts: as of `first_to_arrive`.
 
         Raises:
             PeerError: this rank can take part no more.
@@ -101,7 +109,9 @@ class AtomicGroup:
                 active = self._generation_after(tried)
                 tried = active.generation.number
                 try:
-                    return active.attempt(work, self._store)
+                    if quorum is None or quorum.fraction == 1:
+                        return active.attempt(work, self._store)
+                    return active.attempt_with_quorum(work, self._store, quorum, counts=counts)
                 except StoreLostError:
                     raise
                 except PeerError:
@@ -258,30 +268,76 @@ class _ActiveGeneration:
     is_new: bool
 
     def __post_init__(self) -> None:
-        self._channels = Stream(1)
+        self._channels, self._arriving = Stream(1), Stream(2)
         self._num_attempts = 0
+        self._entries: list[str] = []  # of the store, that this member has to delete
+        self._arrivals: Arrivals | None = None
 
     def begun_as_new_after(self, generation: Generation) -> bool:
         return self.is_new and self.generation.number > generation.number
 
     def attempt(self, work: GroupWork[T], store: Store) -> T:
         """Carry `work` out once, and commit its outcome. Raises `PeerError` where it is void."""
-        # All members count attempts alike, so that the same number names the same work.
-        number, size = self._num_attempts, len(self.generation.members)
+        # All members count attempts alike, so that the same number names the same work. All of
+        # them have begun the attempt before this one, so that none asks for older verdicts.
         self._num_attempts += 1
-        prefix = f"settled/{self.generation.number}"
-        if self.position == 0 and number >= 2:
-            # All members have begun the attempt after it, so that none asks for its verdict any
-            # more; this keeps the store from growing.
-            store.delete_key(f"{prefix}/{number - 2}")
+        self._delete(store, self._entries[:-1])
+        return self._settle(work, store, range(self.generation.size), self._channels.next())
+
+    def attempt_with_quorum(
+        self, work: GroupWork[T], store: Store, quorum: Quorum, *, counts: bool
+    ) -> T:
+        """As `attempt`, with those who arrive in time, at the first work that waits for this
+        member. All members begin the first work of a generation.
+        """
+        if not self._num_attempts:
+            return self.attempt(work, store)
+        size = self.generation.size
+        self._arrivals = self._arrivals or Arrivals(store, self.generation.number)
+        here: Sequence[int] = ()
+        while self.position not in here:
+            number = self._arrivals.next_number()
+            while self._num_attempts <= number:  # the work done without it has channels, too
+                arriving, channel = self._arriving.next(), self._channels.next()
+                self._num_attempts += 1
+            arrived = first_to_arrive(
+                self.position, size, quorum, counts=counts, propose=self._arrivals.propose
+            )
+            begun, here = self.driver.run(arrived, arriving)
+            if begun > number:
+                here = ()
+        if len(here) == size:
+            self._delete(store, self._entries)  # nobody is at an earlier work any more
+        return self._settle(work, store, here, channel)
+
+    def _settle(self, work: GroupWork[T], store: Store, here: Sequence[int], channel: int) -> T:
+        """Let those at the positions `here` carry `work` out and commit it."""
+        generation = self.generation
+        place, key = here.index(self.position), f"settled/{generation.number}/{self._num_attempts}"
+        if len(here) < generation.size:
+            generation = replace(
+                generation,
+                members=tuple(generation.members[position] for position in here),
+                newcomers=frozenset(map(here.index, generation.newcomers.intersection(here))),
+            )
+        if not place:
+            self._entries.append(key)
 
         def verdict(*, done: bool) -> bool:
             # The first word stands: the entry is written once, and whoever comes later reads it.
             word = _DONE if done else _VOID
-            return bool(store.compare_set(f"{prefix}/{number}", "", word) == _DONE.encode())
+            return bool(store.compare_set(key, "", word) == _DONE.encode())
 
-        committed = all_or_none(self.position, size, work(self.generation, self.position), verdict)
-        return self.driver.run(committed, self._channels.next())
+        committed = all_or_none(place, len(here), work(generation, place), verdict)
+        if len(here) < self.generation.size:
+            committed = among(here, committed)
+        return self.driver.run(committed, channel)
+
+    def _delete(self, store: Store, entries: Sequence[str]) -> None:
+        """This keeps the store from growing."""
+        for entry in entries:
+            store.delete_key(entry)
+        self._entries = self._entries[len(entries) :]
 
 
 class CommitEntry(Protocol):

@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from offbeat.errors import PeerError
-from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.membership.agreement import Generation, Member
+from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.transport.network import StoreLostError
 from offbeat.transport.operations import Collective, Now
 from offbeat.transport.single_rank import SingleRank

@@ -1,0 +1,164 @@
+"""Work that some of a generation's members do without the others: whoever has arrived once a quorum
+has, and a grace period is over.
+
+Each member tells all others that it arrives. Whoever has seen the quorum, and then waited for the
+grace period or for everyone, proposes those it has heard of. The first proposal that reaches the
+store is the valid one, so that all members know the same ones, a late member too: it finds that the
+work was done without it, and arrives at the next.
+
+What is done must be known to somebody who does what comes next. So a quorum is more than half of
+the members, of which any two share one, and the first work of a generation waits for all of them:
+whoever knew what was done last in the one before may be the only one left who does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from offbeat.codec.option_value import OptionValue
+from offbeat.errors import ConfigError, PeerTimeoutError
+from offbeat.transport.operations import Collective, Now, Operation, Recv, RecvAny, Send
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+_COUNTS, _WAITS = b"1", b"0"
+
+
+class Quorum(OptionValue):
+    """Who is waited for at an average of members.
+
+    Args:
+        fraction: of the members that live, in (0.5, 1]: so many must have arrived; 1: all are
+            waited for.
+        grace_s: for how long the others are waited for from then on, in seconds, >= 0.
+    """
+
+    def __init__(self, fraction: float = 1.0, *, grace_s: float = 0.0) -> None:
+        if not 0.5 < fraction <= 1 or not 0 <= grace_s < math.inf:
+            raise ConfigError(
+                "Quorum needs a fraction of the members in (0.5, 1], so that any two quorums share"
+                f" a member, and grace_s >= 0, got {fraction!r} and {grace_s!r}"
+            )
+        if fraction == 1 and grace_s:
+            raise ConfigError(
+                f"grace_s={grace_s!r} would do nothing, because a fraction of 1 waits for all"
+                " members; leave it out, or lower the fraction"
+            )
+        self.fraction, self.grace_s = fraction, grace_s
+
+    @classmethod
+    def of(cls, text: str) -> Quorum | None:
+        """The one that is called "members", or that text such as "75%+2s" describes; None for
+        other text.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)%\+(\d+(?:\.\d+)?)s", text)
+        if found is None:
+            return cls() if text == "members" else None
+        percent, grace_s = map(float, found.groups())
+        return cls(percent / 100, grace_s=grace_s)
+
+
+def first_to_arrive(
+    position: int,
+    size: int,
+    quorum: Quorum,
+    *,
+    counts: bool,
+    propose: Callable[[Sequence[int]], T],
+) -> Collective[T]:
+    """What comes of proposing those who have arrived.
+
+    Cost: an empty message to each peer, and whatever `propose` takes.
+
+    Args:
+        position: of this member, which arrives.
+        size: number of members.
+        quorum: how many must arrive, and how long the others are waited for.
+        counts: whether this member is one of the quorum. One that is not, such as one that only
+            joins, is waited for like all others, and lets none be left out sooner.
+        propose: proposes the positions of those who have arrived, ascending.
+    """
+    peers = frozenset(range(size)) - {position}
+    for peer in sorted(peers):
+        yield Send(peer, _COUNTS if counts else _WAITS)
+    here, num_counting = {position}, int(counts)
+    deadline_s: float | None = None
+    while len(here) < size:
+        if deadline_s is None and num_counting >= quorum.fraction * size:
+            deadline_s = (yield Now()) + quorum.grace_s
+        left_s = None if deadline_s is None else max(0.0, deadline_s - (yield Now()))
+        try:
+            peer, word = yield RecvAny(peers, left_s)
+        except PeerTimeoutError:
+            break
+        here.add(peer)
+        num_counting += bytes(word) == _COUNTS
+    return propose(sorted(here))
+
+
+def among(members: Sequence[int], work: Collective[T]) -> Collective[T]:
+    """`work` of some members, whose ranks in it are their places in `members`."""
+    answer: object = None
+    failure: BaseException | None = None
+    while True:
+        try:
+            operation = work.send(answer) if failure is None else work.throw(failure)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        answer, failure = None, None
+        try:
+            answer = yield _among(members, operation)
+        except Exception as error:  # noqa: BLE001 - it is the work's
+            failure = error
+
+
+def _among(members: Sequence[int], operation: Operation) -> Operation:
+    match operation:
+        case Send(peer, payload):
+            return Send(members[peer], payload)
+        case Recv(peer, timeout_s):
+            return Recv(members[peer], timeout_s)
+    return operation
+
+
+class Arrivals:
+    """The entry of the store that says which work of a generation was begun last, after the first
+    one, which is number 0, and by whom.
+
+    Args:
+        store: the run's.
+        generation: its number.
+    """
+
+    # One entry for all work, each proposal of which names the one before: so a late member cannot
+    # write what was decided without it, and the store does not grow.
+
+    def __init__(self, store: Store, generation: int) -> None:
+        self._store, self._key = store, f"arrived/{generation}"
+        self._latest = b""
+
+    def next_number(self) -> int:
+        """Of the first work that nobody has begun, as far as the store knows."""
+        if self._store.check([self._key]):
+            self._latest = self._store.get(self._key)
+        return _begun(self._latest)[0] + 1
+
+    def propose(self, members: Sequence[int]) -> tuple[int, list[int]]:
+        """Let `members` do the next work, unless others do it already. Returns the number of the
+        latest work that was begun, and who does it.
+        """
+        number = _begun(self._latest)[0] + 1
+        mine = json.dumps([number, [*members]])
+        return _begun(self._store.compare_set(self._key, self._latest.decode(), mine))
+
+
+def _begun(entry: bytes) -> tuple[int, list[int]]:
+    number, members = json.loads(entry) if entry else (0, [])
+    return number, members

@@ -1,0 +1,478 @@
+"""Averages among the members of a run, on a virtual cluster: their mean, and what deaths, newcomers
+and late members make of it. With real processes, see `tests/ranks/test_members_ranks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch.distributed import HashStore, Store
+
+import offbeat
+from offbeat.averaging.members import AverageOfMembers, MeanOfMembers
+from offbeat.averaging.outer import OuterOptimizer
+from offbeat.averaging.periodic import GrowingPeriod
+from offbeat.callbacks.context import Context, Notices
+from offbeat.errors import ConfigError, NonFiniteError, OffbeatError, PeerError
+from offbeat.membership.agreement import Generation
+from offbeat.membership.agreement import Member as Listed
+from offbeat.membership.atomic_group import AtomicGroup
+from offbeat.membership.quorum import Quorum
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import Collective, Sleep
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat.transport.virtual_driver import VirtualThread
+from offbeat.weights.model_weights import ModelWeights, choose_buffers
+
+PLAIN = offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False)
+NESTEROV = offbeat.Outer(lr=0.7, momentum=0.8)
+PERIOD = 2
+
+
+class Worker:
+    """A model of one vector, a statistic and a counter; a step adds a number to all of it."""
+
+    def __init__(
+        self,
+        rank: int,
+        store: Store,
+        *,
+        outer: offbeat.Outer = PLAIN,
+        quorum: Quorum = Quorum(),
+        codec: offbeat.WeightCodec | None = None,
+        begins_with: float = 0.0,
+    ) -> None:
+        self.rank = rank
+        self.x = torch.nn.Parameter(torch.full((5,), begins_with, dtype=torch.float64))
+        buffers = {"mean": torch.full((2,), begins_with), "count": torch.tensor([0])}
+        self.buffers = buffers
+        self.weights = ModelWeights(
+            parameters={"x": self.x}, buffers=lambda: buffers, chosen=choose_buffers(buffers)
+        )
+        self.along = torch.ones(5)  # what a step goes along
+        self.notices = Notices(rank=rank)
+        context = Context(
+            parameters={"x": self.x},
+            driver=cast(Driver, SimpleNamespace(rank=rank, world_size=3)),
+            new_stream=lambda: Stream(0),
+            notices=self.notices,
+            optimizer=torch.optim.SGD([self.x], lr=0.5),
+        )
+        # So little patience: the virtual cluster has no generation to wait for.
+        self.group = AtomicGroup(
+            store, count=lambda driver: driver, notify=self.notices.notify, patience_s=1e-3
+        )
+        self.rule = OuterOptimizer({"x": self.x}, make=outer)
+        self.exchange = MeanOfMembers(
+            self.weights,
+            self.rule,
+            group=self.group,
+            quorum=quorum,
+            codec=codec,
+            context=context,
+        )
+        self.part = AverageOfMembers(self.exchange, GrowingPeriod(PERIOD), context=context)
+
+    @torch.no_grad()
+    def step(self, by: float, *, samples: int = 0) -> None:
+        self.part.on_before_step()
+        if samples:
+            self.part.on_batch_claimed(samples)
+        self.x.add_(by * self.along)
+        self.buffers["mean"].add_(by)
+        self.buffers["count"].add_(1)
+        self.part.on_after_step()
+
+    @property
+    def owed(self) -> torch.Tensor:
+        """Of changes, as the codec keeps it."""
+        (residual,) = self.part.state_dict()["additive"].values()
+        return residual.clone()  # type: ignore[no-any-return]
+
+    @property
+    def value(self) -> float:
+        return float(self.x.detach()[0])
+
+    @property
+    def state(self) -> tuple[list[float], list[float], int, list[float]]:
+        return (
+            self.x.tolist(),
+            self.buffers["mean"].tolist(),
+            int(self.buffers["count"]),
+            self.rule.anchor["x"].tolist(),
+        )
+
+
+Job = Callable[[Worker, VirtualThread], object]
+
+
+def crew(size: int, **options: object) -> list[Worker]:
+    store = HashStore()
+    return [Worker(rank, store, **options) for rank in range(size)]  # type: ignore[arg-type]
+
+
+def together(
+    workers: Sequence[Worker],
+    jobs: Sequence[Job],
+    *,
+    number: int = 0,
+    new: Sequence[int] = (),
+    seed: int = 0,
+    kill: tuple[int, float] | None = None,
+) -> list[object]:
+    """What the workers' jobs return or raise, as the members of generation `number`."""
+    cluster = VirtualCluster(
+        len(workers),
+        seed=seed,
+        link=VirtualLink(latency_s=0.01, jitter_s=0.05),
+        watch_all=False,
+        death_notice_s=0.02,
+    )
+    generation = Generation(
+        number=number,
+        members=tuple(Listed(worker.rank, 0) for worker in workers),
+        newcomers=frozenset(new),
+        tickets=0,
+    )
+    results: list[object] = [None] * len(workers)
+
+    def job_of(place: int, driver: VirtualThread) -> Callable[[], None]:
+        def job() -> None:
+            workers[place].group.begin(generation, place, driver)
+            results[place] = jobs[place](workers[place], driver)
+
+        return job
+
+    threads = [VirtualThread(driver) for driver in cluster.drivers]
+    if kill is not None:
+        cluster.at(kill[1], lambda: cluster.kill(kill[0]))
+    outcomes = cluster.outcomes(
+        [threads[place].carry(job_of(place, threads[place])) for place in range(len(workers))]
+    )
+    return [
+        outcome if isinstance(outcome, OffbeatError) else result
+        for outcome, result in zip(outcomes, results, strict=True)
+    ]
+
+
+def steps(*by: float, samples: int = 0, after_s: float = 0.0) -> Job:
+    def job(worker: Worker, driver: VirtualThread) -> str:
+        driver.run(asleep(after_s), 1 << 40)
+        for each in by:
+            worker.step(each, samples=samples)
+        return "done"
+
+    return job
+
+
+def asleep(seconds: float) -> Collective[None]:
+    yield Sleep(seconds)
+
+
+def no_errors(results: Sequence[object]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def test_the_mean_is_of_samples_and_all_hold_it() -> None:
+    workers = crew(3)
+    no_errors(
+        together(workers, [steps(1, 1, samples=1), steps(2, 2, samples=3), steps(3, 3, samples=4)])
+    )
+    mean = (1 * 2 + 3 * 4 + 4 * 6) / 8
+    for worker in workers:
+        assert worker.state == workers[0].state
+        assert worker.state == ([mean] * 5, [mean] * 2, 2, [mean] * 5)
+
+
+def test_where_one_is_not_told_of_samples_steps_count() -> None:
+    workers = crew(2)
+    no_errors(together(workers, [steps(1, 1, samples=9), steps(3, 3)]))
+    assert workers[0].value == 4.0
+
+
+def test_an_outer_optimizer_steps_from_the_anchor() -> None:
+    workers = crew(2, outer=NESTEROV)
+    no_errors(together(workers, [steps(1, 1, 1, 1), steps(3, 3, 3, 3)]))
+    anchor = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    optimizer = NESTEROV([torch.nn.Parameter(anchor)])
+    (parameter,) = optimizer.param_groups[0]["params"]
+    for _ in range(2):
+        parameter.grad = torch.full_like(parameter, -4.0)
+        optimizer.step()
+    torch.testing.assert_close(workers[0].x.detach(), parameter.detach(), rtol=1e-14, atol=0)
+    assert workers[0].state == workers[1].state
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_a_death_at_any_moment_leaves_all_that_live_with_the_same(first: int) -> None:
+    """Either all have the average with the dead, or all make it without."""
+    committed = set()
+    for seed in range(first, first + 20):
+        workers = crew(3, outer=NESTEROV)
+        jobs = [steps(1, 1), steps(2, 2), steps(6, 6)]
+        at_s = 0.01 + 0.5 * (seed % 20) / 20
+        results = together(workers, jobs, seed=seed, kill=(2, at_s))
+        living = workers[:2]
+        done = [not isinstance(result, PeerError) for result in results[:2]]
+        assert done[0] == done[1], (seed, results)
+        committed.add(done[0])
+        if not done[0]:
+            assert [worker.value for worker in living] == [2.0, 4.0]  # untouched
+            again: Job = lambda worker, _: worker.part._launch(PERIOD)  # noqa: E731
+            no_errors(together(living, [again, again], number=1))
+        mean = 6.0 if done[0] else 3.0
+        assert living[0].state == living[1].state
+        assert living[0].value == pytest.approx((1 + 0.8) * 0.7 * mean)
+        no_errors(together(living, [steps(1, 1), steps(1, 1)], number=2))
+        assert living[0].state == living[1].state
+    assert committed == {True, False}
+
+
+def joins(worker: Worker, _: VirtualThread) -> str:
+    return worker.part._come("average")
+
+
+@pytest.mark.parametrize("peers_want", ["average", "copy"])
+def test_one_that_joins_has_the_model_the_outer_state_and_the_schedule(peers_want: str) -> None:
+    workers = crew(3, outer=NESTEROV)
+    no_errors(together(workers[:2], [steps(1, 1), steps(3, 3)]))
+    newcomer = Worker(2, workers[0].group._store, outer=NESTEROV, begins_with=99.0)
+    trio = [*workers[:2], newcomer]
+    if peers_want == "average":
+        no_errors(together(trio, [steps(1, 1), steps(3, 3), joins], number=1, new=[2]))
+        assert newcomer.state == workers[0].state == workers[1].state
+    else:
+        looks: Job = lambda worker, _: worker.part._come("copy")  # noqa: E731
+        assert together(trio, [looks, looks, joins], number=1, new=[2]) == ["copy"] * 3
+        assert newcomer.state[0] == workers[0].state[3]
+    assert newcomer.part.start_step == workers[0].part._num_steps
+    assert not newcomer.group.is_new
+    no_errors(together(trio, [steps(1, 1), steps(2, 2), steps(3, 3)], number=2))
+    assert newcomer.state == workers[0].state == workers[1].state
+    assert newcomer.part.state_dict()["replicated"].keys() == (
+        workers[0].part.state_dict()["replicated"].keys()
+    )
+
+
+def test_one_that_was_left_out_loses_its_own_and_goes_on_with_its_peers() -> None:
+    workers = crew(3)
+    no_errors(together(workers, [steps(1, 1)] * 3))
+    workers[2].group.expelled()
+    workers[2].x.detach().add_(50)
+    no_errors(together(workers[:2], [steps(1, 1), steps(1, 1)], number=1))
+    no_errors(together(workers, [steps(1, 1), steps(1, 1), steps(7, 7)], number=2, new=[2]))
+    assert [worker.state for worker in workers] == [workers[0].state] * 3
+    assert workers[0].value == 6.0
+
+
+QUORUM = Quorum(0.6, grace_s=0.5)
+
+
+def test_a_late_member_is_left_out_and_its_change_counts_in_the_next() -> None:
+    """The mass: what all members have learned is in the anchor, each by its weight."""
+    workers = crew(3, quorum=QUORUM)
+
+    def punctual(worker: Worker, driver: VirtualThread) -> None:
+        by = 2.0 * worker.rank + 1
+        for after_s, each in ((0.0, 0.0), (0.0, by), (40.0, by)):
+            steps(each, each, after_s=after_s)(worker, driver)
+
+    def late(worker: Worker, driver: VirtualThread) -> None:
+        steps(0, 0)(worker, driver)
+        steps(5, 5, after_s=20.0)(worker, driver)
+
+    no_errors(together(workers, [punctual, punctual, late]))
+    # At first the mean of 2 and 6; then that of 2, 6 and 10, all three by two steps.
+    assert workers[0].value == pytest.approx(4.0 + 6.0)
+    assert [worker.state for worker in workers] == [workers[0].state] * 3
+    assert workers[2].part._num_averages == workers[0].part._num_averages
+    assert workers[2].part._num_steps == workers[0].part._num_steps
+
+
+def test_one_within_the_grace_period_is_waited_for() -> None:
+    workers = crew(3, quorum=QUORUM)
+
+    def job(worker: Worker, driver: VirtualThread) -> None:
+        steps(0, 0)(worker, driver)
+        by = 2.0 * worker.rank + 1
+        steps(by, by, after_s=0.15 * worker.rank)(worker, driver)
+
+    no_errors(together(workers, [job] * 3))
+    assert [worker.state for worker in workers] == [workers[0].state] * 3
+    assert workers[0].value == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_quorums_under_deaths(first: int) -> None:
+    """Members come at random times, and one of four dies at one: those who have made equally many
+    averages hold the same, and in the end all do.
+    """
+    for seed in range(first, first + 20):
+        draws = torch.Generator().manual_seed(seed)
+        late_s = (3 * torch.rand(12, generator=draws)).tolist()
+        workers = crew(4, quorum=Quorum(0.6, grace_s=0.2), outer=NESTEROV)
+
+        def three(worker: Worker, driver: VirtualThread, late_s: list[float] = late_s) -> str:
+            for at in range(3):
+                by = worker.rank + 1.0
+                steps(by, by, after_s=late_s[3 * worker.rank + at])(worker, driver)
+            return "done"
+
+        together(workers, [three] * 4, seed=seed, kill=(3, 6 * (seed % 20) / 20))
+        living = workers[:3]
+        for worker in living:
+            for other in living:
+                if worker.part._num_averages == other.part._num_averages:
+                    assert worker.state[3] == other.state[3], seed
+        ends: Job = lambda worker, _: worker.part.on_finish()  # noqa: E731
+        no_errors(together(living, [ends] * 3, number=1, seed=seed))
+        assert [worker.state[0] for worker in living] == [living[0].state[0]] * 3
+
+
+def test_who_ends_early_waits_for_the_others_and_all_end_with_the_same() -> None:
+    workers = crew(3)
+
+    def ends(*by: float) -> Job:
+        def job(worker: Worker, driver: VirtualThread) -> None:
+            steps(*by)(worker, driver)
+            worker.part.on_finish()
+
+        return job
+
+    no_errors(together(workers, [ends(1), ends(1, 1, 1), ends(1, 1, 1, 1, 1)]))
+    assert [worker.state for worker in workers[1:]] == [workers[1].state] * 2
+    assert workers[0].x.tolist() == workers[1].x.tolist()
+
+
+CODECS = {
+    "sparse": offbeat.WeightCodec(density=0.4),
+    "few bits": offbeat.WeightCodec(density=1.0, entries="linear4"),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("first", [0, 10])
+def test_what_a_codec_drops_is_owed_whoever_dies(codec: str, first: int) -> None:
+    """Over those who are in an average, as many changes leave as are applied or owed then."""
+    committed = set()
+
+    def drifts(worker: Worker, driver: VirtualThread) -> None:
+        worker.along = torch.arange(5.0)
+        steps(*[worker.rank + 1.0] * PERIOD)(worker, driver)
+
+    for seed in range(first, first + 10):
+        workers = crew(3, codec=CODECS[codec])
+        no_errors(together(workers, [drifts] * 3, seed=seed))
+        first_anchor, owed = workers[0].rule.anchor["x"].detach().clone(), [w.owed for w in workers]
+        changes = [PERIOD * (rank + 1) * torch.arange(5.0).double() for rank in range(3)]
+        torch.testing.assert_close(3 * first_anchor + sum(owed), sum(changes))
+        results = together(
+            workers, [drifts] * 3, number=1, seed=seed, kill=(2, 0.01 + 0.06 * (seed % 10))
+        )
+        done = [not isinstance(result, PeerError) for result in results[:2]]
+        assert done[0] == done[1]
+        committed.add(done[0])
+        living = workers[:2]
+        if not done[0]:
+            torch.testing.assert_close([w.owed for w in living], owed[:2], rtol=0, atol=0)
+            again: Job = lambda worker, _: worker.part._launch(2 * PERIOD)  # noqa: E731
+            no_errors(together(living, [again, again], number=2))
+            applied = 2 * (living[0].rule.anchor["x"].detach() - first_anchor)
+            left = sum(change + own for change, own in zip(changes[:2], owed[:2], strict=True))
+            torch.testing.assert_close(applied + sum(w.owed for w in living), left)
+        assert living[0].state == living[1].state
+    assert committed == {True, False}
+
+
+def test_a_resumed_run_still_owes() -> None:
+    workers = crew(2, codec=CODECS["sparse"])
+    no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
+    resumed = crew(2, codec=CODECS["sparse"])
+    for old, new in zip(workers, resumed, strict=True):
+        new.part.load_state_dict(old.part.state_dict())
+        assert old.owed.any()
+        assert new.owed.equal(old.owed)
+
+
+def test_one_that_joins_owes_nothing_and_hears_all() -> None:
+    workers = crew(2, codec=CODECS["sparse"])
+    no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
+    newcomer = Worker(2, workers[0].group._store, codec=CODECS["sparse"], begins_with=99.0)
+    trio = [*workers, newcomer]
+    no_errors(together(trio, [steps(1, 1), steps(3, 3), joins], number=1, new=[2]))
+    assert newcomer.state == workers[0].state == workers[1].state
+    assert not newcomer.owed.any()
+
+
+def test_a_mean_for_a_copy_leaves_the_models_as_they_are() -> None:
+    workers = crew(2)
+    copies = [Worker(rank, HashStore()) for rank in range(2)]
+
+    def looks(worker: Worker, driver: VirtualThread) -> None:
+        steps(2.0 * worker.rank + 1)(worker, driver)
+        worker.part.average_into(copies[worker.rank].weights)
+
+    no_errors(together(workers, [looks, looks]))
+    assert [worker.value for worker in workers] == [1.0, 3.0]
+    assert [copy.value for copy in copies] == [2.0, 2.0]
+    assert [copy.buffers["mean"].tolist() for copy in copies] == [[2.0, 2.0]] * 2
+
+
+def test_a_rank_whose_weights_are_not_finite_spoils_nobody() -> None:
+    workers = crew(3)
+    results = together(workers, [steps(1, 1), steps(3, 3), steps(float("nan"), 1)])
+    assert isinstance(results[2], NonFiniteError)
+    assert all(isinstance(result, PeerError) for result in results[:2])
+    assert [worker.value for worker in workers[:2]] == [2.0, 6.0]
+
+
+def test_a_resumed_run_goes_on_as_it_would_have() -> None:
+    """Saved between two averages."""
+    runs = []
+    for resumes in (False, True):
+        workers = crew(2, outer=NESTEROV)
+        no_errors(together(workers, [steps(1, 1, 1, samples=1), steps(3, 3, 3, samples=3)]))
+        if resumes:
+            saved = [(worker.part.state_dict(), worker.x, worker.buffers) for worker in workers]
+            workers = crew(2, outer=NESTEROV)
+            for worker, (state, x, buffers) in zip(workers, saved, strict=True):
+                worker.x.detach().copy_(x)
+                for name, buffer in buffers.items():
+                    worker.buffers[name].copy_(buffer)
+                worker.part.load_state_dict(state)
+        no_errors(
+            together(workers, [steps(1, samples=1), steps(3, samples=3)], number=int(not resumes))
+        )
+        runs.append([worker.state for worker in workers])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exchange": "50%+2s"}, "so that any two quorums share a member"),
+        ({"exchange": "100%+2s"}, "waits for all members; leave it out"),
+        ({"exchange": "members", "period": "adaptive"}, "period='adaptive' would do nothing"),
+        ({"exchange": "members", "start_step": 3}, "start_step=3 lets all ranks reduce gradients"),
+        (
+            {"exchange": "members", "optimizer_state": "averaged"},
+            "optimizer_state='averaged' would do nothing",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        offbeat.LocalSGD(**options)  # type: ignore[arg-type]
+
+
+def test_only_averages_of_members_survive_deaths() -> None:
+    assert offbeat.LocalSGD(exchange="members").survives_death
+    assert offbeat.LocalSGD(exchange="75%+2s").chosen_exchange == Quorum(0.75, grace_s=2.0)
+    assert not offbeat.LocalSGD().survives_death
+    assert not offbeat.LocalSGD(exchange="4x2", period=12).survives_death
