@@ -256,6 +256,7 @@ MANY_SMALL = [(200, 300), (200,), (50, 200), (50,), (10, 50), (10,)]
         "allreduce",
         "localsgd:period=2",
         "dpsgd",
+        "dpsgd:codec=linear4",
     ],
 )
 def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
@@ -281,7 +282,7 @@ def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
         for shape in MANY_SMALL
     )
     where = replace(setting(workers=workers), profile=replace(MODEL, tensors=tensors), shared=0.0)
-    if "warmup" in strategy:
+    if "warmup" in strategy or "dpsgd:codec" in strategy:  # whose first exchange is exact
         where = replace(where, steps=range(num_steps))
     # Of counters of magnitudes only an expected number is planned.
     tolerance = 0.1 if "reduce_scatter" in strategy else 0.03
