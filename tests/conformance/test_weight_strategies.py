@@ -19,6 +19,7 @@ import torch
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
 from offbeat import Session
+from offbeat.codec.few_bits import SignValues
 from offbeat.errors import (
     CheckpointError,
     ConfigError,
@@ -52,6 +53,8 @@ PLAIN: dict[str, AveragingStrategy] = {
     "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
     "wagma at intervals": offbeat.WAGMA(period=4, interval=2),
     "wagma in bfloat16": offbeat.WAGMA(values="bfloat16"),
+    "wagma in 4 bits": offbeat.WAGMA(period=2, values="e3m0"),
+    "wagma in signs": offbeat.WAGMA(period=3, values=SignValues()),
     "wagma without groups": offbeat.WAGMA(period=2, interval=2),
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),

@@ -304,6 +304,14 @@ def test_without_overlap_wagma_waits_for_its_averages() -> None:
     assert (beside, behind) == pytest.approx((0.3, 0.3 + 0.2), rel=0.05)
 
 
+@pytest.mark.parametrize(("values", "bits"), [("e3m0", 4), ("linear8", 8)])
+def test_wagma_is_planned_to_send_groups_as_few_bits_as_its_codec(values: str, bits: int) -> None:
+    """Four workers in pairs: a vector in each step, and 1.5 in bfloat16 in every tenth."""
+    planned = predict_step(f"wagma:values={values}", setting("10gbit")).bytes_per_step
+    expected = 1_000_000 * (0.9 * bits / 8 + 0.1 * 1.5 * 2)
+    assert planned == pytest.approx(expected, rel=0.1)
+
+
 def test_a_lower_limit_is_marked_and_not_recommended() -> None:
     clusters = [from_flags(workers=4, link=rate) for rate in ("2mbit", "200mbit")]
     plan = make_plan(PlanRequest(profile=MODEL, clusters=clusters, strategies=["ddp", "wagma"]))
