@@ -19,6 +19,7 @@ import torch
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
 from offbeat import Session
+from offbeat.codec.few_bits import SignValues
 from offbeat.errors import (
     CheckpointError,
     ConfigError,
@@ -42,6 +43,9 @@ PLAIN: dict[str, AveragingStrategy] = {
     "a2sgd": offbeat.A2SGD(period=2),
     "a2sgd in small buckets": offbeat.A2SGD(period=2, bucket_mib=1e-4),
     "dpsgd": offbeat.DPSGD(),
+    "dpsgd over few changes": offbeat.DPSGD(
+        codec=offbeat.WeightCodec(density=0.1, entries="reuse+float8")
+    ),
     "sgp": offbeat.SGP(),
     "wagma": offbeat.WAGMA(),
     "wagma with local buffers": offbeat.WAGMA(buffers="local"),
@@ -49,6 +53,8 @@ PLAIN: dict[str, AveragingStrategy] = {
     "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
     "wagma at intervals": offbeat.WAGMA(period=4, interval=2),
     "wagma in bfloat16": offbeat.WAGMA(values="bfloat16"),
+    "wagma in 4 bits": offbeat.WAGMA(period=2, values="e3m0"),
+    "wagma in signs": offbeat.WAGMA(period=3, values=SignValues()),
     "wagma without groups": offbeat.WAGMA(period=2, interval=2),
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),
@@ -57,6 +63,11 @@ PLAIN: dict[str, AveragingStrategy] = {
     "elasticsgd": offbeat.ElasticSGD(mega_batch=2),
 }
 """Those that leave a world of one as it is."""
+PLAIN |= {
+    f"dpsgd over {name}": offbeat.DPSGD(codec=name)
+    for name in WEIGHT_CODECS
+    if name != "sparseloco"  # which is refused
+}
 PLAIN |= {f"local sgd, {name}": offbeat.LocalSGD(period=name) for name in SCHEDULES}
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
@@ -444,8 +455,8 @@ def test_complex_parameters(strategy: AveragingStrategy) -> None:
     for model in (net, plain):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         if model is net:
-            needs_order = isinstance(strategy, offbeat.A2SGD)
-            if needs_order or getattr(strategy, "codec", None) is not None:
+            has_codec = isinstance(strategy, offbeat.LocalSGD) and strategy.codec is not None
+            if has_codec or isinstance(strategy, offbeat.A2SGD):
                 with pytest.raises(UnsupportedError, match="not real-valued"):
                     offbeat.attach(net, optimizer, strategy)
                 return

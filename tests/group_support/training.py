@@ -19,7 +19,8 @@ from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, Values
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.rounding import CodedChanges, Rounding
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat.transport.operations import Collective, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
@@ -42,6 +43,7 @@ class Training:
         forwards: passes in each step.
         pairs: whether ranks average in pairs.
         rounds: whether parameters travel in bfloat16.
+        values: writes differences of parameters in averages of groups; None: nothing does.
         interval: steps from one arrival of a rank to the next.
     """
 
@@ -55,6 +57,7 @@ class Training:
     forwards: int = 1
     pairs: bool = False
     rounds: bool = False
+    values: ValueCodec | None = None
     interval: int = 1
     link: VirtualLink = field(default_factory=VirtualLink)
 
@@ -70,7 +73,7 @@ class Trainer:
         self.pushes: list[Values] = []
         self.behind: list[int] = []
         self.published = SharedModel(
-            partial(DeltaMerge, statistics=[STATISTICS]),
+            partial(DeltaMerge, statistics=[STATISTICS], has_anchor=plan.values is not None),
             one_at_a_time=not plan.pairs,
             interval=plan.interval,
         )
@@ -143,6 +146,7 @@ class TrainingWorld:
             num_counters=1,
             dtype=np.dtype(np.float64),
             rounding=Rounding((STATISTICS,)) if self.plan.rounds else None,
+            changes=CodedChanges(values, (STATISTICS,)) if (values := self.plan.values) else None,
             group_of=lambda version: self.plan.group_of(version, rank.rank),
         )
         return serve(rank.rank, settings, rank.published)

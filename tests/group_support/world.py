@@ -31,8 +31,9 @@ from offbeat.averaging.background.interface import (
 )
 from offbeat.averaging.background.merge_rules import merge_delta, merge_paper
 from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
+from offbeat.codec.few_bits import E3M0Values
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.transport.driver import Counting, Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
@@ -42,6 +43,8 @@ from offbeat_lab.emulation.delaying import Raised
 SERVE, TRAIN = 1 << 32, 2 << 32
 GENERATION = 3
 NUM_COUNTERS = 2
+CONSTANT = tuple(slice(place, place + 1) for place in range(1, 24, 2))
+"""The elements that are 1; those that are beyond a model are in no message."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +73,7 @@ class Schedule:
     leaves: bool = False
     pairs: bool = False
     rounds: bool = False
+    codes: bool = False
     asks: bool = False
     overlap: bool = False
     rests: dict[int, int] = field(default_factory=dict)
@@ -317,6 +321,8 @@ class World:
         """`rank` got `piece`: who else does must get the same bits, the mean of what its members
         gave, with weights.
         """
+        if piece.of_changes:
+            return  # of which only the mean in the end says something
         if piece.codes is not None:
             whole = Rounding().decode((piece.codes[0], piece.average), piece.begin)
             piece = replace(piece, average=whole, codes=None)
@@ -392,6 +398,7 @@ class World:
             reply_deadline=schedule.reply_deadline,
             arrival_deadline=schedule.arrival_deadline or schedule.reply_deadline,
             rounding=Rounding() if schedule.rounds else None,
+            changes=CodedChanges(E3M0Values(), CONSTANT) if schedule.codes else None,
         )
         protocol = pair_average.serve if schedule.pairs else group_average.serve
         yield from protocol(rank, settings, self.models[rank], self.counts[rank])
@@ -441,8 +448,8 @@ class World:
         elements.
         """
         schedule, allowed = self.schedule, 0.0
-        if schedule.rounds and schedule.abstain:
-            return  # an average whose owner abstains is not rounded
+        if (schedule.rounds and schedule.abstain) or schedule.codes:
+            return  # an average whose owner abstains is not rounded; scales take bytes, too
         bytes_each, counter_bytes = 2 if schedule.rounds else 8, NUM_COUNTERS * COUNTER_BYTES
         num_bytes = bytes_each * schedule.num_elements
         head_bytes = HEAD_BYTES + (8 if schedule.rounds else 0)
@@ -555,6 +562,11 @@ def draw_schedule(seed: int) -> Schedule:
 def draw_rounded(seed: int) -> Schedule:
     """A random schedule of ranks whose values travel in bfloat16."""
     return replace(draw_schedule(seed), rounds=True, merge="delta")
+
+
+def draw_coded(seed: int) -> Schedule:
+    """A random schedule of ranks whose differences travel in 4 bits in averages of groups."""
+    return replace(draw_rounded(seed), codes=True)
 
 
 def draw_pairs(seed: int) -> Schedule:

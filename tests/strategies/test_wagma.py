@@ -50,6 +50,21 @@ def test_an_interval_of_the_whole_period_leaves_no_groups() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"values": "e3m0", "merge": "paper"}, "would round the model in each step"),
+        ({"values": "e3m0", "period": 5, "interval": 5}, "with interval=period there are none"),
+        ({"values": "e3m1"}, "did you mean 'e3m0'"),
+    ],
+)
+def test_codes_of_differences_are_refused_where_there_are_none(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        offbeat.WAGMA(**options)
+
+
+@pytest.mark.parametrize(
     ("options", "num_elements", "dtype", "rounds"),
     [
         ({}, 1_000_000, np.float32, True),

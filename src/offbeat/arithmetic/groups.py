@@ -45,6 +45,11 @@ class VersionGroup:
     min_arrivals: int = 1
     catch_up: int | None = None
 
+    @property
+    def is_global(self) -> bool:
+        """Whether this is a global synchronization, for which members wait for each other."""
+        return self.catch_up is not None or self.min_arrivals > 1
+
 
 def group_of_version(
     version: int,

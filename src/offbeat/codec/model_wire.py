@@ -4,13 +4,15 @@ on their way back.
 Layout, little-endian: a head of 80 bytes, 24 bytes for each note, 8 for each counter, then the
 values, which therefore begin at a multiple of 8.
 
-    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), unused (u8), generation (u32), version
+    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), bits (u8), generation (u32), version
     (i64), step (i64), weight (f64), participants (u64), elements of the model (u64), first element
     (u64), number of values (u64), of notes (u64), of counters (u64)
     note: weight (f64), step (i64), fresh (u64)
     counter: i64
     values: float32 (dtype 0) or float64 (1); rounded ones (2 and 3): the number of those that are
-        not rounded (u64), these as float32 or float64, then all as bfloat16
+        not rounded (u64), these as float32 or float64, then all as bfloat16; coded ones (bits above
+        0): likewise, with the bytes that a codec has made of all, and their number (u64) before
+        those that are not rounded
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ from offbeat.errors import WireError
 Values: TypeAlias = NDArray[np.floating]
 Codes: TypeAlias = NDArray[np.uint16]
 """Numbers in bfloat16, the upper halves of float32."""
+Coded: TypeAlias = NDArray[np.uint8]
 Counters: TypeAlias = NDArray[np.int64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_HEAD = struct.Struct("<BBBxIqqdQQQQQQ")
+_HEAD = struct.Struct("<BBBBIqqdQQQQQQ")
 _NOTE = struct.Struct("<dqQ")
 HEAD_BYTES = _HEAD.size
 NOTE_BYTES = _NOTE.size
@@ -56,6 +59,11 @@ def no_counters() -> Counters:
 def no_codes() -> Codes:
     """Those of values that are not rounded."""
     return np.empty(0, np.uint16)
+
+
+def no_coded() -> Coded:
+    """The bytes of no codec."""
+    return np.empty(0, np.uint8)
 
 
 class MessageKind(IntEnum):
@@ -133,6 +141,10 @@ class ModelMessage:
         codes: all elements from `begin` on, rounded to bfloat16, shape (any,); empty where nothing
             is rounded.
         notes: one for each member of the group, in the order of the group.
+        coded: differences of all elements from `begin` on, as a `ValueCodec` has written them;
+            empty where it has not.
+        num_coded: how many elements that are.
+        bits: that the codec has for each of them.
     """
 
     kind: MessageKind
@@ -149,6 +161,9 @@ class ModelMessage:
     values: Values = field(default_factory=partial(np.empty, 0, np.float32))
     codes: Codes = field(default_factory=no_codes)
     notes: tuple[Note, ...] = ()
+    coded: Coded = field(default_factory=no_coded)
+    num_coded: int = 0
+    bits: int = 0
 
     @property
     def note(self) -> Note:
@@ -158,7 +173,7 @@ class ModelMessage:
     @property
     def size(self) -> int:
         """The number of elements from `begin` on."""
-        return self.codes.size or self.values.size
+        return self.num_coded or self.codes.size or self.values.size
 
     def to_bytes(self) -> bytes:
         is_rounded = self.codes.size > 0
@@ -166,6 +181,7 @@ class ModelMessage:
             self.kind,
             self.fresh | self.arrived << 1,
             _CODES[self.values.dtype] + _ROUNDED * is_rounded,
+            self.bits,
             self.generation,
             self.version,
             self.step,
@@ -180,6 +196,9 @@ class ModelMessage:
         notes = [_NOTE.pack(note.weight, note.step, note.fresh) for note in self.notes]
         counters = np.ascontiguousarray(self.counters, _COUNTER).data
         values = np.ascontiguousarray(self.values).data
+        if self.bits:
+            sizes = _COUNT.pack(self.coded.size) + _COUNT.pack(self.values.size)
+            return b"".join([head, *notes, counters, sizes, values, self.coded.data])
         if not is_rounded:
             return b"".join([head, *notes, counters, values])
         num_exact = _COUNT.pack(self.values.size)
@@ -196,7 +215,7 @@ class ModelMessage:
                 f"a message of a group average has {HEAD_BYTES} bytes or more, got {len(data)}; it"
                 " was truncated"
             )
-        kind, flags, code, generation, *rest = _HEAD.unpack_from(data)
+        kind, flags, code, bits, generation, *rest = _HEAD.unpack_from(data)
         (
             version,
             step,
@@ -214,7 +233,8 @@ class ModelMessage:
             or kind not in MessageKind._value2member_map_
             or code >= 2 * _ROUNDED
             or dtype is None
-            or (is_rounded and not num_values)
+            or ((is_rounded or bits) and not num_values)
+            or (is_rounded and bits)
         ):
             raise WireError(
                 f"got a message of a group average of kind {kind}, dtype {code}, flags {flags}; it"
@@ -222,12 +242,17 @@ class ModelMessage:
             )
         counters_at = HEAD_BYTES + num_notes * NOTE_BYTES
         values_at = counters_at + num_counters * COUNTER_BYTES
-        num_whole, num_codes = num_values, 0
-        if is_rounded:
+        num_whole, num_codes, num_coded = num_values, 0, 0
+        if bits:
+            num_coded = _num_exact(data, values_at)
+            values_at += _COUNT.size
+            num_whole = _num_exact(data, values_at)
+            values_at += _COUNT.size
+        elif is_rounded:
             num_whole, num_codes = _num_exact(data, values_at), num_values
             values_at += _COUNT.size
         codes_at = values_at + num_whole * dtype.itemsize
-        expected = codes_at + num_codes * _CODE.itemsize
+        expected = codes_at + num_codes * _CODE.itemsize + num_coded
         if len(data) != expected or num_whole > num_values:
             raise WireError(
                 f"a message of a group average announces {expected} bytes and has {len(data)}; it"
@@ -259,6 +284,9 @@ class ModelMessage:
             values=_array(data, dtype, num_whole, values_at),
             codes=_array(data, _CODE, num_codes, codes_at),
             notes=tuple(notes),
+            coded=_array(data, np.dtype(np.uint8), num_coded, codes_at),
+            num_coded=num_values if bits else 0,
+            bits=bits,
         )
 
 
@@ -269,9 +297,9 @@ def scaled_bytes(message: bytes | bytearray | memoryview, scale: float) -> float
     >>> scaled_bytes(message.to_bytes(), 1000) - HEAD_BYTES
     8000.0
     """
-    _, _, code, *rest = _HEAD.unpack_from(message)
+    _, _, code, bits, *rest = _HEAD.unpack_from(message)
     dtype = _CODE if code >= _ROUNDED else _DTYPES[code]
-    num_bytes = int(rest[-3]) * dtype.itemsize
+    num_bytes = int(rest[-3]) * (bits / 8 if bits else dtype.itemsize)
     return len(message) + (scale - 1.0) * num_bytes
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from offbeat.codec.jit import kernel
 from offbeat.codec.model_wire import Codes, Values
-from offbeat.codec.value_codecs import BFloat16Values
+from offbeat.codec.value_codecs import BFloat16Values, ValueCodec
 
 Rounded: TypeAlias = tuple[Codes, Values]
 """A range of a vector: the codes of all its elements, and those elements that are not rounded."""
@@ -39,7 +39,7 @@ class Rounding:
 
     def encode(self, values: Values, begin: int) -> Rounded:
         """The elements `values`, shape (any,), of which the first is number `begin`."""
-        kept = [values[span] for span in self._spans(begin, begin + values.size)]
+        kept = [values[span] for span in self.spans(begin, begin + values.size)]
         codes: Codes = _CODEC.encode(values)  # type: ignore[assignment]  # 2 bytes a value
         return codes, np.concatenate([*kept, values[:0]])
 
@@ -53,21 +53,62 @@ class Rounding:
     def put_exact_(self, values: Values, exact: Values, begin: int) -> None:
         """Write the exact elements into `values`, of which the first is number `begin`."""
         at = 0
-        for span in self._spans(begin, begin + values.size):
+        for span in self.spans(begin, begin + values.size):
             size = span.stop - span.start
             values[span] = exact[at : at + size]
             at += size
 
     def num_exact(self, begin: int, end: int) -> int:
         """How many of the elements `begin` to `end` are not rounded."""
-        return sum(span.stop - span.start for span in self._spans(begin, end))
+        return sum(span.stop - span.start for span in self.spans(begin, end))
 
-    def _spans(self, begin: int, end: int) -> Iterator[slice]:
+    def spans(self, begin: int, end: int) -> Iterator[slice]:
         """The exact elements among `begin` to `end`, counted from `begin`."""
         for span in self.exact:
             first, last = max(span.start, begin), min(span.stop, end)
             if first < last:
                 yield slice(first - begin, last - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedChanges:
+    """Writes differences of a vector from what peers may hold too, and undoes it.
+
+    Who averages decoded differences moves its own vector by their mean less its own one. So the
+    weighted sum over members stays what it was, whatever each of them takes differences from, and
+    what rounding took from a member stays in its vector: it is part of its next difference.
+
+    Attributes:
+        values: writes differences.
+        exact: the elements that travel as they are, not as differences, in order.
+    """
+
+    values: ValueCodec
+    exact: tuple[slice, ...] = ()
+
+    def encode(
+        self, values: Values, anchor: Values | None, begin: int
+    ) -> tuple[NDArray[np.uint8], Values]:
+        """What is sent of `values`, shape (any,), of which the first is number `begin`.
+
+        Args:
+            values: elements of the vector, or the differences themselves.
+            anchor: what differences are taken from; None: `values` are differences.
+        """
+        changes = values.copy() if anchor is None else values - anchor
+        spans = [*Rounding(self.exact).spans(begin, begin + values.size)]
+        for span in spans:
+            changes[span] = 0  # or they would set the scale for their neighbours
+        coded = self.values.encode(changes).view(np.uint8)
+        return coded, np.concatenate([*(values[span] for span in spans), values[:0]])
+
+    def decode(self, coded: NDArray[np.uint8], exact: Values, size: int, begin: int) -> Values:
+        """Differences as they were sent, with the exact elements in their places."""
+        # Copied, because what was received is not writable, and may not be aligned.
+        changes = self.values.decode(coded.copy(), size).astype(exact.dtype, copy=False)
+        changes = changes if changes.flags.writeable else changes.copy()
+        Rounding(self.exact).put_exact_(changes, exact, begin)
+        return changes
 
 
 def warm() -> None:
@@ -82,7 +123,8 @@ def warm() -> None:
         for codes in (own, received):
             add_rounded(values, codes, values[0])
             move_by_rounded(values, codes, own, values.copy())
-        move_by(values, values, values, values.copy())
+        for new in (values, average):
+            move_by(values, new, values, values.copy())
         copy_to(values, values.copy())
 
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.arithmetic.topologies import GossipPeers
+from offbeat.codec.arithmetic import Message
 from offbeat.codec.weightless import WeightlessVector
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Recv, Send
@@ -55,6 +56,19 @@ def neighbour_mean(
         for block in total:
             block /= divisor
     return total
+
+
+def swap(peers: Sequence[int], mine: Sequence[Message]) -> Collective[dict[int, list[Message]]]:
+    """This rank's messages for each of `peers`, and theirs, as many: by peer, in their order."""
+    for peer in peers:
+        for message in mine:
+            yield Send(peer, message)
+    theirs: dict[int, list[Message]] = {}
+    for peer in peers:
+        theirs[peer] = []
+        for _ in mine:
+            theirs[peer].append((yield Recv(peer)))
+    return theirs
 
 
 def push_sum(

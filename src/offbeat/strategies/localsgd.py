@@ -64,7 +64,7 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.quorum import Quorum
 from offbeat.strategies.allreduce import AllReduce
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import (
     refuse_idle,
@@ -172,13 +172,7 @@ class LocalSGD(AveragingStrategy):
             require_one_of("period", self.period, tuple(SCHEDULES))
         elif not isinstance(self.period, AveragingSchedule):
             require_at_least("period", self.period, 1)
-        if isinstance(self.codec, str):
-            require_one_of("codec", self.codec, tuple(WEIGHT_CODECS))
-        elif self.codec is not None and not isinstance(self.codec, WeightCodec):
-            raise ConfigError(
-                "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
-                f" {', '.join(map(repr, WEIGHT_CODECS))}, got {self.codec!r}"
-            )
+        chosen_codec(self.codec)
         chosen = self.chosen_exchange
         if isinstance(chosen, Streaming):
             self._check_streaming(chosen)
@@ -351,7 +345,7 @@ class LocalSGD(AveragingStrategy):
     @property
     def weight_codec(self) -> WeightCodec | None:
         """How changes of weights travel; None: weights travel whole."""
-        return WEIGHT_CODECS[self.codec] if isinstance(self.codec, str) else self.codec
+        return chosen_codec(self.codec)
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:

@@ -35,13 +35,18 @@ Differences from the paper, besides those of the two modules:
   all versions.
 - Contributions and averages are rounded to bfloat16 for the wire (`values`), as
   `averaging.background.rounds` says. A rank keeps what rounding took from its own model, so the
-  mean over ranks is still exact. Floating-point buffers are not rounded.
+  mean over ranks is still exact. Floating-point buffers are not rounded. In fewer bits groups
+  exchange differences from the last global synchronization: a member moves by the mean of the
+  decoded differences less its own one, so the weighted sum over a group does not change, whatever
+  each member takes differences from. One that missed a synchronization, or has just joined or
+  resumed, takes them from what it has until the next one, and mixes less till then.
 - Floating-point buffers take plain means, integer ones stay local (`weights.statistics`). A rank
   whose gradient is not finite skips its step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -54,17 +59,22 @@ from offbeat.averaging.background.averager import (
     BackgroundWeightAverage,
     delta_merge,
 )
-from offbeat.averaging.background.merge_rules import PaperMerge
+from offbeat.averaging.background.merge_rules import MergeRule, PaperMerge
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.model_wire import Values
+from offbeat.codec.rounding import CodedChanges, Rounding
+from offbeat.codec.topk_codec import VALUE_CODECS
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import ConfigError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import refuse_idle, require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 _MANY = 65_536
+VALUES = ("auto", "float32", "bfloat16", "float8", "linear8", "linear4", "e3m0")
+"""Names of how values travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +97,13 @@ class WAGMA(AveragingStrategy):
             global synchronization waits for workers that are further behind.
         overlap: whether to compute while an average travels; None: with "delta". It is impossible
             with "paper".
-        values: "float32" on the wire (float64 where the model has such), or "bfloat16" for half the
-            bytes: what rounding takes stays in the worker's own model, so the mean over workers is
-            as exact. It is impossible with merge="paper". "auto": bfloat16 with `overlap`, where
-            models of 65,536 elements or more, none of them float64, are averaged.
+        values: how values travel. "float32" (float64 where the model has such), or "bfloat16" for
+            half the bytes: what rounding takes stays in the worker's own model, so the mean over
+            workers is as exact. It is impossible with merge="paper". "auto": bfloat16 with
+            `overlap`, where models of 65,536 elements or more, none of them float64, are averaged.
+            "float8", "linear8", "linear4", "e3m0" (1 byte, 1 byte, 4 bits, 4 bits), or a
+            `ValueCodec` of your own: what travels in averages of groups is differences from the
+            last global synchronization, and that in bfloat16.
     """
 
     name: ClassVar[str] = "wagma"
@@ -103,7 +116,9 @@ class WAGMA(AveragingStrategy):
     quorum: float = 0.75
     max_ahead: int | None = None
     overlap: bool | None = None
-    values: Literal["auto", "float32", "bfloat16"] = "auto"
+    values: (
+        ValueCodec | Literal["auto", "float32", "bfloat16", "float8", "linear8", "linear4", "e3m0"]
+    ) = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +127,8 @@ class WAGMA(AveragingStrategy):
         require_at_least("period", self.period, 1)
         self._require_divisor()
         require_one_of("merge", self.merge, ("delta", "paper"))
-        require_one_of("values", self.values, ("auto", "float32", "bfloat16"))
+        if not isinstance(self.values, ValueCodec):
+            require_one_of("values", self.values, VALUES)
         if not 0 < self.quorum <= 1:
             raise ConfigError(
                 "quorum must be above 0 and at most 1, the fraction of workers that has to arrive,"
@@ -131,11 +147,16 @@ class WAGMA(AveragingStrategy):
                 'merge="paper" takes an average in the place of the model, so overlap must be'
                 " False, got True"
             )
-        if self.values == "bfloat16" and self.merge == "paper":
+        if self.values not in ("auto", "float32") and self.merge == "paper":
             raise ConfigError(
                 'merge="paper" takes an average in the place of the model, and with'
-                ' values="bfloat16" that would round the model in each step; leave values out, or'
-                ' use merge="delta"'
+                f" values={self.values!r} that would round the model in each step; leave values"
+                ' out, or use merge="delta"'
+            )
+        if self.change_values is not None and self.interval == self.period:
+            raise ConfigError(
+                f"values={self.values!r} is for averages of groups, and with interval=period there"
+                ' are none; use values="bfloat16"'
             )
 
     def _require_divisor(self) -> None:
@@ -155,8 +176,10 @@ class WAGMA(AveragingStrategy):
             )
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(weights.tensors())
-        rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
+        staging, values = Staging(weights.tensors()), self.change_values
+        rule: Callable[[Values], MergeRule] = PaperMerge
+        if self.merge == "delta":
+            rule = delta_merge(staging, weights, has_anchor=values is not None)
         is_rounded = self.rounds(staging.num_elements, staging.dtype)
         statistics = tuple(staging.spans(weights.positions_of_statistics()))
         averager = BackgroundAverager(
@@ -167,6 +190,7 @@ class WAGMA(AveragingStrategy):
             serve=group_average.serve,
             group_of=self.group_of,
             rounding=Rounding(statistics) if is_rounded else None,
+            changes=None if values is None else CodedChanges(values, statistics),
             yields=self.overlaps,
         )
         return [BackgroundWeightAverage(averager, overlap=self.overlaps)]
@@ -182,7 +206,14 @@ class WAGMA(AveragingStrategy):
             # Without overlap all ranks may hold the same bits, and rounding would change that. Few
             # elements cost nothing.
             return self.overlaps and num_elements >= _MANY and dtype == np.float32
-        return self.values == "bfloat16"
+        return self.values != "float32"
+
+    @property
+    def change_values(self) -> ValueCodec | None:
+        """What writes differences in averages of groups; None: values travel."""
+        if self.values in ("auto", "float32", "bfloat16"):
+            return None
+        return VALUE_CODECS[self.values] if isinstance(self.values, str) else self.values
 
     def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         """The group of the member at `position` in `version`."""

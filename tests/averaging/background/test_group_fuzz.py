@@ -5,7 +5,8 @@ In all of them no rank hangs, every living rank makes all its steps, and weights
 average and each merge. All ranks that get an average get the same bits, which are the mean of what
 its members contributed. No rank waits for one that computes, every rank that is asked for its model
 answers, and no more bytes are sent than promised. Where no rank is lost, `delta` keeps the mean
-over ranks, however late averages arrive, and whether or not values are rounded.
+over ranks, however late averages arrive, and whether or not values are rounded or
+differences are coded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 import pytest
 
-from group_support.world import Schedule, World, draw_rounded, draw_schedule
+from group_support.world import Schedule, World, draw_coded, draw_rounded, draw_schedule
 
 
 @pytest.mark.parametrize("first", range(0, 48, 6))
@@ -29,9 +30,15 @@ def test_random_schedules_with_rounded_values(first: int) -> None:
         World(draw_rounded(seed)).run()
 
 
+@pytest.mark.parametrize("first", range(300, 324, 6))
+def test_random_schedules_with_coded_differences(first: int) -> None:
+    for seed in range(first, first + 6):
+        World(draw_coded(seed)).run()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("draw", [draw_schedule, draw_rounded])
+@pytest.mark.parametrize("draw", [draw_schedule, draw_rounded, draw_coded])
 @pytest.mark.parametrize("first", range(10_000, 20_000, 500))
 def test_ten_thousand_random_schedules(first: int, draw: Callable[[int], Schedule]) -> None:
     for seed in range(first, first + 500):

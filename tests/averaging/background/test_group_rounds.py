@@ -20,8 +20,9 @@ from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import Contribution, Piece, ProtocolSettings
 from offbeat.averaging.background.merge_rules import merge_delta
 from offbeat.averaging.background.rounds import DirectRound, GroupRound, Outgoing, ScatteredRound
+from offbeat.codec.few_bits import E3M0Values, LevelValues, LinearValues
 from offbeat.codec.model_wire import ModelMessage
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import WireError
 
 BOTH_WAYS = pytest.mark.parametrize("kind", [ScatteredRound, DirectRound])
@@ -30,7 +31,13 @@ BOTH_WAYS = pytest.mark.parametrize("kind", [ScatteredRound, DirectRound])
 class Version:
     """Carries one version out, in an order drawn from a seed."""
 
-    def __init__(self, kind: type[GroupRound], seed: int, rounding: Rounding | None = None) -> None:
+    def __init__(
+        self,
+        kind: type[GroupRound],
+        seed: int,
+        rounding: Rounding | None = None,
+        changes: CodedChanges | None = None,
+    ) -> None:
         self.draw = random.Random(seed)
         self.group = tuple(self.draw.sample(range(9), self.draw.randint(2, 6)))
         self.num_elements = self.draw.choice([1, 4, 11])
@@ -42,13 +49,15 @@ class Version:
             dtype=np.dtype(np.float64),
             group_of=lambda _: VersionGroup(ranks=self.group),
             rounding=rounding,
+            changes=changes,
         )
-        self.is_rounded = rounding is not None
+        self.is_rounded, self.changes = rounding is not None, changes
         self.rounds = {
             rank: kind(0, self.group, rank=rank, settings=settings) for rank in self.group
         }
         self.weights = {rank: float(self.draw.randint(1, 3)) for rank in self.group}
         self.values = {rank: self._random_values() for rank in self.group}
+        self.anchors = {rank: self._random_values() for rank in self.group}
         self.total = self.sum_of_values()
         self.buffers: dict[int, NDArray[np.float64]] = {}
         self.given: dict[int, Contribution] = {}
@@ -85,6 +94,7 @@ class Version:
                 fresh=self.draw.random() < 0.5,
                 weight=self.weights[rank],
                 counters=np.array([self.draw.randint(-9, 9)]),
+                anchor=None if self.changes is None else self.anchors[rank],
             )
             self.buffers[rank] = self.values[rank].copy()
             mine = replace(self.given[rank], values=self.buffers[rank])
@@ -117,7 +127,8 @@ class Version:
         average = piece.average
         if piece.codes is not None:
             average = Rounding().decode((piece.codes[0], piece.average), piece.begin)
-        if piece.codes is not None or not self.is_rounded:
+        # Whoever makes a coded average has other bits of it than those to whom it is sent.
+        if piece.codes is not None or not (self.is_rounded or self.changes is not None):
             assert self.averages.setdefault(piece.begin, average.tobytes()) == average.tobytes()
         notes = {
             member: note
@@ -126,11 +137,17 @@ class Version:
         }
         assert notes == {member: self.given[member].note for member in notes}
         in_it = [self.given[member] for member in notes]
-        regions = [mine.values[piece.begin : piece.end] for mine in in_it]
+        regions = [
+            mine.values[piece.begin : piece.end]
+            - (0 if mine.anchor is None else mine.anchor[piece.begin : piece.end])
+            for mine in in_it
+        ]
         mean = np.average(regions, axis=0, weights=[mine.weight for mine in in_it])
         # By rounding a value below 64 changes by 1/8 at most, an average once more, and its owner
         # takes what all members lose: at most 6 of them, of weights up to 3 times its own.
         precision = (1 + 18) / 8 if self.is_rounded else 1e-9
+        if self.changes is not None:  # differences below 128, by a seventh of the largest at most
+            precision = (1 + 18) * 128 / 7
         np.testing.assert_allclose(average, mean, rtol=1e-9, atol=precision)
         assert piece.counters.tolist() == [max(mine.counters[0] for mine in in_it)]
         assert (piece.contributed is not None) == (rank in notes)
@@ -153,13 +170,23 @@ class Version:
         return np.asarray(sum(self.weights[rank] * self.values[rank] for rank in self.group))
 
 
-@pytest.mark.parametrize("rounding", [None, Rounding()], ids=["whole", "rounded"])
+@pytest.mark.parametrize(
+    ("rounding", "changes"),
+    [
+        (None, None),
+        (Rounding(), None),
+        (None, CodedChanges(E3M0Values())),
+        (Rounding(), CodedChanges(LinearValues(4), (slice(1, 3),))),
+        (None, CodedChanges(LevelValues(2))),
+    ],
+    ids=["whole", "rounded", "e3m0", "linear4", "levels"],
+)
 @BOTH_WAYS
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_mean_is_kept_whoever_is_suspected_when(
-    rounding: Rounding | None, kind: type[GroupRound], seed: int
+    rounding: Rounding | None, changes: CodedChanges | None, kind: type[GroupRound], seed: int
 ) -> None:
-    version = Version(kind, seed, rounding)
+    version = Version(kind, seed, rounding, changes)
     version.run()
     np.testing.assert_allclose(version.sum_of_values(), version.total, rtol=1e-9, atol=1e-7)
     assert all(not round_.late_senders() for round_ in version.rounds.values())

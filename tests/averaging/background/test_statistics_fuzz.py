@@ -11,10 +11,12 @@ import pytest
 
 from group_support.training import PARAMETERS, VARIANCE, Training, TrainingWorld
 from offbeat.arithmetic.groups import VersionGroup, group_of_version
+from offbeat.codec.few_bits import E3M0Values, LinearValues
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat.transport.virtual import VirtualLink
 
 
-def draw_training(seed: int, *, rounds: bool) -> Training:
+def draw_training(seed: int, *, rounds: bool, values: ValueCodec | None = None) -> Training:
     draw = random.Random(seed)
     world_size = draw.randint(2, 8)
     pairs = draw.random() < 0.3 and not rounds
@@ -43,16 +45,21 @@ def draw_training(seed: int, *, rounds: bool) -> Training:
         forwards=forwards,
         pairs=pairs,
         rounds=rounds,
+        values=values,
         link=VirtualLink(latency_s=draw.choice([0.001, 0.05, 0.2]), jitter_s=0.01),
     )
 
 
-@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize(
+    ("rounds", "values"),
+    [(False, None), (True, None), (True, LinearValues(4)), (True, E3M0Values())],
+    ids=["whole", "bfloat16", "linear4", "e3m0"],
+)
 @pytest.mark.parametrize("seed", range(16))
 def test_statistics_stay_in_their_range_and_parameters_keep_their_mean(
-    seed: int, rounds: bool
+    seed: int, rounds: bool, values: ValueCodec | None
 ) -> None:
-    plan = draw_training(seed, rounds=rounds)
+    plan = draw_training(seed, rounds=rounds, values=values)
     world = TrainingWorld(plan)
     world.run()
     most = plan.num_steps * plan.forwards

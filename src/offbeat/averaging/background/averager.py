@@ -24,7 +24,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import CheckpointError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
@@ -39,9 +39,12 @@ GroupOf: TypeAlias = Callable[[int, int, int], VersionGroup]
 """The group of (a version, this rank's position, the number of members)."""
 
 
-def delta_merge(staging: Staging, weights: ModelWeights) -> Callable[[Values], MergeRule]:
+def delta_merge(
+    staging: Staging, weights: ModelWeights, *, has_anchor: bool = False
+) -> Callable[[Values], MergeRule]:
     """Makes the `DeltaMerge` of a vector that `staging` lays out, in which `weights` come first."""
-    return partial(DeltaMerge, statistics=staging.spans(weights.positions_of_statistics()))
+    statistics = staging.spans(weights.positions_of_statistics())
+    return partial(DeltaMerge, statistics=statistics, has_anchor=has_anchor)
 
 
 class BackgroundAverager:
@@ -57,6 +60,7 @@ class BackgroundAverager:
         group_of: the group of each version.
         num_flags: how many counters `model` adds to the model's own, >= 0.
         rounding: how values travel; None: as they are.
+        changes: how differences from global synchronizations do in the averages between them.
         yields: as of `ProgressThread`.
 
     Attributes:
@@ -82,6 +86,7 @@ class BackgroundAverager:
         group_of: GroupOf,
         num_flags: int = 0,
         rounding: Rounding | None = None,
+        changes: CodedChanges | None = None,
         yields: bool = False,
     ) -> None:
         # Compiling takes longer than peers wait for an answer, so it comes before the first.
@@ -101,6 +106,7 @@ class BackgroundAverager:
                 num_counters=num_counters,
                 dtype=staging.dtype,
                 rounding=rounding,
+                changes=changes,
                 group_of=lambda version: group_of(version, position, num_members),
             )
 

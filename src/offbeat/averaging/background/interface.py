@@ -22,7 +22,7 @@ from offbeat.codec.model_wire import (
     Values,
     no_counters,
 )
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import WireError
 
 
@@ -39,6 +39,7 @@ class Contribution:
         weight: the weight of this contribution in the average, > 0.
         counters: the model's integer buffers, int64, shape (`ProtocolSettings.num_counters`,). An
             average has the largest value of each.
+        anchor: what differences are taken from where these travel, in the shape of `values`.
     """
 
     values: Values
@@ -46,6 +47,7 @@ class Contribution:
     fresh: bool
     weight: float = 1.0
     counters: Counters = field(default_factory=no_counters)
+    anchor: Values | None = None
 
     @property
     def note(self) -> Note:
@@ -70,6 +72,9 @@ class Piece:
             (`ProtocolSettings.num_counters`,); read-only.
         codes: the rounded elements of the average, and of what this rank contributed to it; None
             where `average` and `contributed` have all elements.
+        of_changes: whether `average` and `contributed` are decoded differences.
+        anchor: the average as all members hold it, from which differences are taken from now on;
+            None where they are not.
     """
 
     begin: int
@@ -79,6 +84,8 @@ class Piece:
     fresh: bool
     counters: Counters = field(default_factory=no_counters)
     codes: tuple[Codes, Codes] | None = None
+    of_changes: bool = False
+    anchor: Values | None = None
 
     @property
     def end(self) -> int:
@@ -138,6 +145,8 @@ class ProtocolSettings:
         dtype: the type of the values, float32 or float64.
         rounding: how contributions and averages are rounded; None: not at all. Models that are
             requested are never rounded.
+        changes: how those travel as differences that are not of a global synchronization, which
+            everybody takes differences from until the next one; None: like those that are.
         reply_deadline: for contributions and averages, which take only as long as the network does.
         arrival_deadline: for arrivals, where `VersionGroup.min_arrivals` asks for several of them
             but not for all.
@@ -156,6 +165,7 @@ class ProtocolSettings:
     direct_bytes: int = 65_536
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
     rounding: Rounding | None = None
+    changes: CodedChanges | None = None
     reply_deadline: DeadlineRule = field(
         default_factory=lambda: DeadlineRule(min_samples=4, initial_s=0.4)
     )
@@ -165,10 +175,17 @@ class ProtocolSettings:
         )
     )
 
-    @property
-    def bytes_per_element(self) -> int:
+    def bytes_per_element(self, version: int) -> float:
         """Of a contribution and of an average."""
+        if changes := self.changes_in(version):
+            return changes.values.bits / 8
         return self.dtype.itemsize if self.rounding is None else 2
+
+    def changes_in(self, version: int) -> CodedChanges | None:
+        """How differences travel in `version`; None: others do."""
+        if self.changes is None or self.group_of(version).is_global:
+            return None
+        return self.changes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -224,12 +241,21 @@ def check_values(
             f" number, counters) = {found} of {message.values.dtype}, expected were {expected} of"
             f" {settings.dtype}; do all ranks train the same model?"
         )
-    rounding = None if message.kind == MessageKind.MODEL_REPLY else settings.rounding
-    is_rounded = message.codes.size > 0
-    if is_rounded != (rounding is not None and num_values > 0) and not (
-        # An owner that is not in its average sends it as it is.
-        rounding is not None and message.kind == MessageKind.AVERAGE
-    ):
+    rounding, changes = settings.rounding, None
+    if message.kind == MessageKind.MODEL_REPLY:
+        rounding = None
+    elif changes := settings.changes_in(message.version):
+        rounding = Rounding(changes.exact)
+    is_rounded = message.codes.size > 0 or message.bits > 0
+    is_right = is_rounded == (rounding is not None and num_values > 0)
+    # An owner that is not in its average sends it as it is.
+    is_right |= rounding is not None and message.kind == MessageKind.AVERAGE
+    if is_rounded and changes is not None:
+        coded_bytes = changes.values.num_bytes(num_values)
+        is_right &= (message.bits, message.coded.size) == (changes.values.bits, coded_bytes)
+    elif message.bits:
+        is_right = False
+    if not is_right:
         raise WireError(
             f"rank {sender} sent {'' if is_rounded else 'no '}rounded values for version"
             f" {message.version}; do all ranks have the same options?"

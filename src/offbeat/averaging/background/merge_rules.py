@@ -45,6 +45,10 @@ def merge_delta(mine: Values, piece: Piece, *, out: Values | None = None) -> Val
         moved = np.empty_like(mine) if out is None else out
         move_by_rounded(mine, *piece.codes, moved)
         return moved
+    if piece.of_changes:
+        moved = np.empty_like(mine) if out is None else out
+        move_by(mine, piece.average, piece.contributed, moved)
+        return moved
     since = np.subtract(mine, piece.contributed, out=out)
     return np.add(piece.average, since, out=since)
 
@@ -76,6 +80,8 @@ class MergeRule(ABC):
 
     snapshot: Values
     held: Values | None = None
+    anchor: Values | None = None
+    """The last average of all members, where differences from it travel."""
 
     @abstractmethod
     def advance(self, model: Sequence[Values]) -> bool:
@@ -113,10 +119,14 @@ class DeltaMerge(MergeRule):
     Args:
         model: all elements.
         statistics: the elements that are no parameters and take plain means, in order.
+        has_anchor: whether it keeps an anchor, at first `model`, for which pieces bring another.
     """
 
-    def __init__(self, model: Values, *, statistics: Sequence[slice] = ()) -> None:
+    def __init__(
+        self, model: Values, *, statistics: Sequence[slice] = (), has_anchor: bool = False
+    ) -> None:
         self.snapshot = self._taken = self._base = model
+        self.anchor = model if has_anchor else None
         self._statistics = statistics
 
     def advance(self, model: Sequence[Values]) -> bool:
@@ -144,6 +154,7 @@ class DeltaMerge(MergeRule):
         return True
 
     def merge(self, pieces: Sequence[Piece]) -> None:
+        self._move_anchor(pieces)
         # An average of this rank's contribution alone would change only the rounding of the next
         # step.
         mine = [
@@ -163,6 +174,14 @@ class DeltaMerge(MergeRule):
             end = piece.end
         merged[end:] = self.snapshot[end:]
         self.snapshot = merged
+
+    def _move_anchor(self, pieces: Sequence[Piece]) -> None:
+        if self.anchor is None or all(piece.anchor is None for piece in pieces):
+            return
+        self.anchor = self.anchor.copy()
+        for piece in pieces:
+            if piece.anchor is not None:
+                self.anchor[piece.begin : piece.end] = piece.anchor
 
     def _merge_statistics(self, merged: Values, piece: Piece) -> None:
         """Write into `merged` what the statistics among the elements of `piece` become."""

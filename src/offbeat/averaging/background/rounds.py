@@ -13,8 +13,9 @@ There are two ways to average. With both, all members that get an average get th
   messages a peer and 2 N (S-1) / S bytes. A missing owner costs its region only; a missing
   contribution is not in that owner's average.
 
-Contributions may travel rounded to bfloat16 (`ProtocolSettings.rounding`). A member then moves its
-model by the average less what it contributed, as rounded, and keeps what rounding took. In a
+Contributions may travel rounded to bfloat16 (`ProtocolSettings.rounding`), or as coded differences
+from the last global synchronization (`ProtocolSettings.changes`). A member then moves its model by
+the average less what it contributed, as decoded, and keeps what rounding took. In a
 `ScatteredRound` the average is rounded once more on its way back; what that takes from all members
 together the owner adds to its own model. So the weighted sum over members stays what it was.
 """
@@ -77,6 +78,9 @@ class GroupRound(ABC):
         self._new_pieces: list[Piece] = []
         self._fresh = False
         self._arrived = False
+        self._changes = settings.changes_in(version)
+        self._rounding = None if self._changes is not None else settings.rounding
+        self._moves_anchor = settings.changes is not None and self._changes is None
 
     def must_contribute(self, min_arrivals: int, absent: Set[int], announced: Set[int]) -> bool:
         """Whether all members must contribute now.
@@ -169,17 +173,41 @@ class GroupRound(ABC):
         )
         if given is None:
             return chunk
+        chunk = replace(chunk, weight=given.weight, counters=given.counters)
         values, codes = given.values[begin:end], no_codes()
-        if self._settings.rounding is not None:
-            codes, values = self._settings.rounding.encode(values, begin)
+        if self._changes is not None:
+            anchor = None if given.anchor is None else given.anchor[begin:end]
+            return self._coded(chunk, values, anchor)
+        if self._rounding is not None:
+            codes, values = self._rounding.encode(values, begin)
+        return replace(chunk, values=values, codes=codes)
+
+    def _coded(self, message: ModelMessage, values: Values, anchor: Values | None) -> ModelMessage:
+        """`message` with the differences of `values` from `anchor`."""
+        if self._changes is None or not values.size:
+            return replace(message, values=values)
+        coded, exact = self._changes.encode(values, anchor, message.begin)
         return replace(
-            chunk, weight=given.weight, counters=given.counters, values=values, codes=codes
+            message,
+            values=exact,
+            coded=coded,
+            num_coded=values.size,
+            bits=self._changes.values.bits,
         )
+
+    def _decoded(self, message: ModelMessage) -> ModelMessage:
+        """`message` with its differences as values, if it has any."""
+        if self._changes is None or not message.bits:
+            return message
+        values = self._changes.decode(
+            message.coded, message.values, message.num_coded, message.begin
+        )
+        return replace(message, values=values, coded=message.coded[:0], num_coded=0, bits=0)
 
     def _whole(self, message: ModelMessage) -> Values:
         """All elements of `message`, as they travelled."""
-        if message.codes.size and self._settings.rounding is not None:
-            return self._settings.rounding.decode((message.codes, message.values), message.begin)
+        if message.codes.size and self._rounding is not None:
+            return self._rounding.decode((message.codes, message.values), message.begin)
         return message.values
 
 
@@ -207,7 +235,7 @@ class DirectRound(GroupRound):
             )
             for rank in self.group
         }
-        self._chunks[self._rank] = chunks.pop(self._rank)
+        self._chunks[self._rank] = self._decoded(chunks.pop(self._rank))
         self._decide()
         return [(peer, chunk.to_bytes()) for peer, chunk in chunks.items()]
 
@@ -225,7 +253,7 @@ class DirectRound(GroupRound):
             self._num_elements,
             has_values=message.weight > 0,
         )
-        self._chunks.setdefault(sender, message)
+        self._chunks.setdefault(sender, self._decoded(message))
         if self.contributed:
             self._decide()
 
@@ -270,11 +298,11 @@ class DirectRound(GroupRound):
             return
         self._decided = self.over = True
         if not failed and any(chunk.weight for chunk in here):
-            own = self._chunks[self._rank]
+            own, average = self._chunks[self._rank], mean_of(here, self._rounding)
             self._new_pieces.append(
                 Piece(
                     begin=0,
-                    average=mean_of(here, self._settings.rounding),
+                    average=average,
                     notes=tuple(
                         self._chunks[rank].note if rank in self._participants else ABSENT
                         for rank in self.group
@@ -282,6 +310,8 @@ class DirectRound(GroupRound):
                     contributed=self._whole(own) if own.weight else None,
                     fresh=self._fresh,
                     counters=largest_of(here),
+                    of_changes=self._changes is not None,
+                    anchor=average if self._moves_anchor else None,
                 )
             )
         # The chunks are still needed to tell which members have sent one, but their values are not.
@@ -316,9 +346,9 @@ class ScatteredRound(GroupRound):
                 continue  # the owner has averaged its region without this rank
             chunk = self._make_chunk(mine, *self._bounds[owner], withheld=owner in absent)
             if chunk.weight:
-                self._contributed_to[owner] = chunk
+                self._contributed_to[owner] = self._decoded(chunk)
             if owner == self._rank:
-                self._chunks[owner] = chunk
+                self._chunks[owner] = self._decoded(chunk)
             else:
                 outgoing.append((owner, chunk.to_bytes()))
         return outgoing
@@ -335,7 +365,7 @@ class ScatteredRound(GroupRound):
             has_values=message.weight > 0,
         )
         if self._rank not in self._averages:
-            self._chunks.setdefault(sender, message)
+            self._chunks.setdefault(sender, self._decoded(message))
 
     def awaited(self) -> Set[int]:
         # First the chunks of this rank's own region, then the averages of all regions.
@@ -356,16 +386,19 @@ class ScatteredRound(GroupRound):
             num_elements=self._num_elements,
             begin=begin,
             counters=largest_of(in_order),
-            values=mean_of(in_order, self._settings.rounding),
+            values=mean_of(in_order, self._rounding),
             notes=tuple(chunks[rank].note if rank in chunks else ABSENT for rank in self.group),
         )
         average, own = self._rounded(average)
-        self._receive_average(self._rank, own)
+        self._receive_average(self._rank, own, sent=average)
         content = average.to_bytes()
         without_values = replace(
             average,
             values=average.values[:0],
             codes=no_codes(),
+            coded=average.coded[:0],
+            num_coded=0,
+            bits=0,
             counters=average.counters[:0],
             notes=(ABSENT,) * len(self.group),
         ).to_bytes()
@@ -398,18 +431,29 @@ class ScatteredRound(GroupRound):
         Where values are rounded, it makes up for what rounding takes from all of them. A rank that
         is not in the average cannot, and so rounds nothing.
         """
-        rounding, mine = self._settings.rounding, self._contributed_to.get(self._rank)
-        if rounding is None or mine is None or not average.values.size:
+        rounding, mine = self._rounding, self._contributed_to.get(self._rank)
+        if mine is None or not average.values.size:
             return average, average
-        codes, exact = rounding.encode(average.values, average.begin)
         own = np.empty_like(average.values)
         share = own.dtype.type(sum(note.weight for note in average.notes) / mine.weight)
+        if self._changes is not None:
+            coded = self._coded(average, average.values, None)
+            sent = self._decoded(coded).values  # where there is no difference, it is exact
+            np.add(sent, share * (average.values - sent), out=own)
+            own.flags.writeable = False
+            return coded, replace(average, values=own)
+        if rounding is None:
+            return average, average
+        codes, exact = rounding.encode(average.values, average.begin)
         make_up_for_rounding(average.values, codes, share, own)
         rounding.put_exact_(own, exact, average.begin)
         own.flags.writeable = False
         return replace(average, values=exact, codes=codes), replace(average, values=own)
 
-    def _receive_average(self, owner: int, message: ModelMessage) -> None:
+    def _receive_average(
+        self, owner: int, message: ModelMessage, *, sent: ModelMessage | None = None
+    ) -> None:
+        """Take in an average; `sent`: what the other members get of this rank's own."""
         check_values(
             owner,
             message,
@@ -425,11 +469,15 @@ class ScatteredRound(GroupRound):
         if owner in self._averages:
             return
         self._averages.add(owner)
+        message = self._decoded(message)
         mine = self._contributed_to.get(owner)
         # The note tells whether the owner had this rank's chunk in time.
         is_in = mine is not None and message.notes[self.group.index(self._rank)].weight > 0
         if message.size:
-            self._new_pieces.append(self._piece(message, mine if is_in else None))
+            piece = self._piece(message, mine if is_in else None)
+            if self._moves_anchor:
+                piece = replace(piece, anchor=self._whole(sent or message))
+            self._new_pieces.append(piece)
         self.over = self.over or self._averages.issuperset(self.group)
 
     def _piece(self, average: ModelMessage, mine: ModelMessage | None) -> Piece:
@@ -450,6 +498,7 @@ class ScatteredRound(GroupRound):
             fresh=mine is not None and self._fresh,
             counters=average.counters,
             codes=codes,
+            of_changes=self._changes is not None,
         )
 
 

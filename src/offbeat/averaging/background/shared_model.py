@@ -665,7 +665,13 @@ class SharedModel:
         """No further piece of `version` will come."""
 
     def _contribution(self, values: Values, *, fresh: bool) -> Contribution:
-        return Contribution(values=values, step=self.step, fresh=fresh, counters=self._counters)
+        return Contribution(
+            values=values,
+            step=self.step,
+            fresh=fresh,
+            counters=self._counters,
+            anchor=self._existing.anchor,
+        )
 
     @property
     def _existing(self) -> MergeRule:

@@ -21,7 +21,8 @@ from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import scaled_bytes
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.rounding import CodedChanges, Rounding
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat.transport.operations import Collective, Payload, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.transport.virtual_driver import SleepUntil
@@ -53,6 +54,7 @@ class Background(Method):
         period: steps from one average of all ranks to the next.
         interval: steps from one version to the next.
         rounds: whether the values of a vector of so many elements travel in bfloat16.
+        values: what writes differences in averages of groups; None: they are like others.
         overlaps: whether a step is computed while an average travels.
     """
 
@@ -64,8 +66,10 @@ class Background(Method):
         period: int = 1,
         interval: int = 1,
         rounds: Callable[[int], bool] = lambda num_elements: False,
+        values: ValueCodec | None = None,
         overlaps: bool = True,
     ) -> None:
+        self._changes = None if values is None else CodedChanges(values)
         self._overlaps = overlaps
         self.extra_bytes = 4.0
         self.steps_in_a_period = period
@@ -175,6 +179,7 @@ class Background(Method):
             num_elements=miniature,
             group_of=partial(self._group, trainer.rank, world_size),
             rounding=Rounding() if self._rounds(round(scale * miniature)) else None,
+            changes=self._changes,
         )
         settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
         return serve(trainer.rank, settings, trainer.model)

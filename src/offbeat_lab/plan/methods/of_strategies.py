@@ -61,6 +61,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 period=recipe.period,
                 interval=recipe.interval,
                 rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
+                values=recipe.change_values,
                 overlaps=recipe.overlaps,
             )
         case "adpsgd":
