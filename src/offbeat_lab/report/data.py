@@ -1,5 +1,5 @@
-"""What the page shows, as plain values. `data_records` builds it from records; the rest of the page
-knows nothing else.
+"""What the page shows, as plain values. `page` builds it from records; what draws and says it knows
+nothing else.
 """
 
 from __future__ import annotations
