@@ -193,13 +193,11 @@ def _curves(number: int, contestant: StrategyResults, key: str, *, log: bool) ->
     runs = [run for run in contestant.runs if run.curve.metric.size > 1]
     if len(runs) > 1:
         for run in runs:
-            x, y = _points(getattr(run.curve, key), run.curve.metric, log=log)
-            yield Series(
-                contestant=number, name=f"{contestant.label}, seed {run.seed}", x=x, y=y, thin=True
-            )
+            name, x = f"{contestant.label}, seed {run.seed}", getattr(run.curve, key)
+            yield replace(line(number, name, x, run.curve.metric, log=log), thin=True)
     if runs:
-        x, y = _points(*_median([run.curve for run in runs], key), log=log)
-        yield Series(contestant=number, name=contestant.label, x=x, y=y)
+        x, y = _median([run.curve for run in runs], key)
+        yield line(number, contestant.label, x, y, log=log)
 
 
 def _median(curves: Sequence[Curve], key: str) -> tuple[Floats, Floats]:
@@ -211,14 +209,6 @@ def _median(curves: Sequence[Curve], key: str) -> tuple[Floats, Floats]:
     along = [getattr(curve, key)[place] for curve, place in zip(curves, places, strict=True)]
     metric = [curve.metric[place] for curve, place in zip(curves, places, strict=True)]
     return np.median(along, axis=0), np.median(metric, axis=0)
-
-
-def _points(x: Floats, y: Floats, *, log: bool) -> tuple[Line, Line]:
-    if log:
-        x, y = x[x > 0], y[x > 0]
-    if x.size > MAX_POINTS:
-        x, y, _, _ = bin_mean(x, y[None])
-    return rounded(x), rounded(y)
 
 
 def _step_charts(run: RunResults) -> Iterator[LineChart]:
@@ -233,11 +223,11 @@ def _step_charts(run: RunResults) -> Iterator[LineChart]:
         ("duration", "Time of a step", steps.duration_s, SECONDS),
         ("traffic", "Sent by a worker in a step", steps.bytes_sent, BYTES),
     ):
-        x, mean, low, high = bin_mean(steps.step.astype(np.float64), values)
-        if not np.isfinite(mean).any() or (
+        if not np.isfinite(values).any() or (
             key == "traffic" and np.nanmin(values) == np.nanmax(values)
         ):
             continue  # what never changes stands in the table
+        x = steps.step.astype(np.float64)
         yield LineChart(
             key=f"step-{key}",
             heading=heading,
@@ -246,18 +236,34 @@ def _step_charts(run: RunResults) -> Iterator[LineChart]:
                 " greatest."
             ),
             x=Axis(title="steps", unit=COUNT.scales),
-            y=Axis(title=heading.lower(), unit=unit.scales, log=_wide(mean), zero=key != "loss"),
-            series=[
-                Series(
-                    contestant=0,
-                    name="mean over workers",
-                    x=rounded(x),
-                    y=rounded(mean),
-                    low=rounded(low),
-                    high=rounded(high),
-                )
-            ],
+            y=Axis(
+                title=heading.lower(),
+                unit=unit.scales,
+                log=_wide(bin_mean(x, values)[1]),
+                zero=key != "loss",
+            ),
+            series=[mean_line(x, values)],
         )
+
+
+def mean_line(x: Floats, values: Floats) -> Series:
+    """The mean over workers, with a band from the least to the greatest of any of them.
+
+    Args:
+        x: shape (points,), ascending.
+        values: shape (workers, points).
+    """
+    at, mean, low, high = map(rounded, bin_mean(x, values))
+    return Series(contestant=0, name="mean over workers", x=at, y=mean, low=low, high=high)
+
+
+def line(number: int, name: str, x: Floats, y: Floats, *, log: bool = False) -> Series:
+    """One line, of as many points as can be seen."""
+    if log:
+        x, y = x[x > 0], y[x > 0]
+    if x.size > MAX_POINTS:
+        x, y, _, _ = bin_mean(x, y[None])
+    return Series(contestant=number, name=name, x=rounded(x), y=rounded(y))
 
 
 def rounded(values: Floats) -> Line:

@@ -25,11 +25,10 @@ from offbeat.run.config import RunConfig, ScriptCommand
 from offbeat.run.records import Evaluation, Summary
 from offbeat_lab.analysis import winner
 from offbeat_lab.breakdown import Steps, read_steps
-from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy, is_comparison, read_comparison
 from offbeat_lab.config import cluster_of
 from offbeat_lab.factor_work import factor_work
-from offbeat_lab.records import EmulationReport, Profiled, Record, read_profiles
+from offbeat_lab.records import Profiled, Record, read_profiles
 from offbeat_lab.report import page_factors as factors
 from offbeat_lab.report import page_sections as sections
 from offbeat_lab.report import page_summary as summary
@@ -38,7 +37,6 @@ from offbeat_lab.report.charts_dispatch import dispatches
 from offbeat_lab.report.data import (
     Better,
     Curve,
-    EmulatedCluster,
     PageContent,
     RunResults,
     StrategyResults,
@@ -250,24 +248,6 @@ def incomplete_means(record: Record) -> list[str]:
     ]
 
 
-def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> EmulatedCluster:
-    """What a run or comparison ran on."""
-    described = (
-        EmulatedCluster()
-        if cluster is None
-        else EmulatedCluster(cluster=cluster.describe(), cluster_file=cluster.to_toml())
-    )
-    if emulation is None:
-        return described
-    return replace(
-        described,
-        network=emulation.network,
-        compute=emulation.compute,
-        checks=emulation.checks,
-        notices=emulation.notices,
-    )
-
-
 def rows(values: Mapping[str, object]) -> list[tuple[str, str]]:
     """Options or versions, as (name, value) for people."""
     return [
@@ -308,7 +288,8 @@ def report_of_comparison(directory: Path) -> PageContent:
         target=comparison.target,
         contestants=[_contestant(directory, compared) for compared in comparison.contestants],
         differences=comparison.differences,
-        setting=setting(comparison.emulation, comparison.cluster),
+        cluster=comparison.cluster,
+        emulation=comparison.emulation,
         details=[
             ("task", comparison.task),
             *rows(comparison.task_options),
@@ -381,7 +362,8 @@ def report_of_run(directory: Path) -> PageContent:
                 notices=[*(summary.notices if summary else []), *incomplete_means(record)],
             )
         ],
-        setting=setting(record.emulation, cluster_of(config)),
+        cluster=cluster_of(config),
+        emulation=record.emulation,
         details=[
             ("task" if config.script is None else "script", config.task),
             *rows(config.task_options),
