@@ -31,11 +31,11 @@ from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from offbeat.run.coordination import serve_store
 from offbeat.run.progress import WorkerProgress
+from offbeat_lab.analysis import between
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison
 from offbeat_lab.emulation import Emulation, emulate
-from offbeat_lab.findings import between
 from offbeat_lab.statistics import Estimate
 
 WORKERS = 4

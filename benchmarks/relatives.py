@@ -33,7 +33,7 @@ from _paired import Contestant, Result, Runs, add_options, compared, keep, sourc
 from _results import Figure, ResultFile
 from links import STEPS
 from links import compared as compared_steps
-from offbeat_lab.findings import between
+from offbeat_lab.analysis import between
 
 BASELINE: Final = parity.BASELINE
 RELATIVES: Final = (

@@ -67,11 +67,10 @@ MAY_BLOCK = {
     },  # holds torch's own collectives back where links are imitated in user space
     "offbeat_lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
     "offbeat_lab/native/local.py": {"torch.distributed"},
-    "offbeat_lab/native/torchft_local.py": {"torch.distributed"},
     "offbeat_lab/emulation/check.py": {"socket"},  # sends through the links it checks
     "offbeat_lab/emulation/commands.py": {"subprocess"},  # ip and tc
-    "offbeat_lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
-    "offbeat_lab/emulation/step_time.py": {"time.sleep"},  # emulated compute
+    "offbeat_lab/emulation/namespaces.py": {"socket"},  # names of interfaces
+    "offbeat_lab/emulation/delaying.py": {"time.sleep"},  # emulated compute
     "offbeat_lab/forking.py": {"socket", "subprocess"},  # has workers forked; no training happens
     "offbeat/run/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
     "offbeat_lab/attaching.py": {"torch.distributed"},  # asks who this rank is

@@ -36,9 +36,9 @@ from offbeat.xmc.label_loss import Candidates, draw_candidates
 from offbeat.xmc.metrics import RankingMetrics
 from offbeat.xmc.row_optimizers import RowAdagrad
 from offbeat.xmc.rows import Examples, SparseBatch
+from offbeat_lab.sparse_data import Synthetic
 from offbeat_lab.statistics import estimate
-from offbeat_lab.synthetic_rows import Synthetic
-from offbeat_lab.tasks.standard_library import load_standard_library
+from offbeat_lab.tasks.xmc import load_standard_library
 
 SEEDS = range(3)
 NUM_HIDDEN = 128

@@ -25,7 +25,7 @@ from offbeat.run import records
 from offbeat.run.step_recorder import RankRun, StepRecorder
 from offbeat_lab.attaching import TaskModel
 from offbeat_lab.config import Request, recipe_of, resolve, task_of
-from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.emulation.delaying import StepTimeEmulator
 
 WORLD_SIZE = 2
 NUM_STEPS = 1_000

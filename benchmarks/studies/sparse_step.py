@@ -26,7 +26,7 @@ from _measure import Ratio, interleave, main, ratio
 from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
 from offbeat.xmc.rows import SparseBatch
 from offbeat.xmc.sparse_linear import SparseLinear
-from offbeat_lab.synthetic_rows import AMAZON_670K
+from offbeat_lab.sparse_data import AMAZON_670K
 
 NUM_OUTPUTS = 128
 BATCH_SIZE = 1024

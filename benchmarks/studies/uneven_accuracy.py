@@ -46,8 +46,7 @@ from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.attach import attach_through
 from offbeat.transport.driver import Driver
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.emulation.delaying import Delaying
-from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.emulation.delaying import Delaying, StepTimeEmulator
 from offbeat_lab.plan.dispatch import gain
 from offbeat_lab.tasks import Batch, build_task, num_samples_of
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.codec.topk_codec import TopKCodec as TopKCodec
     from offbeat.codec.topk_codec import WeightCodec as WeightCodec
     from offbeat.errors import OffbeatError as OffbeatError
-    from offbeat.run.own_record import Recorder as Recorder
+    from offbeat.run.recording import Recorder as Recorder
     from offbeat.session.attach import attach as attach
     from offbeat.session.metrics import log as log
     from offbeat.session.metrics import step as step
@@ -63,7 +63,7 @@ _HOMES = {
     "Curvature": "offbeat.strategies.kfac",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
-    "Recorder": "offbeat.run.own_record",
+    "Recorder": "offbeat.run.recording",
     "Schedule": "offbeat.strategies.schedules",
     "Session": "offbeat.session.session",
     "TopKCodec": "offbeat.codec.topk_codec",

@@ -1,5 +1,5 @@
-"""From the records of runs to figures. Reads records only; what the figures mean in words is in
-`offbeat_lab.findings`.
+"""From the records of runs to figures, and what these mean in words. Reads records only. A
+difference smaller than the spread is said to be none.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Final
 import numpy as np
 
 from offbeat.run.records import Evaluation, Summary
-from offbeat_lab.breakdown import Steps, lateness, read_steps
-from offbeat_lab.comparison import Comparison, Difference, Measure
+from offbeat_lab.breakdown import Steps, lateness, read_steps, slow_worker_of
+from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
 from offbeat_lab.factor_work import FactorWork, factor_work
-from offbeat_lab.findings import findings, verdict
 from offbeat_lab.records import Record, read_profiles
 from offbeat_lab.statistics import Estimate, compare, estimate
 
@@ -264,3 +263,282 @@ def _differences(
                     Difference(measure=measure, a=a.label, b=b.label, **ratio.model_dump())
                 )
     return found
+
+
+def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Difference | None:
+    """The difference from `a` to `b`, whichever way round it is stored; None if there is none.
+
+    Args:
+        comparison: with its differences.
+        measure: which of them.
+        a, b: labels of two strategies.
+    """
+    for found in comparison.differences:
+        if found.measure == measure and (found.a, found.b) == (a, b):
+            return found
+        if found.measure == measure and (found.b, found.a) == (a, b):
+            return _turned(found)
+    return None
+
+
+def ranking(comparison: Comparison, measure: Measure) -> list[ComparedStrategy]:
+    """Those that have a median of `measure`, the least first."""
+    able = [
+        c
+        for c in comparison.contestants
+        if measure in c.measures and c.measures[measure].median is not None
+    ]
+    return sorted(able, key=lambda contestant: contestant.measures[measure].median or 0.0)
+
+
+def winner(comparison: Comparison) -> ComparedStrategy | None:
+    """The strategy that the verdict speaks of: the first to reach the target in all its runs, else
+    the one with the shortest steps. Whether it is ahead beyond the spread is for the verdict to
+    say. None where nothing finished.
+    """
+    order = _complete(comparison) or ranking(comparison, "step_s")
+    return order[0] if order else None
+
+
+def _complete(comparison: Comparison) -> list[ComparedStrategy]:
+    """Those that reached the target in every run, the fastest first."""
+    if comparison.target is None:
+        return []
+    order = ranking(comparison, "time_to_target_s")
+    return [c for c in order if None not in c.measures["time_to_target_s"].values]
+
+
+def verdict(comparison: Comparison) -> str:
+    """Which strategy is best, in one sentence, or that none is."""
+    if comparison.target is None:
+        return _step_verdict(comparison)
+    goal = f"{comparison.metric_name.replace('_', ' ')} {comparison.target:.4g}"
+    complete = _complete(comparison)
+    if len(complete) < 2:
+        return _verdict_for_few(comparison, goal, complete)
+    first, second, last = complete[0], complete[1], complete[-1]
+    if not first.measures["time_to_target_s"].median:
+        return f"{_step_verdict(comparison)[:-1]}; {goal} was reached before the first step."
+    difference = between(comparison, "time_to_target_s", second.label, first.label)
+    assert difference is not None
+    took_s = _seconds(first, "time_to_target_s")
+    if difference.low is None:
+        return (
+            f"In the only run of each, {first.label} was the first to reach {goal}, in {took_s};"
+            f" {_step_verdict(comparison, said=first.label)}"
+        )
+    if difference.decided:
+        return (
+            f"{first.label} reached {goal} in {took_s}, {difference.ratio:.3g} times faster than"
+            f" {second.label}, the next best."
+        )
+    equals = _undecided(comparison, "time_to_target_s", complete)
+    rest = (
+        f"; {last.label} took {_seconds(last, 'time_to_target_s')}"
+        if last.label not in equals
+        else ""
+    )
+    return (
+        f"No difference in the time to {goal} between {_listed(equals)} that this"
+        f" comparison can see{rest}."
+    )
+
+
+def _verdict_for_few(
+    comparison: Comparison, goal: str, complete: Sequence[ComparedStrategy]
+) -> str:
+    """The verdict where at most one strategy reached the target in every run."""
+    if len(ranking(comparison, "step_s")) < 2:
+        return _step_verdict(comparison)
+    if not complete:
+        return f"{_step_verdict(comparison)[:-1]}; none of them reached {goal} in every run."
+    return (
+        f"Only {complete[0].label} reached {goal} in every run, in"
+        f" {_seconds(complete[0], 'time_to_target_s')}."
+    )
+
+
+def _step_verdict(comparison: Comparison, *, said: str | None = None) -> str:
+    """Which strategy takes the shortest steps, or that none does.
+
+    Args:
+        comparison: with its differences.
+        said: the label that a sentence has begun with, which goes on with this.
+    """
+    order = ranking(comparison, "step_s")
+    if not order:
+        return "No strategy finished."
+    if len(order) == 1:
+        only = "Only " if len(comparison.contestants) > 1 else ""
+        return f"{only}{order[0].label} finished: {_seconds(order[0], 'step_s')} a step."
+    first, second = order[0], order[1]
+    difference = between(comparison, "step_s", second.label, first.label)
+    assert difference is not None
+    if difference.decided:
+        who = "it" if first.label == said else first.label
+        return (
+            f"{who} takes the shortest steps, {_seconds(first, 'step_s')}:"
+            f" {difference.ratio:.3g} times faster than {second.label}, the next best."
+        )
+    equals = _undecided(comparison, "step_s", order)
+    return (
+        f"{'no' if said else 'No'} difference in step time between"
+        f" {_listed(equals)} that this comparison can see."
+    )
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """What else is worth knowing, a sentence each: failures, each strategy against DDP, the metric,
+    who is slow.
+    """
+    found = [
+        f"{c.label} failed: {c.failure}" for c in comparison.contestants if c.failure is not None
+    ]
+    order = ranking(comparison, "step_s")
+    found += _next_best(comparison)
+    reference = next(
+        (c for name in ("ddp", "allreduce") for c in order if c.strategy == name), None
+    )
+    if reference is not None:
+        for contestant in order:
+            difference = between(comparison, "step_s", reference.label, contestant.label)
+            if contestant is not reference and difference is not None:
+                found.append(_against(reference, contestant, difference))
+    found += _metric_gaps(comparison)
+    if comparison.target is not None:
+        for contestant in comparison.contestants:
+            missed = (
+                sum(value is None for value in contestant.measures["time_to_target_s"].values)
+                if contestant.measures
+                else 0
+            )
+            if missed:
+                runs = f"{missed} of its {len(contestant.runs)} runs"
+                found.append(f"{contestant.label} did not reach {comparison.target:.4g} in {runs}.")
+    return found + _slow_worker(order)
+
+
+def _next_best(comparison: Comparison) -> list[str]:
+    """How sure the verdict's factor is."""
+    races: list[tuple[Measure, str, list[ComparedStrategy]]] = [
+        ("time_to_target_s", "the time to the target", _complete(comparison)),
+        ("step_s", "the time of a step", ranking(comparison, "step_s")),
+    ]
+    for measure, what, order in races:
+        if len(order) > 1:
+            found = between(comparison, measure, order[1].label, order[0].label)
+            if found is not None and found.decided and found.low is not None:
+                return [
+                    f"{order[0].label} against {order[1].label}, the next best in {what}:"
+                    f" {_times(found)} faster."
+                ]
+    return []
+
+
+def _against(
+    reference: ComparedStrategy, contestant: ComparedStrategy, difference: Difference
+) -> str:
+    steps = (
+        f"{contestant.label} takes {_seconds(contestant, 'step_s')} a step, {reference.label}"
+        f" {_seconds(reference, 'step_s')}"
+    )
+    if not difference.decided:
+        return f"{steps}: no difference larger than the spread."
+    faster = difference.ratio > 1
+    times = _times(difference) if faster else _times(_turned(difference))
+    return f"{steps}: {times} {'faster' if faster else 'slower'}."
+
+
+def _metric_gaps(comparison: Comparison) -> list[str]:
+    """By how much final metrics differ from the dense ones at equal steps."""
+    reference = next(
+        (c for c in comparison.contestants if c.strategy in ("ddp", "allreduce") and c.measures),
+        None,
+    )
+    if reference is None or not (base := reference.measures["final_metric"].median):
+        return []
+    name = comparison.metric_name.replace("_", " ")
+    gaps = []
+    for contestant in comparison.contestants:
+        metric = contestant.measures["final_metric"].median if contestant.measures else None
+        if contestant is not reference and metric is not None:
+            worse = (metric - base) / abs(base) * (-1 if comparison.higher_is_better else 1)
+            how = (
+                "the same as"
+                if round(metric, 4) == round(base, 4)
+                else f"{abs(worse):.2%} {'worse' if worse > 0 else 'better'} than"
+            )
+            gaps.append(
+                f"After {comparison.steps} steps {contestant.label} has {name} {metric:.4f}, {how}"
+                f" {reference.label}'s."
+            )
+    return gaps
+
+
+def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
+    """The worker that its peers wait for, and how long under the first strategy that says so."""
+    waiting = [contestant for contestant in order if contestant.lateness_s]
+    slow = slow_worker_of(contestant.slow_worker for contestant in waiting)
+    if slow is None:
+        return []
+    contestant = next(contestant for contestant in waiting if contestant.slow_worker == slow)
+    lag = _time_text(contestant.lateness_s[slow])
+    return [
+        f"Worker {slow} is the slow one: under {contestant.label} it comes to the exchange {lag}"
+        " after the first worker on average."
+    ]
+
+
+def _decided(
+    comparison: Comparison, measure: Measure, a: ComparedStrategy, b: ComparedStrategy
+) -> bool:
+    difference = between(comparison, measure, a.label, b.label)
+    return difference is not None and difference.decided
+
+
+def _undecided(
+    comparison: Comparison, measure: Measure, order: Sequence[ComparedStrategy]
+) -> list[str]:
+    """The labels of the first, and of those that nobody in this list is decidedly ahead of: with a
+    wide spread the first may be as fast as two others of which one is faster than the other.
+    """
+    equals: list[ComparedStrategy] = []
+    for contestant in order:
+        if not any(_decided(comparison, measure, contestant, ahead) for ahead in equals):
+            equals.append(contestant)
+    return [contestant.label for contestant in equals]
+
+
+def _turned(difference: Difference) -> Difference:
+    low, high = (
+        (None, None)
+        if difference.low is None or difference.high is None
+        else (1 / difference.high, 1 / difference.low)
+    )
+    return difference.model_copy(
+        update={
+            "a": difference.b,
+            "b": difference.a,
+            "ratio": 1 / difference.ratio,
+            "low": low,
+            "high": high,
+        }
+    )
+
+
+def _times(difference: Difference) -> str:
+    if difference.low is None or difference.high is None:
+        return f"{difference.ratio:.3g} times"
+    return f"{difference.ratio:.3g} times ({difference.low:.3g} to {difference.high:.3g})"
+
+
+def _seconds(contestant: ComparedStrategy, measure: Measure) -> str:
+    return _time_text(contestant.measures[measure].median or 0.0)
+
+
+def _time_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"

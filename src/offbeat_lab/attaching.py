@@ -23,8 +23,7 @@ from offbeat.session.session import Adopted, Session
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver
 from offbeat_lab.config import cluster_of
-from offbeat_lab.emulation.delaying import Delaying, Delivery
-from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.emulation.delaying import Delaying, Delivery, StepTimeEmulator
 from offbeat_lab.native import CommunicationMeter, Native, NativeSession
 from offbeat_lab.options import Recipe
 from offbeat_lab.records import emulation_of

@@ -24,7 +24,7 @@ from offbeat.run.supervisor import WorkerGroup
 from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
-from offbeat_lab.forked_workers import worker_program
+from offbeat_lab.forking import worker_program
 from offbeat_lab.options import build_strategy
 
 SIGNALS: Final[Mapping[str, signal.Signals]] = {

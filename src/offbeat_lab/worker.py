@@ -6,28 +6,207 @@ Run by the supervisor as `python -m offbeat_lab.worker RUN/config.json`, or fork
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
+
+from typing_extensions import override
 
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
-from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, pipe_reporter
-from offbeat.run.recipes import ScriptRecipe
-from offbeat.run.recording import OpenRecord
+from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
+from offbeat.run.recipes import ALONE, ScriptRecipe
+from offbeat.run.recording import OpenRecord, ScriptRecorder
+from offbeat.run.records import RunDirectory
+from offbeat.run.step_recorder import StepRecorder, StepTime
 from offbeat.run.worker import listen_to_supervisor, run_supervised
-from offbeat_lab.attaching import link_delay, script_recipe
-from offbeat_lab.compared_script import ComparedScript
+from offbeat_lab.attaching import link_delay, script_recipe, step_time
 from offbeat_lab.config import recipe_of
 from offbeat_lab.joining import join, leave
-from offbeat_lab.pauses import StepLimit
+from offbeat_lab.pauses import Pauses, StepLimit
 from offbeat_lab.records import Record
 from offbeat_lab.training import train_rank
+
+PATIENCE_S: Final = 10.0
+"""For how long the leader waits for ranks that are behind: one may have left its loop."""
+
+_LOOK_EVERY_S: Final = 2e-3
+_never: Final = threading.Event()
+
+
+class EvaluationPause:
+    """Lets no rank of a script that is compared train on while the leader evaluates; one rank's
+    side.
+
+    Where ranks do not keep step, the others would go on meanwhile, and what the leader measures,
+    and all that follows, would have had more training than its steps and seconds say.
+
+        the leader evaluates after step n      waits for those that have not done n steps
+        the others                             do n steps, and begin none after them
+        the leader begins step n + 1           and so do the others
+
+    A rank that was further than n stays so: nobody knew before that there would be an evaluation.
+    It pauses where a step begins and not where one ends, since a script may evaluate on all ranks
+    together.
+
+    Args:
+        coordinator: of this run's ranks.
+        inform: is told, once, that the leader has evaluated although ranks were behind.
+        patience_s: for how long the leader waits for others.
+
+    Attributes:
+        is_evaluating: whether this rank leads and evaluates.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        inform: Callable[[str], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._coordinator = coordinator
+        self._inform = inform
+        self._patience_s = patience_s
+        self._was_told = False
+        self.is_evaluating = False
+
+    def step_done(self, step: int, seconds: float) -> None:
+        """This rank has done `step` steps in `seconds` seconds of training."""
+        self._coordinator.publish(self._place(self._coordinator.rank), json.dumps([step, seconds]))
+
+    def begin(self, step: int, seconds: float) -> float:
+        """This rank leads, and evaluates after `step` steps and `seconds` seconds of training.
+
+        Returns:
+            The training time in which all living ranks have done as many steps.
+        """
+        coordinator = self._coordinator
+        self.is_evaluating = True
+        coordinator.publish("evaluating", json.dumps([coordinator.rank, step]))
+        polls = int(self._patience_s / _LOOK_EVERY_S)
+        behind = []
+        for rank in range(coordinator.world_size):
+            if rank == coordinator.rank:
+                continue
+            done, took_s = self._progress(rank)
+            while done < step and coordinator.is_alive(rank, step) and polls:
+                polls -= 1
+                _never.wait(_LOOK_EVERY_S)
+                done, took_s = self._progress(rank)
+            if coordinator.is_alive(rank, step):
+                seconds = max(seconds, took_s)
+                behind += [f"{done} steps of worker {rank}"] if done < step else []
+        if behind and not self._was_told:
+            self._was_told = True
+            self._inform(
+                f"what was measured after {step} steps is of a model with fewer: of"
+                f" {', '.join(behind)} after {self._patience_s:g} s of waiting; let all workers do"
+                " equally many steps"
+            )
+        return seconds
+
+    def end(self) -> None:
+        """This rank goes on training, or has come to its end."""
+        if self.is_evaluating:
+            self.is_evaluating = False
+            self._coordinator.publish("evaluating", "")
+
+    def wait(self, steps_done: int) -> None:
+        """Return when this rank, which has done `steps_done` steps, may begin another one."""
+        while text := self._coordinator.published("evaluating"):
+            leader, step = json.loads(text)
+            if steps_done < step or self._coordinator.leader != leader:
+                return  # a leader that has died does not evaluate any more
+            _never.wait(_LOOK_EVERY_S)
+
+    def _progress(self, rank: int) -> tuple[int, float]:
+        step, seconds = json.loads(self._coordinator.published(self._place(rank)) or "[0, 0.0]")
+        return step, seconds
+
+    def _place(self, rank: int) -> str:
+        return f"progress/{rank}"
+
+
+class ComparedScript(ScriptRecorder):
+    """Records one rank of a script that is compared: between its steps it waits for its turn, and
+    while the leader evaluates.
+
+    Args:
+        open_record, report, stop_after, patience_s: as of `ScriptRecorder`.
+        turns: the steps that it may do.
+    """
+
+    def __init__(
+        self,
+        open_record: Callable[[], OpenRecord | None],
+        report: Reporter,
+        *,
+        turns: StepLimit,
+        stop_after: int | None,
+        patience_s: float | None = None,
+    ) -> None:
+        super().__init__(open_record, report, stop_after=stop_after, patience_s=patience_s)
+        self._turns = turns
+        self._pauses: Pauses | None = None
+        self._pause: EvaluationPause | None = None
+
+    @override
+    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
+        return step_time(record, rank)
+
+    @override
+    def _training_begins(self, recorder: StepRecorder) -> None:
+        run = recorder.run
+        alone = run.attached.session.averages_alone
+        # Where ranks average alone they would wait for the leader's evaluation too.
+        meets = run.record.config.strategy != ALONE and not alone
+        self._pauses = Pauses(run, recorder, self._turns, threading.Event(), meets=meets)
+        if self._turns.ends_turns and alone:
+            self._pause = EvaluationPause(run.coordinator, run.notices.append)
+        self._pauses.wait_for_turn(run.schedule.position.step)
+
+    @override
+    def _step_begins(self, recorder: StepRecorder) -> None:
+        if self._pause is not None:
+            began_s = time.monotonic()
+            with recorder.run.attached.session.resting():
+                self._pause.wait(recorder.run.schedule.position.step)
+            recorder.leave_out(time.monotonic() - began_s)
+
+    @override
+    def _meet(self, step: int) -> float:
+        return 0.0 if self._pauses is None else self._pauses.meet(step)
+
+    @override
+    def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
+        if self._pause is not None:
+            self._pause.step_done(step, recorder.elapsed_s)
+
+    @override
+    def _wait_for_turn(self, step: int) -> None:
+        if self._pauses is not None:
+            self._pauses.wait_for_turn(step)
+
+    @override
+    def _evaluation_begins(self, recorder: StepRecorder) -> float:
+        if self._pause is None or self._pause.is_evaluating:
+            return self._evaluated_s
+        with recorder.run.attached.session.resting():
+            return self._pause.begin(recorder.run.schedule.position.step, recorder.elapsed_s)
+
+    @override
+    def _evaluation_ends(self) -> None:
+        super()._evaluation_ends()
+        if self._pause is not None:
+            self._pause.end()
 
 
 def train_task(run_directory: Path, turns: StepLimit, obey: Callable[[str], None]) -> int:

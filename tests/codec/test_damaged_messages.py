@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
 from offbeat import TopKCodec
+from offbeat.codec.index_codecs import decode_rows, encode_rows
 from offbeat.codec.model_wire import MessageKind, ModelMessage, Note
-from offbeat.codec.row_sets import decode_rows, encode_rows
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import VALUE_CODECS

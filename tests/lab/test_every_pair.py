@@ -19,7 +19,7 @@ from offbeat.run.recipes import ALONE
 from offbeat.run.records import begin_attempt, create
 from offbeat.strategies.by_name import strategy_values
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.compare_plan import CompareRequest, plan_comparison
+from offbeat_lab.compare import CompareRequest, plan_comparison
 from offbeat_lab.options import RECIPES, build_strategy
 from offbeat_lab.pauses import StepLimit
 from offbeat_lab.records import Record

@@ -18,8 +18,14 @@ from typing import Any
 import pytest
 
 from lab_support import fork_server
-from offbeat_lab.forked_workers import WorkerForks
-from offbeat_lab.forking import ForkedProcess, ForkServer, ForkServerError
+from offbeat.run.config import ScriptCommand
+from offbeat_lab.forking import (
+    ForkedProcess,
+    ForkServer,
+    ForkServerError,
+    WorkerForks,
+    first_imports,
+)
 
 pytestmark = [
     pytest.mark.ranks,
@@ -192,7 +198,7 @@ def test_the_server_imports_what_it_can_of_what_it_is_told(tmp_path: Path) -> No
 
 SUPERVISOR = """
 import os, sys
-from offbeat_lab.forked_workers import WorkerForks
+from offbeat_lab.forking import WorkerForks
 
 stdin, to_stdin = os.pipe()
 WorkerForks("lab_support.fork_server").fork(
@@ -295,3 +301,41 @@ def test_a_server_that_cannot_fork_with_what_it_imports_does_without(
     assert server_of(forks, tmp_path / "log", threaded) == server
     assert server_of(forks, tmp_path / "log") == server
     assert server_of(forks, tmp_path / "log", ["colorsys"]) != server
+
+
+def imports_of(path: Path, text: str) -> list[str]:
+    path.write_text(text)
+    return first_imports(ScriptCommand(path=str(path), arguments=[]))
+
+
+def test_they_end_where_the_script_does_something_else(tmp_path: Path) -> None:
+    text = '''"""A script."""
+from __future__ import annotations
+import os, sklearn.datasets as data
+from torch.utils import data as loaders
+from math import *
+from . import sibling
+os.environ["SETTING"] = "1"
+import transformers
+'''
+    assert imports_of(tmp_path / "train.py", text) == [
+        "__future__.annotations",
+        "os",
+        "sklearn.datasets",
+        "torch.utils.data",
+        "math",
+    ]
+
+
+def test_the_scripts_own_modules_are_left_to_it(tmp_path: Path) -> None:
+    (tmp_path / "model.py").touch()
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "__init__.py").touch()
+    text = "import model\nfrom layers.dense import Dense\nimport math\n"
+    assert imports_of(tmp_path / "train.py", text) == ["math"]
+
+
+def test_what_is_no_python_is_left_to_python(tmp_path: Path) -> None:
+    assert imports_of(tmp_path / "train.py", "import math\nthis is no Python\n") == []
+    module = ScriptCommand(path="package.train", arguments=[], as_module=True)
+    assert first_imports(module) == []

@@ -26,8 +26,7 @@ from offbeat.session.checkpoint import latest, verify
 from offbeat_lab.cli import main as command_line
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request
-from offbeat_lab.forked_workers import WorkerForks
-from offbeat_lab.forking import ForkServerError
+from offbeat_lab.forking import ForkServerError, WorkerForks
 from offbeat_lab.records import Record
 from offbeat_lab.train import plan, train
 from ranks_support.launch import Place, launch_in_places

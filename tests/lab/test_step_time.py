@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_lab.cluster import Cluster, SpeedChange, Straggling
-from offbeat_lab.emulation import step_time as step_time_module
-from offbeat_lab.emulation.step_time import StepTimeEmulator
+from offbeat_lab.emulation import delaying
+from offbeat_lab.emulation.delaying import StepTimeEmulator
 
 
 class Clock:
@@ -61,7 +61,7 @@ def step(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(step_time_module, "time", clock)
+    monkeypatch.setattr(delaying, "time", clock)
     return clock
 
 
@@ -80,7 +80,7 @@ def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
 ) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_time_module, "time", clock)
+        patch.setattr(delaying, "time", clock)
         step_time = StepTimeEmulator(
             Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False
         )
@@ -104,7 +104,7 @@ def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
 def test_a_larger_batch_takes_as_much_longer(speed: float, sizes: list[float]) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_time_module, "time", clock)
+        patch.setattr(delaying, "time", clock)
         step_time = StepTimeEmulator(
             Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False
         )
@@ -133,7 +133,7 @@ def test_a_straggler_sleeps_its_delay_and_nobody_else_does(
     late = (Straggling(workers=2, delay_s=0.32, probability=0.5),)
     clock, cluster = Clock(), Cluster(workers=4, straggling=late, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_time_module, "time", clock)
+        patch.setattr(delaying, "time", clock)
         step_time = StepTimeEmulator(cluster, rank, by_sleeping=False)
         duration_s = step(step_time, clock, number, forward_s=0.01, backward_s=0.02)
     assert duration_s == pytest.approx(0.03 + cluster.delay_s(rank, number))
@@ -154,7 +154,7 @@ def test_without_a_quota_a_slow_worker_sleeps_as_if_it_computed_for_longer(
 ) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_time_module, "time", clock)
+        patch.setattr(delaying, "time", clock)
         by_sleeping, by_quota = (
             StepTimeEmulator(Cluster(workers=1, speeds=(speed,)), 0, by_sleeping=asleep)
             for asleep in (True, False)

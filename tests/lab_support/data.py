@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat.xmc.xmlrepo import XmlFiles
-from offbeat_lab.sparse_files import write
-from offbeat_lab.synthetic_rows import Synthetic
+from offbeat_lab.sparse_data import Synthetic, write
 
 ROWS = Synthetic(num_features=60, num_labels=12, mean_draws=15.0, mean_labels=1.5, seed=1)
 

@@ -15,8 +15,7 @@ from offbeat.xmc.row_optimizers import RowAdagrad, RowSGD
 from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat_lab.config import Request
 from offbeat_lab.records import Record
-from offbeat_lab.sparse_files import write
-from offbeat_lab.synthetic_rows import Synthetic
+from offbeat_lab.sparse_data import Synthetic, write
 from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters
 from rank_jobs.regression import fingerprint

@@ -12,9 +12,10 @@ from hypothesis.extra import numpy as arrays
 
 from offbeat.run.records import WorkerLoss
 from offbeat_lab.breakdown import Steps
-from offbeat_lab.report.charts import bin_mean, line_charts
-from offbeat_lab.report.charts_timeline import (
+from offbeat_lab.report.charts import (
     MAX_BARS,
+    bin_mean,
+    line_charts,
     middle,
     phase_lengths_s,
     side_by_side,

@@ -12,8 +12,7 @@ import pytest
 from offbeat_lab.records import Record
 from offbeat_lab.report.charts_dispatch import Dispatch, dispatches, own_speeds, reached
 from offbeat_lab.report.data import PageContent, RunResults
-from offbeat_lab.report.data_records import read_run
-from offbeat_lab.report.page import read_report
+from offbeat_lab.report.page import read_report, read_run
 from report_support.synthetic import mega_batch_of
 
 KEYS = ["batch", "updates", "weight", "idle", "rate"]

@@ -12,8 +12,7 @@ import pytest
 
 from offbeat_lab.records import Record
 from offbeat_lab.report.data import PageContent
-from offbeat_lab.report.data_records import read_run
-from offbeat_lab.report.page import read_report, write_report
+from offbeat_lab.report.page import read_report, read_run, write_report
 from offbeat_lab.report.page_factors import (
     KINDS,
     MAX_SPANS,

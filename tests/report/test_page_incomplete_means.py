@@ -6,7 +6,7 @@ from pathlib import Path
 
 from offbeat.run.records import Evaluation, EventWriter
 from offbeat_lab.records import Record
-from offbeat_lab.report.data_records import report_of_comparison, report_of_run
+from offbeat_lab.report.page import report_of_comparison, report_of_run
 from report_support.synthetic import Made, write_comparison_of, write_run
 
 REMARK = "the metric at step 40 is that of a mean without worker 2, 3"

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat import Session
 from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
-from offbeat.run.carried_state import KEY, share_of
-from offbeat.run.coupling import ModelListener, ScriptSessions
+from offbeat.run.coupling import STATE_KEY, ModelListener, ScriptSessions, share_of
 from offbeat.run.recipes import StrategyRecipe
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.run.worker import patched_for
@@ -385,7 +384,7 @@ def test_residuals_travel_in_the_optimizers_state(group: None) -> None:
     resumed, _ = train(batches[5:], saved)
     assert resumed == at_once
     checkpoint = torch.load(io.BytesIO(saved))
-    del checkpoint["optimizer"][KEY]
+    del checkpoint["optimizer"][STATE_KEY]
     torch.save(checkpoint, without := io.BytesIO())
     assert train(batches[5:], without.getvalue())[0] != at_once
 

@@ -10,7 +10,7 @@ from offbeat.errors import ConfigError
 from offbeat.xmc.classifier import SparseClassifier
 from offbeat.xmc.metrics import RankingMetrics
 from offbeat.xmc.row_optimizers import RowAdagrad
-from offbeat_lab.synthetic_rows import Synthetic
+from offbeat_lab.sparse_data import Synthetic
 
 DATA = Synthetic(num_features=300, num_labels=40, mean_draws=20.0, mean_labels=1.5, seed=3)
 

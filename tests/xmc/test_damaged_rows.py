@@ -13,7 +13,7 @@ from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
 from offbeat.errors import ConfigError
 from offbeat.xmc.xmlrepo import XmlFiles, load
 from offbeat_lab.cli.main import app
-from offbeat_lab.sparse_files import inspect
+from offbeat_lab.sparse_data import inspect
 from offbeat_lab.tasks import build_task
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from offbeat.errors import ConfigError
 from offbeat.xmc import text_rows
 from offbeat.xmc.rows import Examples, SparseRows
 from offbeat.xmc.xmlrepo import XmlFiles, load, read
-from offbeat_lab.sparse_files import convert, inspect, write
+from offbeat_lab.sparse_data import convert, inspect, write
 
 NUM_FEATURES, NUM_LABELS = 40, 12
 

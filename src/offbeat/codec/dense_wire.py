@@ -83,11 +83,6 @@ class DenseWire:
                 " damaged, or the ranks use different models, options or versions of offbeat"
             )
         tally = Tally.from_bytes(data[_HEAD.size : at_values], num_parameters=self.num_parameters)
-        if not 0 <= tally.weight < np.inf:
-            raise WireError(
-                f"a message has weight {tally.weight}, allowed are finite ones from 0 on; it is"
-                " damaged"
-            )
         return self._read(np.frombuffer(data[at_values:], np.uint8).copy(), like), tally
 
     def _read(self, coded: np.ndarray, like: torch.Tensor) -> torch.Tensor:

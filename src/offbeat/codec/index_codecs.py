@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -297,3 +297,38 @@ def _decode_gaps(
         indices[count] = position
         count += np.uint64(is_entry)
     return np.int64(count), is_entry
+
+
+RowSet: TypeAlias = NDArray[np.bool_]
+"""For each row whether it is in, shape (rows,)."""
+
+_ROW_NUMBERS, _ROW_BITS = b"l", b"b"
+_ROW_NUMBER = np.dtype("<u4")
+
+
+def encode_rows(rows: RowSet) -> bytes:
+    """Which rows of a matrix, in as few bytes as a list of numbers or a bit for each row takes.
+
+    Layout: one byte that says which, then numbers (u32, little-endian, ascending) or bits.
+    """
+    numbers = np.flatnonzero(rows)
+    if numbers.size * _ROW_NUMBER.itemsize < -(-rows.size // 8):
+        return _ROW_NUMBERS + numbers.astype(_ROW_NUMBER).tobytes()
+    return _ROW_BITS + np.packbits(rows).tobytes()
+
+
+def decode_rows(payload: bytes | memoryview, num_rows: int) -> RowSet:
+    """Inverse of `encode_rows`. Raises `WireError` for what is no set of so many rows."""
+    kind, body = bytes(payload[:1]), payload[1:]
+    if kind == _ROW_BITS and len(body) == -(-num_rows // 8):
+        return np.unpackbits(np.frombuffer(body, np.uint8), count=num_rows).astype(np.bool_)
+    if kind == _ROW_NUMBERS and len(body) % _ROW_NUMBER.itemsize == 0:
+        numbers = np.frombuffer(body, _ROW_NUMBER)
+        if not numbers.size or int(numbers.max()) < num_rows:
+            rows = np.zeros(num_rows, np.bool_)
+            rows[numbers] = True
+            return rows
+    raise WireError(
+        f"a set of {num_rows} rows came as {len(payload)} bytes of kind {kind!r}; do all ranks"
+        " train the same model?"
+    )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import SupportsIndex, cast
+from typing import SupportsIndex, TypeAlias, cast
 
 import numba
 import numpy as np
@@ -30,6 +30,9 @@ from offbeat.codec.jit import keep_freed_memory, kernel
 from offbeat.errors import WireError
 
 _ONE = np.uint64(1)
+
+_Pairs: TypeAlias = tuple[NDArray[np.int64], NDArray[np.floating]]
+"""Indices and values, of the same shape, as the kernels take them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,7 +90,7 @@ def add(a: Sparse, b: Sparse) -> Sparse:
     if not len(b):
         return a
     total = _room_for(len(a) + len(b), a)
-    return _pairs(*total, a, end=_add_sorted(a.indices, a.values, b.indices, b.values, *total))
+    return _pairs(total, a, end=_add_sorted((a.indices, a.values), (b.indices, b.values), total))
 
 
 def add_all(sparses: Sequence[Sparse]) -> Sparse:
@@ -122,13 +125,12 @@ def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
         kth = np.partition(bits & mask, bits.size - k)[bits.size - k]
     else:
         kth = mask ^ mask if k else mask  # below or above every magnitude
-    indices, values = _room_for(len(sparse) + 1, sparse)
+    split = indices, values = _room_for(len(sparse) + 1, sparse)
     num_kept, num_others = _split_largest(
         sparse.indices, bits, mask, kth, k, indices, bits_of(values)
     )
-    return _pairs(indices, values, sparse, end=num_kept), _pairs(
-        indices, values, sparse, begin=k, end=k + num_others
-    )
+    kept = _pairs(split, sparse, end=num_kept)
+    return kept, _pairs(split, sparse, begin=k, end=k + num_others)
 
 
 def merge(a: Sparse, b: Sparse, k: int) -> tuple[Sparse, Sparse]:
@@ -140,21 +142,19 @@ def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, 
     """The pairs whose index is among the ascending `indices`, and the others."""
     inside, outside = _room_for(len(sparse), sparse), _room_for(len(sparse), sparse)
     num_inside, num_outside = _split_common(
-        sparse.indices, sparse.values, indices, *inside, *outside
+        (sparse.indices, sparse.values), indices, inside, outside
     )
-    return _pairs(*inside, sparse, end=num_inside), _pairs(*outside, sparse, end=num_outside)
+    return _pairs(inside, sparse, end=num_inside), _pairs(outside, sparse, end=num_outside)
 
 
 def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
     """The pairs of each owner; `arithmetic.fusion.owner_of` says who owns an index."""
-    indices, values = _room_for(len(sparse), sparse)
+    dealt = _room_for(len(sparse), sparse)
     ends = np.empty(num_owners, dtype=np.int64)
     owners = np.empty(len(sparse), dtype=np.uint32)
-    _deal(sparse.indices, sparse.values, owners, ends, indices, values)
+    _deal((sparse.indices, sparse.values), owners, ends, dealt)
     bounds = [0, *ends.tolist()]
-    return [
-        _pairs(indices, values, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)
-    ]
+    return [_pairs(dealt, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)]
 
 
 def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
@@ -168,19 +168,13 @@ def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
     return union
 
 
-def _room_for(num_pairs: int, like: Sparse) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+def _room_for(num_pairs: int, like: Sparse) -> _Pairs:
     keep_freed_memory()
     return np.empty(num_pairs, dtype=np.int64), np.empty(num_pairs, dtype=like.values.dtype)
 
 
-def _pairs(
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-    like: Sparse,
-    *,
-    begin: SupportsIndex = 0,
-    end: SupportsIndex,
-) -> Sparse:
+def _pairs(pairs: _Pairs, like: Sparse, *, begin: SupportsIndex = 0, end: SupportsIndex) -> Sparse:
+    indices, values = pairs
     return Sparse(
         indices=indices[begin:end], values=values[begin:end], num_elements=like.num_elements
     )
@@ -212,33 +206,35 @@ def _sum_of_squares(values: NDArray[np.floating]) -> float:
 
 @kernel
 def _add_next(
-    indices_a: NDArray[np.int64],
-    values_a: NDArray[np.floating],
-    indices_b: NDArray[np.int64],
-    values_b: NDArray[np.floating],
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-    a: np.uint64,
-    b: np.uint64,
-    count: np.uint64,
+    first: _Pairs, second: _Pairs, total: _Pairs, a: np.uint64, b: np.uint64, count: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64]:
     """One step of the merge: writes the next pair, returns the positions after it."""
-    index_a, index_b, value_a, value_b = indices_a[a], indices_b[b], values_a[a], values_b[b]
+    index_a, index_b, value_a, value_b = first[0][a], second[0][b], first[1][a], second[1][b]
     takes_a, takes_b = index_a <= index_b, index_b <= index_a
-    zero = values.dtype.type(0)
-    indices[count] = min(index_a, index_b)
-    values[count] = (value_a if takes_a else zero) + (value_b if takes_b else zero)
+    zero = total[1].dtype.type(0)
+    total[0][count] = min(index_a, index_b)
+    total[1][count] = (value_a if takes_a else zero) + (value_b if takes_b else zero)
     return a + np.uint64(takes_a), b + np.uint64(takes_b), count + _ONE
 
 
 @kernel
+def _copy(
+    source: _Pairs, begin: np.uint64, end: np.uint64, target: _Pairs, count: np.uint64
+) -> np.uint64:
+    """Copies pairs to `count` and the places behind it. Returns where they end."""
+    while begin < end:
+        target[0][count] = source[0][begin]
+        target[1][count] = source[1][begin]
+        begin += _ONE
+        count += _ONE
+    return count
+
+
+@kernel
 def _add_rest(
-    indices_a: NDArray[np.int64],
-    values_a: NDArray[np.floating],
-    indices_b: NDArray[np.int64],
-    values_b: NDArray[np.floating],
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
+    first: _Pairs,
+    second: _Pairs,
+    total: _Pairs,
     a: np.uint64,
     end_a: np.uint64,
     b: np.uint64,
@@ -247,57 +243,31 @@ def _add_rest(
 ) -> np.uint64:
     """The merge from given positions to given ends. Returns where the result ends."""
     while a < end_a and b < end_b:
-        a, b, count = _add_next(
-            indices_a, values_a, indices_b, values_b, indices, values, a, b, count
-        )
-    while a < end_a:
-        indices[count] = indices_a[a]
-        values[count] = values_a[a]
-        a += _ONE
-        count += _ONE
-    while b < end_b:
-        indices[count] = indices_b[b]
-        values[count] = values_b[b]
-        b += _ONE
-        count += _ONE
-    return count
+        a, b, count = _add_next(first, second, total, a, b, count)
+    return _copy(second, b, end_b, total, _copy(first, a, end_a, total, count))
 
 
 @kernel
-def _add_sorted(
-    indices_a: NDArray[np.int64],
-    values_a: NDArray[np.floating],
-    indices_b: NDArray[np.int64],
-    values_b: NDArray[np.floating],
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-) -> np.int64:
+def _add_sorted(first: _Pairs, second: _Pairs, total: _Pairs) -> np.int64:
     """Merge two ascending lists into one, adding the values of equal indices. Returns its length.
 
     Each step of a merge waits for the one before it, so two of them are done side by side: what
-    lies below the middle of the
-    first list, and the rest.
+    lies below the middle of the first list, and the rest.
     """
-    size_a, size_b = np.uint64(indices_a.size), np.uint64(indices_b.size)
+    size_a, size_b = np.uint64(first[0].size), np.uint64(second[0].size)
     middle_a = size_a // np.uint64(2)
-    middle_b = np.uint64(np.searchsorted(indices_b, indices_a[middle_a])) if size_a > 0 else size_b
+    middle_b = np.uint64(np.searchsorted(second[0], first[0][middle_a])) if size_a > 0 else size_b
     a = b = low = np.uint64(0)
     c, d, high = middle_a, middle_b, middle_a + middle_b
     while a < middle_a and b < middle_b and c < size_a and d < size_b:
-        a, b, low = _add_next(indices_a, values_a, indices_b, values_b, indices, values, a, b, low)
-        c, d, high = _add_next(
-            indices_a, values_a, indices_b, values_b, indices, values, c, d, high
-        )
-    low = _add_rest(
-        indices_a, values_a, indices_b, values_b, indices, values, a, middle_a, b, middle_b, low
-    )
-    high = _add_rest(
-        indices_a, values_a, indices_b, values_b, indices, values, c, size_a, d, size_b, high
-    )
+        a, b, low = _add_next(first, second, total, a, b, low)
+        c, d, high = _add_next(first, second, total, c, d, high)
+    low = _add_rest(first, second, total, a, middle_a, b, middle_b, low)
+    high = _add_rest(first, second, total, c, size_a, d, size_b, high)
     gap = middle_a + middle_b - low
     if gap > 0:
-        _move_down(indices, low, gap, high)
-        _move_down(values, low, gap, high)
+        _move_down(total[0], low, gap, high)
+        _move_down(total[1], low, gap, high)
     return np.int64(high - gap)
 
 
@@ -357,32 +327,22 @@ def _split_largest(
 
 @kernel
 def _split_common(
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-    others: NDArray[np.int64],
-    inside_indices: NDArray[np.int64],
-    inside_values: NDArray[np.floating],
-    outside_indices: NDArray[np.int64],
-    outside_values: NDArray[np.floating],
+    pairs: _Pairs, others: NDArray[np.int64], inside: _Pairs, outside: _Pairs
 ) -> tuple[np.int64, np.int64]:
     """Part the pairs whose index is among the ascending `others` from the rest. Returns how many
     there are of both.
     """
     i = j = num_inside = num_outside = np.uint64(0)
-    while i < indices.size and j < others.size:
-        index, other = indices[i], others[j]
-        inside_indices[num_inside] = outside_indices[num_outside] = index
-        inside_values[num_inside] = outside_values[num_outside] = values[i]
+    size = np.uint64(pairs[0].size)
+    while i < size and j < others.size:
+        index, other = pairs[0][i], others[j]
+        inside[0][num_inside] = outside[0][num_outside] = index
+        inside[1][num_inside] = outside[1][num_outside] = pairs[1][i]
         num_inside += np.uint64(index == other)
         num_outside += np.uint64(index < other)
         i += np.uint64(index <= other)
         j += np.uint64(other <= index)
-    while i < indices.size:
-        outside_indices[num_outside] = indices[i]
-        outside_values[num_outside] = values[i]
-        num_outside += _ONE
-        i += _ONE
-    return np.int64(num_inside), np.int64(num_outside)
+    return np.int64(num_inside), np.int64(_copy(pairs, i, size, outside, num_outside))
 
 
 # Written for arrays, it serves for single indices as well. numba's cache follows this file alone:
@@ -394,23 +354,18 @@ _owner_of = cast(
 
 @kernel
 def _deal(
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-    owners: NDArray[np.uint32],
-    ends: NDArray[np.int64],
-    dealt_indices: NDArray[np.int64],
-    dealt_values: NDArray[np.floating],
+    pairs: _Pairs, owners: NDArray[np.uint32], ends: NDArray[np.int64], dealt: _Pairs
 ) -> None:
     """Sort pairs by owner (`arithmetic.fusion.owner_of`), keeping their order otherwise.
 
     Args:
-        indices: shape (n,).
-        values: shape (n,).
+        pairs: n of them.
         owners: takes each pair's owner, shape (n,).
         ends: takes where each owner's pairs end, shape (number of owners,).
-        dealt_indices: takes the result, shape (n,).
-        dealt_values: the same.
+        dealt: takes the result, n pairs.
     """
+    indices, values = pairs
+    dealt_indices, dealt_values = dealt
     ends[:] = 0
     num_owners = np.uint64(ends.size)
     for i in range(indices.size):

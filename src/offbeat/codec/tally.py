@@ -86,6 +86,10 @@ class Tally:
         weight, num_nonfinite, num_failed, size = _HEAD.unpack_from(data)
         if size != num_parameters:
             raise WireError(f"a tally of {size} parameters reached a model of {num_parameters}")
+        if not 0 <= weight < np.inf:
+            raise WireError(
+                f"a message has weight {weight}, allowed are finite ones from 0 on; it is damaged"
+            )
         bits = np.frombuffer(data, dtype=np.uint8, offset=_HEAD.size)
         used = np.unpackbits(bits, count=num_parameters).astype(np.bool_)
         return cls(

@@ -192,11 +192,6 @@ class Wire(ByteBlocks):
                 " header; it was truncated or damaged"
             )
         tally = Tally.from_bytes(data[_HEAD.size : at_indices], num_parameters=self.num_parameters)
-        if not 0 <= tally.weight < np.inf:
-            raise WireError(
-                f"a message has weight {tally.weight}, allowed are finite ones from 0 on; it is"
-                " damaged"
-            )
         # Copied, because inside a message they are not aligned.
         coded, on_wire = (
             np.frombuffer(part, np.uint8).copy()

@@ -37,9 +37,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offbeat.codec.index_codecs import RowSet, decode_rows, encode_rows
 from offbeat.codec.jit import kernel
 from offbeat.codec.model_wire import Counters, Values
-from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import ConfigError, PeerError

@@ -3,7 +3,6 @@
 worker.py        runs the script, in a process that is one rank
 patches.py       all that is changed in PyTorch meanwhile, and nothing anywhere else
 coupling.py      from DistributedDataParallel and optimizers to sessions
-carried_state.py a session's state in what the script saves of its optimizer
 evaluation.py    the mean of all ranks' models, where a script evaluates and saves
 recording.py     the record of a script's steps
 supervise.py     the workers of this host

@@ -55,8 +55,7 @@ from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Arrival, Driver, SessionTraffic
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
-from offbeat.weights.final_mean import average_at_the_end
-from offbeat.weights.model_weights import ModelWeights, choose_buffers
+from offbeat.weights.model_weights import ModelWeights, average_at_the_end, choose_buffers
 
 Finish: TypeAlias = Literal["average", "keep"]
 """What a rank's model is when its session has ended well: the mean of all models, or its own."""

@@ -247,10 +247,7 @@ class KeyPair:
     """A CURVE key pair, each half as 40 characters of Z85."""
 
     public: bytes
-    secret: bytes
-
-    def __repr__(self) -> str:
-        return f"KeyPair(public={self.public!r})"
+    secret: bytes = field(repr=False)
 
 
 def check_secret(run_secret: bytes) -> None:

@@ -12,7 +12,7 @@ import typer
 from offbeat.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from offbeat_lab.sparse_files import Inspection
+    from offbeat_lab.sparse_data import Inspection
 
 data = typer.Typer(
     help="Look at, convert and generate data of the Extreme Classification Repository's format.",
@@ -74,7 +74,7 @@ def inspect(
     from dataclasses import asdict
 
     from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat_lab.sparse_files import inspect as count
+    from offbeat_lab.sparse_data import inspect as count
 
     files = XmlFiles(
         path=file,
@@ -112,7 +112,7 @@ def convert(
     from 0 or from 1.
     """
     from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat_lab.sparse_files import convert as convert_files
+    from offbeat_lab.sparse_data import convert as convert_files
 
     files = XmlFiles(
         path=source,
@@ -158,8 +158,7 @@ def generate(
     default like Amazon-670k.
     """
     from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat_lab.sparse_files import write
-    from offbeat_lab.synthetic_rows import Split, Synthetic
+    from offbeat_lab.sparse_data import Split, Synthetic, write
 
     if split not in get_args(Split):
         allowed = get_args(Split)

@@ -28,8 +28,7 @@ def trace(
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars instead.")] = False,
 ) -> None:
     """Write a trace of all workers for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    from offbeat_lab.report.tensorboard import write_scalars
-    from offbeat_lab.report.trace import write_trace
+    from offbeat_lab.report.trace import write_scalars, write_trace
 
     if tensorboard:
         write_scalars(directory, out)

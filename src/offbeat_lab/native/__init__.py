@@ -9,9 +9,8 @@ from typing import Final
 
 from offbeat_lab.native.base import Native
 from offbeat_lab.native.ddp import DDP, BFloat16, Float16, PowerSGDHook
-from offbeat_lab.native.local import PostLocalSGD
+from offbeat_lab.native.local import PostLocalSGD, TorchftLocalSGD
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
-from offbeat_lab.native.torchft_local import TorchftLocalSGD
 
 NATIVE: Final[Mapping[str, type[Native]]] = {
     native.name: native

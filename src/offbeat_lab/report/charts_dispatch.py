@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat_lab.records import MegaBatch, Share
-from offbeat_lab.report.charts import MAX_POINTS, Axis, LineChart, Series, bin_mean, rounded
+from offbeat_lab.report.charts import Axis, LineChart, Series, line, mean_line
 from offbeat_lab.report.data import Floats, PageContent, RunResults
 from offbeat_lab.report.style import COUNT, NUMBER, SAMPLES_PER_S, SECONDS, SHARE, Unit, write
 
@@ -126,7 +126,7 @@ def _rate_chart(contestant: int, run: RunResults) -> LineChart:
         x=Axis(title="mega-batches", unit=COUNT.scales),
         y=Axis(title="samples a second", unit=SAMPLES_PER_S.scales, zero=True),
         series=[
-            _line(place, name, numbers, rate)
+            line(place, name, numbers, rate)
             for place, (name, rate) in enumerate(zip(names, rates, strict=True))
         ],
         apart=True,
@@ -150,29 +150,12 @@ def _by_worker(run: RunResults, value: Callable[[Share], float]) -> Floats:
 
 
 def _lines(numbers: Floats, values: Floats) -> list[Series]:
-    if len(values) <= MOST_LINES:
-        return [
-            _line(worker, f"worker {worker}", numbers, of_worker)
-            for worker, of_worker in enumerate(values)
-        ]
-    x, mean, low, high = bin_mean(numbers, values)
-    name = "mean over workers"
+    if len(values) > MOST_LINES:
+        return [mean_line(numbers, values)]
     return [
-        Series(
-            contestant=0,
-            name=name,
-            x=rounded(x),
-            y=rounded(mean),
-            low=rounded(low),
-            high=rounded(high),
-        )
+        line(worker, f"worker {worker}", numbers, of_worker)
+        for worker, of_worker in enumerate(values)
     ]
-
-
-def _line(place: int, name: str, x: Floats, y: Floats) -> Series:
-    if x.size > MAX_POINTS:
-        x, y, _, _ = bin_mean(x, y[None])
-    return Series(contestant=place, name=name, x=rounded(x), y=rounded(y))
 
 
 def _ends(values: Floats, unit: Unit) -> str:

@@ -1,5 +1,5 @@
-"""What the page shows, as plain values. `data_records` builds it from records; the rest of the page
-knows nothing else.
+"""What the page shows, as plain values. `page` builds it from records; what draws and says it knows
+nothing else.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from offbeat.run.records import WorkerLoss
 from offbeat_lab.breakdown import Steps
+from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import Difference
 from offbeat_lab.factor_work import FactorWork
-from offbeat_lab.records import LinkCheck, MegaBatch, Profiled
+from offbeat_lab.records import EmulationReport, MegaBatch, Profiled
 from offbeat_lab.statistics import Estimate
 
 Floats = NDArray[np.float64]
@@ -95,25 +96,6 @@ class StrategyResults:
     failure: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmulatedCluster:
-    """What the runs ran on.
-
-    Attributes:
-        cluster, cluster_file: the description in a line, and as a file; empty where no cluster was
-            described.
-        network, compute: how links and speeds were emulated, a sentence each; empty where they were
-            not.
-    """
-
-    cluster: str = ""
-    cluster_file: str = ""
-    network: str = ""
-    compute: str = ""
-    checks: Sequence[LinkCheck] = ()
-    notices: Sequence[str] = ()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageContent:
     """Everything on the page.
@@ -127,6 +109,8 @@ class PageContent:
         findings: a few more.
         metric_better: which way the metric is to go.
         target: of the metric.
+        cluster, emulation: what the runs ran on, and how it was imitated; None where no cluster was
+            described, or none imitated.
         details: rows of the configuration, what and value.
         environment: rows of the machine.
         command: what reproduces it.
@@ -143,7 +127,8 @@ class PageContent:
     target: float | None = None
     contestants: Sequence[StrategyResults]
     differences: Sequence[Difference] = ()
-    setting: EmulatedCluster = EmulatedCluster()
+    cluster: Cluster | None = None
+    emulation: EmulationReport | None = None
     details: Sequence[tuple[str, str]] = ()
     environment: Sequence[tuple[str, str]] = ()
     command: str = ""

@@ -1,4 +1,6 @@
-"""Writes the page: one HTML file that needs nothing else, not even a network."""
+"""Writes the page of a run or of a comparison: reads the records, and writes one HTML file that
+needs nothing else, not even a network.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,50 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from importlib import resources
 from itertools import chain
 from pathlib import Path
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from offbeat.errors import RecordError
-from offbeat_lab.comparison import is_comparison
+from offbeat.run.config import RunConfig, ScriptCommand
+from offbeat.run.records import Evaluation, Summary
+from offbeat_lab.analysis import winner
+from offbeat_lab.breakdown import Steps, read_steps
+from offbeat_lab.comparison import ComparedStrategy, is_comparison, read_comparison
+from offbeat_lab.config import cluster_of
+from offbeat_lab.factor_work import factor_work
+from offbeat_lab.records import Profiled, Record, read_profiles
 from offbeat_lab.report import page_factors as factors
 from offbeat_lab.report import page_sections as sections
 from offbeat_lab.report import page_summary as summary
-from offbeat_lab.report.charts import line_charts
+from offbeat_lab.report.charts import line_charts, timelines
 from offbeat_lab.report.charts_dispatch import dispatches
-from offbeat_lab.report.charts_timeline import timelines
-from offbeat_lab.report.data import PageContent
-from offbeat_lab.report.data_records import report_of_comparison, report_of_run
+from offbeat_lab.report.data import (
+    Better,
+    Curve,
+    PageContent,
+    RunResults,
+    StrategyResults,
+)
 from offbeat_lab.report.page_factors import factor_timelines
-from offbeat_lab.report.style import BITS_PER_S, SECONDS, SHARE, write, write_option
+from offbeat_lab.report.style import (
+    BITS_PER_S,
+    BYTES,
+    NUMBER,
+    SECONDS,
+    SHARE,
+    capital,
+    write,
+    write_option,
+)
+from offbeat_lab.statistics import Estimate
 
 NAME = "report.html"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[µm]?s|min|h|[kMGT]?B|[kMG]?bit/s|times|steps)\b)")
@@ -148,3 +173,310 @@ def _replace(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_run(record: Record, *, name: str) -> RunResults:
+    """One run: its steps on one clock, and its metric on the way."""
+    steps = read_steps(record)
+    summary = record.summary()
+    profiles = {
+        rank: _on_one_clock(record, rank, found) for rank, found in read_profiles(record).items()
+    }
+    return RunResults(
+        seed=record.config.seed,
+        directory=name,
+        status=summary.status if summary else "unfinished",
+        curve=_curve(record.evaluations(), steps),
+        steps=steps,
+        last_start=record.attempts[-1].start_step if record.attempts else 0,
+        losses=summary.losses if summary else (),
+        profiles=profiles,
+        work=factor_work(profiles),
+        mega_batches=record.mega_batches(),
+    )
+
+
+def _on_one_clock(record: Record, rank: int, profiles: Sequence[Profiled]) -> list[Profiled]:
+    """`profiles` of `rank` on rank 0's monotonic clock, as the times of steps are."""
+    mine, first = record.heads(rank)[-1], record.heads(0)[-1]
+    shift_s = (
+        mine.monotonic_to_unix_s - first.monotonic_to_unix_s if mine.host != first.host else 0.0
+    )
+    return [
+        replace(
+            one,
+            spans=[
+                span._replace(began_s=span.began_s + shift_s, ended_s=span.ended_s + shift_s)
+                for span in one.spans
+            ],
+        )
+        for one in profiles
+    ]
+
+
+def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:
+    """Bytes are the mean over the workers that did a step wherever every step's are known, else of
+    the rank that measured.
+    """
+    at = np.array([evaluation.step for evaluation in evaluations], dtype=np.float64)
+    bytes_sent = np.array([evaluation.bytes_sent for evaluation in evaluations], dtype=np.float64)
+    if (
+        at.size
+        and np.array_equal(steps.step, np.arange(1, steps.num_steps + 1))
+        and at[-1] <= steps.num_steps
+    ):
+        total = np.concatenate([[0.0], np.cumsum(np.nanmean(steps.bytes_sent, axis=0))])
+        bytes_sent = total[at.astype(np.int64)]
+    return Curve(
+        steps=at,
+        seconds=np.array([evaluation.seconds for evaluation in evaluations], dtype=np.float64),
+        bytes_sent=bytes_sent,
+        metric=np.array([evaluation.metric for evaluation in evaluations], dtype=np.float64),
+    )
+
+
+def incomplete_means(record: Record) -> list[str]:
+    """A remark on the measurements of means that lack models of living workers, if there are."""
+    marked = [evaluation for evaluation in record.evaluations() if evaluation.without]
+    if not marked:
+        return []
+    steps = ", ".join(f"{evaluation.step:,}" for evaluation in marked)
+    workers = sorted({rank for evaluation in marked for rank in evaluation.without})
+    return [
+        f"the metric at step {steps} is that of a mean without worker"
+        f" {', '.join(map(str, workers))}, which did not answer in time"
+    ]
+
+
+def rows(values: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Options or versions, as (name, value) for people."""
+    return [
+        (words(name.removesuffix("_bytes")), write(value, BYTES))
+        if name.endswith("_bytes") and isinstance(value, int)
+        else (words(name), write_option(value))
+        for name, value in values.items()
+    ]
+
+
+def words(name: str) -> str:
+    """An identifier as people write it."""
+    return name.replace("_", " ")
+
+
+def count_workers(number: int) -> str:
+    return "one worker" if number == 1 else f"{number} workers"
+
+
+def report_of_comparison(directory: Path) -> PageContent:
+    """Everything that the page shows of the comparison in `directory`. Raises `RecordError`."""
+    comparison = read_comparison(directory)
+    unfinished, best = None, winner(comparison)
+    if comparison.status != "finished":
+        unfinished = (
+            f"This comparison is {comparison.status}: the page shows what had been measured when it"
+            " was written."
+        )
+    return PageContent(
+        title=f"{comparison.task} on {count_workers(comparison.workers)}",
+        verdict=comparison.verdict,
+        winner=best.label if best is not None else None,
+        findings=comparison.findings,
+        unfinished=unfinished,
+        created_at=comparison.created_at,
+        metric_name=words(comparison.metric_name),
+        metric_better=Better.HIGHER if comparison.higher_is_better else Better.LOWER,
+        target=comparison.target,
+        contestants=[_contestant(directory, compared) for compared in comparison.contestants],
+        differences=comparison.differences,
+        cluster=comparison.cluster,
+        emulation=comparison.emulation,
+        details=[
+            ("task", comparison.task),
+            *rows(comparison.task_options),
+            ("workers", str(comparison.workers)),
+            ("parameters", f"{comparison.num_parameters:,}"),
+            ("steps", f"{comparison.steps:,}"),
+            ("seeds", write_option(comparison.seeds)),
+        ],
+        environment=rows(comparison.environment),
+        command=comparison.command,
+    )
+
+
+def _contestant(directory: Path, compared: ComparedStrategy) -> StrategyResults:
+    runs, missing = [], []
+    for name in compared.runs:
+        try:
+            record = Record(directory / name)
+            runs.append(read_run(record, name=name))
+            missing += [f"{name}: {remark}" for remark in incomplete_means(record)]
+        except RecordError as error:
+            missing.append(f"the charts leave out {name}: {error}")
+    return StrategyResults(
+        label=compared.label,
+        strategy=compared.strategy,
+        options=compared.options,
+        summary=compared.summary,
+        runs=[run for run in runs if run.steps.num_steps],
+        measures={str(name): measured for name, measured in compared.measures.items()},
+        notices=[*compared.notices, *missing],
+        failure=compared.failure,
+    )
+
+
+def report_of_run(directory: Path) -> PageContent:
+    """Everything that the page shows of the run in `directory`. Raises `RecordError`."""
+    record = Record(directory)
+    config, summary = record.config, record.summary()
+    run = read_run(record, name=record.path.name)
+    measures = _measures(run.steps, summary)
+    metric_name = words(summary.metric_name) if summary else "metric"
+    status = {
+        "stopped": "The run was stopped before its end.",
+        "unfinished": "The run goes on, or was killed: it has no summary.",
+    }
+    length = (
+        [("steps", f"{config.steps:,}")]
+        if config.steps is not None
+        else [("epochs", f"{config.epochs:,}")]
+        if config.epochs is not None
+        else []
+    )
+    return PageContent(
+        title=f"{config.strategy} on {config.task}, {count_workers(config.workers)}",
+        verdict=_verdict(run.steps, summary, metric_name),
+        winner=config.strategy,
+        unfinished=status.get(run.status),
+        created_at=record.attempts[0].started_at if record.attempts else "",
+        metric_name=metric_name,
+        metric_better=Better.HIGHER
+        if summary is None or summary.higher_is_better
+        else Better.LOWER,
+        contestants=[
+            StrategyResults(
+                label=config.strategy,
+                strategy=config.strategy,
+                options=config.strategy_options,
+                runs=[run] if run.steps.num_steps else [],
+                measures=measures,
+                notices=[*(summary.notices if summary else []), *incomplete_means(record)],
+            )
+        ],
+        cluster=cluster_of(config),
+        emulation=record.emulation,
+        details=[
+            ("task" if config.script is None else "script", config.task),
+            *rows(config.task_options),
+            *(
+                [("batch shares", "/".join(f"{share:g}" for share in config.batch_shares))]
+                if config.batch_shares
+                else []
+            ),
+            ("workers", str(config.workers)),
+            *length,
+            *([("seed", str(config.seed))] if config.script is None else []),
+            *([("parameters", f"{summary.num_parameters:,}")] if summary else []),
+            *(
+                [("replicas at the end", "identical" if summary.replicas_identical else "differ")]
+                if summary
+                else []
+            ),
+            *([("skipped steps", f"{summary.skipped_steps:,}")] if summary else []),
+            *(
+                [("steps from one sending of an entry to the next", f"{age:.3g}")]
+                if summary and (age := summary.mean_entry_age) is not None
+                else []
+            ),
+            *([("workers that died", _losses(summary))] if summary and summary.losses else []),
+        ],
+        environment=rows(record.environment),
+        command=_command(record),
+    )
+
+
+def _verdict(steps: Steps, summary: Summary | None, metric_name: str) -> str:
+    if summary is None:
+        return f"{steps.num_steps:,} steps are recorded, and no summary."
+    metric = (
+        f"{metric_name} {write(summary.metric, NUMBER)} after "
+        if summary.metric is not None
+        else ""
+    )
+    return capital(
+        f"{metric}{summary.steps:,} steps and {write(summary.seconds, SECONDS)} of training."
+    )
+
+
+def _losses(summary: Summary) -> str:
+    """Such as `3 after step 57 (back after step 90)`, each."""
+    return ", ".join(
+        f"{loss.rank} after step {loss.step:,}"
+        + ("" if loss.returned_step is None else f" (back after step {loss.returned_step:,})")
+        for loss in summary.losses
+    )
+
+
+def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
+    """As a comparison would measure them: the first steps are left out of what is said
+    about steps.
+    """
+    found: dict[str, float | None] = {}
+    if steps.num_steps:
+        found = {
+            "step_s": float(np.median(steps.block_step_s())),
+            "samples_per_s": float(np.median(steps.block_samples_per_s())),
+            **{f"share_{phase}": share for phase, share in steps.settled().shares().items()},
+        }
+    if summary is not None:
+        found |= {
+            "final_metric": summary.metric,
+            "bytes_per_step": summary.bytes_sent_per_step,
+            "messages_per_step": summary.messages_sent_per_step,
+            "peak_memory_bytes": max(summary.peak_memory_bytes, default=None),
+        }
+    return {
+        name: Estimate(values=[value], median=value, low=None, high=None)
+        for name, value in found.items()
+    }
+
+
+def _command(record: Record) -> str:
+    """The command line that starts the same run anew."""
+    config = record.config
+    if config.script is not None:
+        return _command_of_script(config, config.script)
+    words = [
+        "offbeat",
+        "train",
+        "--task",
+        config.task,
+        "--strategy",
+        config.strategy,
+        "--workers",
+        str(config.workers),
+    ]
+    words += (
+        ["--steps", str(config.steps)]
+        if config.steps is not None
+        else ["--epochs", str(config.epochs)]
+    )
+    words += ["--seed", str(config.seed)]
+    words += ["--eval-every", str(config.eval_every)] if config.eval_every is not None else []
+    words += ["--cluster", "cluster.toml"] if config.cluster is not None else []
+    for name, value in {**config.task_options, **config.strategy_options}.items():
+        words += ["--set", f"{name}={_typed(value)}"] if value is not None else []
+    return shlex.join(words)
+
+
+def _command_of_script(config: RunConfig, script: ScriptCommand) -> str:
+    options = [f"{k}={_typed(v)}" for k, v in config.strategy_options.items() if v is not None]
+    words = ["offbeat", "run", "--strategy", ":".join([config.strategy, *options])]
+    words += ["--workers", str(config.workers)]
+    words += ["--steps", str(config.steps)] if config.steps is not None else []
+    words += ["--metric", script.metric] if script.metric is not None else []
+    words += ["--module"] if script.as_module else []
+    return shlex.join([*words, script.path, *script.arguments])
+
+
+def _typed(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

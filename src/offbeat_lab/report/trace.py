@@ -1,5 +1,5 @@
-"""A record as a trace that Perfetto and chrome://tracing open: one process a worker, and on it what
-that worker did when.
+"""A record for the viewers of others: as a trace that Perfetto and chrome://tracing open, one
+process a worker, and on it what that worker did when; and as TensorBoard scalars, against the step.
 
 Each worker has a track of steps, with the phases inside them, and as many tracks of collectives as
 were under way at once, because viewers drop slices that overlap without nesting. Times are whole
@@ -13,22 +13,30 @@ object.
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
-from typing import IO, TypeAlias
+from statistics import fmean
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from offbeat.callbacks.profile import Span
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.records import Evaluation, StepEvent
 from offbeat.session.checkpoint import Json
 from offbeat.transport.driver import Arrival
+from offbeat_lab.breakdown import combine_events
 from offbeat_lab.comparison import is_comparison, read_comparison
 from offbeat_lab.records import Record, read_profiles
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Event: TypeAlias = dict[str, Json]
 
@@ -61,8 +69,8 @@ def write_trace(run: Path, out: Path) -> int:
         RecordError: `run` is no record, one of a newer version, damaged or still empty, or `out`
             cannot be written. There is no half-written file then.
     """
-    runs = open_runs(run)
-    refuse_existing(out)
+    runs = _open_runs(run)
+    _refuse_existing(out)
     num_events = 0
     with _whole_file(out) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -73,7 +81,7 @@ def write_trace(run: Path, out: Path) -> int:
     return num_events
 
 
-def open_runs(path: Path) -> list[tuple[str, TraceTimeline]]:
+def _open_runs(path: Path) -> list[tuple[str, TraceTimeline]]:
     """The runs of a comparison that have begun, with their names; or the one run that `path` is,
     without a name.
 
@@ -102,7 +110,7 @@ def open_runs(path: Path) -> list[tuple[str, TraceTimeline]]:
     return begun
 
 
-def refuse_existing(out: Path) -> None:
+def _refuse_existing(out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists; choose another --out")
 
@@ -367,3 +375,80 @@ def _whole_file(out: Path) -> Iterator[IO[str]]:
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def write_scalars(run: Path, out: Path) -> None:
+    """Write the scalars of a run to the new directory `out`, or those of each run of a comparison
+    to a directory below it.
+
+    Tags: ``loss`` (mean over ranks), ``metric``, ``bytes per step`` (mean over ranks), ``wait
+        share`` (of the time of all
+    ranks, 0 to 1) and ``step time in s/rank N``. `docs/trace.md` describes them.
+
+    Raises:
+        ConfigError: TensorBoard is not installed, or `out` exists. Nothing in it is touched.
+        RecordError: `run` is no record, one of a newer version, damaged or still empty, or `out`
+            cannot be written. There is no half-written directory then.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            f"TensorBoard cannot be imported ({error}); pip install offbeat[tensorboard]"
+        ) from None
+    runs = _open_runs(run)
+    _refuse_existing(out)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        for name, timeline in runs:
+            with SummaryWriter(str(temporary / name)) as writer:
+                _write_timeline(timeline, writer)
+        os.replace(temporary, out)
+    except OSError as error:
+        raise RecordError(f"cannot write {out}: {error.strerror}; choose another --out") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_timeline(timeline: TraceTimeline, writer: SummaryWriter) -> None:
+    for step, by_rank in _events_by_step(timeline):
+        ended_ns = max(
+            timeline.at_ns(rank, step, event.began_s + event.duration_s)
+            for rank, event in by_rank.items()
+        )
+        at_unix_s = (timeline.began_unix_ns + ended_ns) / 1e9
+        for tag, value in _scalars(by_rank).items():
+            writer.add_scalar(tag, value, step, at_unix_s)
+    for evaluation in timeline.evaluations():
+        at_unix_s = (
+            timeline.began_unix_ns
+            + timeline.at_ns(evaluation.rank, evaluation.step, evaluation.at_s)
+        ) / 1e9
+        writer.add_scalar("metric", evaluation.metric, evaluation.step, at_unix_s)
+
+
+def _scalars(by_rank: dict[int, StepEvent]) -> dict[str, float]:
+    events = by_rank.values()
+    scalars = {f"step time in s/rank {rank}": event.duration_s for rank, event in by_rank.items()}
+    scalars["bytes per step"] = fmean(event.bytes_sent for event in events)
+    if all_ranks_s := sum(event.duration_s for event in events):
+        scalars["wait share"] = sum(event.wait_s for event in events) / all_ranks_s
+    if losses := [event.loss for event in events if event.loss is not None]:
+        scalars["loss"] = fmean(losses)
+    return scalars
+
+
+def _events_by_step(timeline: TraceTimeline) -> Iterator[tuple[int, dict[int, StepEvent]]]:
+    """Each step with the events of the ranks that took part, by rank. Reads all ranks at once, so
+    that none is kept.
+    """
+
+    def of(rank: int) -> Iterator[tuple[int, int, StepEvent]]:
+        return ((event.step, rank, event) for event in timeline.record.events(rank))
+
+    merged = heapq.merge(*map(of, timeline.ranks), key=lambda entry: entry[:2])
+    for step, entries in groupby(merged, key=lambda entry: entry[0]):
+        by_rank: dict[int, StepEvent] = {}
+        for _, rank, event in entries:  # several of a rank where samples are claimed
+            by_rank[rank] = combine_events(by_rank[rank], event) if rank in by_rank else event
+        yield step, by_rank

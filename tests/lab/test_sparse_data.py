@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
 from offbeat.xmc.rows import Examples
-from offbeat_lab.synthetic_rows import AMAZON_670K, BLOCK_ROWS, Synthetic
+from offbeat_lab.sparse_data import AMAZON_670K, BLOCK_ROWS, Synthetic
 
 SMALL = Synthetic(num_features=500, num_labels=80, mean_draws=30.0, mean_labels=3.0, seed=7)
 

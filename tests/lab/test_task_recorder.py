@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from offbeat.run.coordination import Coordinator, record_death
 from offbeat.run.records import Evaluation
-from offbeat_lab.measuring import (
+from offbeat_lab.task_recorder import (
     evaluate,
     keeps_models,
     mean_of,

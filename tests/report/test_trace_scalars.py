@@ -15,7 +15,7 @@ from offbeat.errors import ConfigError, RecordError
 from offbeat.run.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
 from offbeat_lab.config import Request, resolve
 from offbeat_lab.report import trace
-from offbeat_lab.report.tensorboard import write_scalars
+from offbeat_lab.report.trace import write_scalars
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 UNIX_S = 1_700_000_000.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.codec.row_sets import decode_rows, encode_rows
+from offbeat.codec.index_codecs import decode_rows, encode_rows
 from offbeat.errors import WireError
 from offbeat.megabatch.merge import index_bytes
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from offbeat.run.coordination import Coordinator, record_death
-from offbeat_lab.compared_script import EvaluationPause
+from offbeat_lab.worker import EvaluationPause
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from offbeat.session.checkpoint import latest, read_shard
 from offbeat_lab.attaching import attach_recipe
 from offbeat_lab.config import Request, task_of
 from offbeat_lab.records import Record
-from offbeat_lab.saving import mean_of_models, restore
 from offbeat_lab.train import plan, train
+from offbeat_lab.training import mean_of_models, restore
 
 
 def part(weight: float, **tensors: torch.Tensor) -> dict[str, object]:
