@@ -31,8 +31,7 @@ import torch
 import _benchmarks  # noqa: F401
 from _measure import Ratio, Row, main
 from _results import Figure
-from offbeat.xmc.classifier import SparseClassifier
-from offbeat.xmc.label_loss import Candidates, draw_candidates
+from offbeat.xmc.label_loss import Candidates, SparseClassifier, draw_candidates
 from offbeat.xmc.metrics import RankingMetrics
 from offbeat.xmc.row_optimizers import RowAdagrad
 from offbeat.xmc.rows import Examples, SparseBatch

@@ -13,7 +13,7 @@ import torch
 
 from lab_support.data import ROWS, write_rows
 from offbeat.errors import ConfigError
-from offbeat.xmc.classifier import SparseClassifier
+from offbeat.xmc.label_loss import SparseClassifier
 from offbeat.xmc.rows import SparseBatch
 from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat_lab.config import Request, resolve, steps_to_do, task_of

@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import nn
 
 from offbeat.errors import ConfigError
-from offbeat.xmc.classifier import SparseClassifier
+from offbeat.xmc.label_loss import SparseClassifier
 from offbeat.xmc.metrics import RankingMetrics, propensities
 from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
 from offbeat.xmc.rows import Examples, SparseRows
