@@ -115,7 +115,8 @@ def time_inversions(slots: Sequence[FactorSlot], settings: KFACSettings) -> Tabl
     like = torch.empty(0, dtype=first.dtype, device=first.device)
     form = form_of(slots, settings, same_devices=True)
     invert = partial(_invert_sample, first.dtype, form)
-    timed_s = _time_inversions([equivalent_dim(slot.shape) for slot in slots], like, invert)
+    dims = [equivalent_dim(slot.shape) for slot in slots]
+    timed_s = _time_inversions(dims, like, invert, inversion_clock(like.device, time.monotonic))
     return TabledInversion(dims=tuple(timed_s), seconds=tuple(timed_s.values()))
 
 
@@ -169,8 +170,9 @@ def measure(
         invert: inverts a matrix of shape (d, d), as training does.
     """
     one, _ = MESSAGE_ELEMENTS
+    clock = inversion_clock(like.device, partial(driver.now_s, 0))
     mine = {
-        "inversions": _time_inversions(dims, like, invert),
+        "inversions": _time_inversions(dims, like, invert, clock),
         **_time_messages(driver, stream, like),
     }
     answers = driver.run(gather_values(mine), stream.next())
@@ -192,19 +194,19 @@ def measure(
 
 
 def _time_inversions(
-    dims: Sequence[int], like: torch.Tensor, invert: Callable[[torch.Tensor], object]
+    dims: Sequence[int],
+    like: torch.Tensor,
+    invert: Callable[[torch.Tensor], object],
+    clock: Callable[[], float],
 ) -> dict[int, float]:
     """Seconds by number of rows."""
     generator = torch.Generator().manual_seed(0)
     elsewhere = torch.zeros(CACHE_ELEMENTS, device=like.device)
-    clock = inversion_clock(like.device)
     times_s = {}
     for dim in sizes_to_time(dims):
         rows = torch.randn(2 * dim, dim, generator=generator).to(like)
         matrix = rows.mT @ rows / dim
-        times_s[dim] = _fastest_s(
-            like, partial(invert, matrix), before=elsewhere.zero_, clock=clock
-        )
+        times_s[dim] = _fastest_s(like, partial(invert, matrix), clock, before=elsewhere.zero_)
     return times_s
 
 
@@ -226,15 +228,18 @@ def _time_messages(
         _run(driver, stream, [dense_broadcast(like.new_zeros(one), root) for root in roots])
 
     one, _ = MESSAGE_ELEMENTS
+    now_s = partial(driver.now_s, 0)
     tensors = {size: like.new_zeros(size) for size in MESSAGE_ELEMENTS}
     return {
         "all-reduces": {
-            size: _fastest_s(like, partial(all_reduce, tensor)) for size, tensor in tensors.items()
+            size: _fastest_s(like, partial(all_reduce, tensor), now_s)
+            for size, tensor in tensors.items()
         },
         "broadcasts": {
-            size: _fastest_s(like, partial(broadcast, tensor)) for size, tensor in tensors.items()
+            size: _fastest_s(like, partial(broadcast, tensor), now_s)
+            for size, tensor in tensors.items()
         },
-        "several": {NUM_AT_ONCE: _fastest_s(like, broadcast_several)},
+        "several": {NUM_AT_ONCE: _fastest_s(like, broadcast_several, now_s)},
     }
 
 
@@ -252,12 +257,12 @@ def sizes_to_time(dims: Sequence[int]) -> list[int]:
     return [sizes[round(place * last / max(num - 1, 1))] for place in range(num)]
 
 
-def inversion_clock(device: torch.device) -> Callable[[], float]:
-    """The clock, in seconds, that inversions on `device` are timed with. On a CPU it is the
-    processor's: ranks that share a core measure all at once, but an owner mostly inverts while
-    its peers wait.
+def inversion_clock(device: torch.device, now_s: Callable[[], float]) -> Callable[[], float]:
+    """The clock, in seconds, that inversions on `device` are timed with: `now_s`, but on a CPU the
+    processor's. Ranks that share a core measure all at once, but an owner mostly inverts while its
+    peers wait.
     """
-    return time.thread_time if device.type == "cpu" else time.perf_counter
+    return time.thread_time if device.type == "cpu" else now_s
 
 
 def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
@@ -276,9 +281,9 @@ def _run(driver: Driver, stream: Stream, collectives: Sequence[Collective[torch.
 def _fastest_s(
     like: torch.Tensor,
     call: Callable[[], object],
+    clock: Callable[[], float],
     *,
     before: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """The least seconds by `clock` that `call` takes, each time after `before`: everything else is
     disturbance.
