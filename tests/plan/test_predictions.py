@@ -131,6 +131,8 @@ def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
     no_factors = predict_step("allreduce", where).bytes_per_step
     # Triangles of 4,608 and 2,304 rows are most of all factors.
     assert 0.2 < (cut - no_factors) / (whole - no_factors) < 0.5
+    named = predict_step("dkfac:max_dim=1024:plain=fc", where).bytes_per_step
+    assert named == cut, "a profile knows no names of layers"
 
 
 def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:

@@ -287,10 +287,6 @@ class FactorScheduler(ExchangeListener):
             and not self.is_retired_here(2 * index)
         }
 
-    def layers_seen(self) -> set[str]:
-        """Names of the layers of which both factors have been added to since the last call."""
-        return self.capture.pop_layers_seen()
-
     def pop_has_sent(self) -> bool:
         """Whether this step's factors were sent and nobody has taken them in yet. The caller does
         so now.

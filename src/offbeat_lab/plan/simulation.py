@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
-from offbeat.simulation.training import with_lead_in
+from offbeat.simulation.training import LEAD_IN, with_lead_in
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cluster import Cluster
@@ -395,10 +395,11 @@ class Run:
             steps_of.setdefault(kind_of(step), []).append(step)
         usual = max(steps_of, key=lambda kind: len(steps_of[kind]))
         special = (s for s in range(all_steps.stop) if len(steps_of) == 1 or kind_of(s) != usual)
-        weights = dict.fromkeys(islice(special, _FIRST_SPECIAL_STEPS), 0.0)
+        lead_in = range(max(0, all_steps.start - LEAD_IN), all_steps.start)
+        weights = dict.fromkeys([*islice(special, _FIRST_SPECIAL_STEPS), *lead_in], 0.0)
         for kind, some in steps_of.items():
             most = setting.num_steps if kind == usual else _FEW_OF_A_KIND
-            taken = some[:: -(-len(some) // most)]
+            taken = some[:most]
             weights |= dict.fromkeys(taken, len(some) / len(all_steps) / len(taken))
         return dict(sorted(weights.items()))
 

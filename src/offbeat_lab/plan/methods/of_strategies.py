@@ -77,15 +77,26 @@ _EXTRA_BYTES: Final = {"localsgd": 1.0, "ddp-powersgd": 2.0, "dpsgd": 3.0, "sgp"
 
 
 def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
-    """Of a strategy that takes its steps itself. Its comparisons of replicas are too rare to count.
+    """Of a strategy that takes its steps itself.
 
     Args:
         strategy: the strategy.
         by_tensor: as of `StrategySteps`.
     """
-    if isinstance(strategy, KFACStrategy):
-        strategy = replace(strategy, exchange=replace(strategy.gradients, replica_check_interval=0))
-    if hasattr(strategy, "replica_check_interval"):
-        strategy = replace(strategy, replica_check_interval=0)
     extra_bytes = _EXTRA_BYTES.get(strategy.name, 0.0)
-    return StrategySteps(strategy, extra_bytes=extra_bytes, by_tensor=by_tensor)
+    return StrategySteps(_simplified(strategy), extra_bytes=extra_bytes, by_tensor=by_tensor)
+
+
+def _simplified(strategy: Any) -> Any:
+    """Without comparisons of replicas, which are too rare to count, and without names of layers,
+    which a profile does not have.
+    """
+    changed: dict[str, Any] = {}
+    if hasattr(strategy, "replica_check_interval"):
+        changed["replica_check_interval"] = 0
+    if isinstance(strategy, KFACStrategy):
+        changed["exchange"] = _simplified(strategy.gradients)
+        changed["curvature"] = replace(strategy.curvature, plain=(), cross_attention=())
+    if isinstance(strategy, LocalSGD) and isinstance(strategy.start, Strategy):
+        changed["start"] = _simplified(strategy.start)
+    return replace(strategy, **changed) if changed else strategy
