@@ -41,7 +41,7 @@ from offbeat.kfac.costs import equivalent_dim
 from offbeat.kfac.placement import InverseCosts
 from offbeat.kfac.plans import FactorCosts, PlanInputs, inversion_order
 from offbeat.kfac.survey import percent, survey
-from offbeat_lab.plan.kfac_iteration import PolynomialInversion
+from offbeat_lab.plan.profile import PolynomialInversion
 
 WORLD_SIZE = 4
 LINK = LinkCost(alpha_s=2e-4, beta_s_per_byte=8e-9)

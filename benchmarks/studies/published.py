@@ -24,12 +24,12 @@ from typing import Final
 
 import _benchmarks  # noqa: F401
 from _measure import Row, main
+from _models.kfac_iteration import IterationCosts, dkfac, fuse_by_rule, mpdkfac, spdkfac
 from _models.kfac_published import fitted_to_baselines
 from _results import Figure
 from offbeat.arithmetic.costs import MESSAGE_S
 from offbeat.kfac.placement import place_by_rule
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat_lab.plan.kfac_iteration import IterationCosts, dkfac, fuse_by_rule, mpdkfac, spdkfac
 from offbeat_lab.plan.predictions import predict_step
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import PUBLISHED, shipped_profile

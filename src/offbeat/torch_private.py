@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -266,13 +266,12 @@ class WeightlessReads(TorchDispatchMode):
     PyTorch raises where content is asked for, and has no public name for what decides that.
 
     Args:
-        multiplied: is told of each product of a matrix with a thinner one: the elements of the
-            matrix, and the columns of the other.
+        computes: by names of operations, what is called with the tensors that they compute with.
     """
 
-    def __init__(self, multiplied: Callable[[int, int], None] = lambda size, rank: None) -> None:
+    def __init__(self, computes: Mapping[str, Callable[..., None]] = MappingProxyType({})) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._multiplied = multiplied
+        self._computes = computes
 
     def __torch_dispatch__(
         self,
@@ -282,20 +281,21 @@ class WeightlessReads(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options, first = kwargs or {}, args[0] if args else None
+        if isinstance(first, list) and first:
+            first = first[0]
         if not isinstance(first, torch.Tensor):
+            if str(options.get("device")) == "meta":
+                return _remembered(func, args, options)
             return func(*args, **options)
         name, is_inplace, is_new = _kind_of(func)
         if not first.is_meta:
             if name == "copy_" and args[1].is_meta:
                 return first.zero_()
             return func(*args, **options)
-        if name in ("mm", "addmm_"):
-            left, right = args[-2:]
-            # Of the three the product's matrix is the largest, whichever it is.
-            sizes = left.numel(), right.numel(), left.shape[0] * right.shape[1]
-            self._multiplied(max(sizes), min(*left.shape, *right.shape))
-        if is_inplace:
-            return first
+        if name in self._computes:
+            self._computes[name](*args)
+        if is_inplace or "out" in options:
+            return options.get("out", first)
         if name == "_local_scalar_dense":
             return torch.ones((), dtype=first.dtype).item()
         if name == "_to_copy" and (options.get("device") or first.device).type != "meta":

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _models.kfac_iteration import fit_inversion
 from _models.kfac_published import ExponentialInversion
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
 from offbeat.errors import ConfigError
 from offbeat.kfac.placement import InversionCost, TabledInversion, slowest
-from offbeat_lab.plan.kfac_iteration import PolynomialInversion, fit_inversion
+from offbeat_lab.plan.profile import PolynomialInversion
 
 sizes = st.lists(st.integers(1, 10**8), min_size=2, max_size=20, unique=True)
 coefficients = st.floats(1e-9, 1.0)

@@ -24,7 +24,7 @@ from offbeat.kfac.inverses import InversionTask, Inverter, has_inverse
 from offbeat.kfac.placement import InverseCosts
 from offbeat.kfac.plans import FactorCosts, PlanInputs
 from offbeat.strategies.kfac import KFACStrategy
-from offbeat_lab.plan.kfac_iteration import PolynomialInversion
+from offbeat_lab.plan.profile import PolynomialInversion
 
 KINDS = [offbeat.DKFAC, offbeat.MPDKFAC, offbeat.SPDKFAC, offbeat.DPKFAC]
 HYPER: list[dict[str, Any]] = [

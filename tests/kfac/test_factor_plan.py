@@ -14,7 +14,7 @@ from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.placement import InverseCosts
 from offbeat.kfac.plans import FactorCosts, FactorPlan, PlanInputs, block_owners, launch_sequence
 from offbeat.strategies.kfac import KFACStrategy
-from offbeat_lab.plan.kfac_iteration import PolynomialInversion
+from offbeat_lab.plan.profile import PolynomialInversion
 
 STRATEGIES: dict[str, KFACStrategy] = {
     "dkfac": offbeat.DKFAC(),

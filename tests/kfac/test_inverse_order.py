@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.placement import InverseCosts
 from offbeat.kfac.plans import FactorCosts, FactorPlan, PlanInputs, inversion_order
-from offbeat_lab.plan.kfac_iteration import PolynomialInversion
+from offbeat_lab.plan.profile import PolynomialInversion
 
 COSTS = FactorCosts(
     all_reduce=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8),

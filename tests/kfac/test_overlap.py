@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _models.kfac_iteration import fuse_by_rule, last_end_s
 from offbeat.arithmetic.costs import LinkCost
 from offbeat.kfac.overlap import fuse_for_earliest_end
-from offbeat_lab.plan.kfac_iteration import fuse_by_rule, last_end_s
 
 
 def cases(max_size: int) -> st.SearchStrategy[tuple[list[float], list[int], LinkCost]]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _models.kfac_iteration import factor_dims
 from _models.kfac_published import as_printed, fitted_to_baselines, resnet50
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.placement import (
@@ -25,7 +26,7 @@ from offbeat.kfac.placement import (
     placement_time,
     round_robin,
 )
-from offbeat_lab.plan.kfac_iteration import PolynomialInversion, factor_dims
+from offbeat_lab.plan.profile import PolynomialInversion
 
 loads_of_factors = st.lists(st.floats(0.0, 1e3), min_size=1, max_size=60)
 dims_of_factors = st.lists(st.integers(1, 3000), min_size=1, max_size=40)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import offbeat
+from _models.kfac_iteration import fuse_by_rule
 from offbeat.kfac.placement import Owner, place_by_rule
 from offbeat.kfac.plans import (
     Groups,
@@ -18,7 +19,6 @@ from offbeat.kfac.plans import (
     split_kinds,
     two_messages,
 )
-from offbeat_lab.plan.kfac_iteration import fuse_by_rule
 
 
 def one_message_each(inputs: PlanInputs) -> Groups:

@@ -117,7 +117,8 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     all_s = predict_step("dkfac:ramp=false", replace(where, steps=range(1))).step_s
     factors_s = predict_step("dkfac:ramp=false", replace(where, steps=range(10, 11))).step_s
     # Factors in steps 0 to 10 in place of 0 and 10, inversions in 0, 1, 2, 4 and 8 in place of 0.
-    assert 12 * (ramp - even) == pytest.approx(9 * (factors_s - one_s) + 4 * (all_s - factors_s))
+    more_s = 9 * (factors_s - one_s) + 4 * (all_s - factors_s)
+    assert 12 * (ramp - even) == pytest.approx(more_s, rel=1e-3)
 
 
 def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
@@ -130,6 +131,8 @@ def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
     no_factors = predict_step("allreduce", where).bytes_per_step
     # Triangles of 4,608 and 2,304 rows are most of all factors.
     assert 0.2 < (cut - no_factors) / (whole - no_factors) < 0.5
+    named = predict_step("dkfac:max_dim=1024:plain=fc", where).bytes_per_step
+    assert named == cut, "a profile knows no names of layers"
 
 
 def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
@@ -235,9 +238,10 @@ def test_local_sgd_begins_with_what_it_is_told_to(first: str) -> None:
         return predict_step(name, replace(where, steps=steps)).step_s
 
     alone, later = step_s(first, range(10)), step_s(f"{LOCAL}:period=4", range(12))
-    assert step_s(spec, range(10)) == pytest.approx(alone)
+    # Of steps that are alike a few are predicted where there is nothing else.
+    assert step_s(spec, range(10)) == pytest.approx(alone, rel=0.02)
     assert step_s(spec, range(10, 22)) == pytest.approx(later)
-    assert step_s(spec, range(22)) == pytest.approx((10 * alone + 12 * later) / 22)
+    assert step_s(spec, range(22)) == pytest.approx((10 * alone + 12 * later) / 22, rel=0.02)
     assert predict_step(spec, where).step_s == pytest.approx(later)
 
 
@@ -412,7 +416,7 @@ def test_networks_have_the_parameters_that_they_are_known_for() -> None:
         ("{", "is no profile"),
         ("[]", "is no profile"),
         (json.dumps({"name": "x"}), "is no profile"),
-        (MODEL.to_json().replace('"format": 1', '"format": 9'), "format 9"),
+        (MODEL.to_json().replace('"format": 2', '"format": 9'), "format 9"),
         (MODEL.to_json().replace("0.2", "-1"), "backward_s -1"),
     ],
 )

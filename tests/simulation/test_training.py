@@ -17,10 +17,18 @@ from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import WireError
-from offbeat.simulation.training import REMEMBERED_STEPS, SimulatedRank, Timeline, carry_out
+from offbeat.kfac.curvature import Curvature
+from offbeat.simulation.training import (
+    REMEMBERED_STEPS,
+    SimulatedRank,
+    Timeline,
+    carry_out,
+    with_lead_in,
+)
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.dpsgd import DPSGD
 from offbeat.strategies.ef21 import EF21
+from offbeat.strategies.kfac import DKFAC, DPKFAC, MPDKFAC, SPDKFAC, KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.sgp import SGP
 from offbeat.strategies.topk import TopK
@@ -38,7 +46,9 @@ class Tensor:
     rows: int = 1
 
 
-TIMELINE = Timeline(tensors=[Tensor(1.0), Tensor(0.5)], backward_s=2.0, optimizer_s=0.25, moments=1)
+TIMELINE = Timeline(
+    tensors=[Tensor(1.0), Tensor(0.5)], forward_s=1.0, backward_s=2.0, optimizer_s=0.25, moments=1
+)
 
 
 class Device:
@@ -50,8 +60,11 @@ class Device:
         self.cluster = cluster
         self.ends_s: dict[int, float] = {}
 
-    def forward(self, step: int) -> Collective[None]:
-        yield Sleep(1.0)
+    def step_begins(self, step: int) -> Collective[None]:
+        yield Sleep(0.0)
+
+    def forward_ended(self, step: int, coming_s: float) -> Collective[None]:
+        yield Sleep(0.0)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
         yield Sleep(seconds)
@@ -68,6 +81,15 @@ class Device:
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         return 0.125
 
+    def multiplying_s(self, num_elements: int, rank: int) -> float:
+        return 0.0
+
+    def preconditioning_s(self, num_products: float) -> float:
+        return num_products / 1e12
+
+    def inverting_s(self, dim: int) -> float:
+        return 0.5
+
     def step_ended(self, step: int) -> None:
         self.ends_s[step] = self.cluster.now_s
 
@@ -76,11 +98,16 @@ class Device:
 
 
 def trained(
-    strategy: Strategy, steps: range, *, workers: int = 2, link: VirtualLink | None = None
+    strategy: Strategy,
+    steps: range,
+    *,
+    workers: int = 2,
+    link: VirtualLink | None = None,
+    timeline: Timeline = TIMELINE,
 ) -> tuple[list[SimulatedRank], VirtualCluster]:
     cluster = VirtualCluster(workers, link=link, weightless=True)
     ranks = [SimulatedRank(driver, Device(cluster)) for driver in cluster.drivers]
-    carry_out(cluster, [rank.train(strategy, TIMELINE, steps) for rank in ranks])
+    carry_out(cluster, [rank.train(strategy, timeline, with_lead_in(steps)) for rank in ranks])
     return ranks, cluster
 
 
@@ -210,3 +237,45 @@ def test_a_schedule_that_follows_drift_is_simulated() -> None:
     assert isinstance(device, Device)
     durations_s = np.diff([0.0, *device.ends_s.values()])
     assert np.flatnonzero(durations_s > 3.26).tolist() == [3, 7]
+
+
+@dataclass(frozen=True)
+class Linear:
+    tensor: int
+    a_dim: int
+    g_dim: int
+    num_positions: int = 1
+
+
+TWO_LAYERS = Timeline(
+    tensors=[Tensor(1.0, 200, rows=10), Tensor(1.0, 10), Tensor(0.5, 600, rows=20)],
+    forward_s=1.0,
+    backward_s=2.0,
+    optimizer_s=0.25,
+    moments=1,
+    layers=[Linear(0, 20, 10), Linear(2, 30, 20)],
+    looks_s=0.3,
+    batch_size=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_inverted"), [(DKFAC, 4), (MPDKFAC, 2), (SPDKFAC, 2), (DPKFAC, 2)]
+)
+def test_factors_take_their_time_where_layers_are_seen(
+    kind: type[KFACStrategy], num_inverted: int
+) -> None:
+    """Of four factors every rank inverts all, or its own. An inversion takes 0.5 s, and a rank that
+    keeps to its own layer looks at that one alone.
+    """
+    strategy = kind(factor_interval=2, inverse_interval=4, curvature=Curvature(ramp=False))
+    ranks, _ = trained(strategy, range(8), timeline=TWO_LAYERS)
+    device = ranks[0].machine
+    assert isinstance(device, Device)
+    durations_s = np.diff([device.ends_s[step] for step in range(3, 8)])
+    squares = [20**2 + 10**2, 30**2 + 20**2]
+    own = squares[1] / sum(squares) if kind is DPKFAC else 1.0
+    looked_s = 0.3 * own
+    inverted_s = 0.5 * num_inverted
+    expected_s = [3.25 + looked_s + inverted_s, 3.25, 3.25 + looked_s, 3.25]
+    assert durations_s == pytest.approx(expected_s, abs=1e-3)

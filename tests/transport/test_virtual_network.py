@@ -218,6 +218,24 @@ def test_a_broadcast_takes_as_long_as_a_tree_of_messages(world_size: int) -> Non
     assert max(dense) == pytest.approx(max(events))
 
 
+@pytest.mark.parametrize(("world_size", "transfers"), [(2, 1), (3, 2), (4, 2 + 1), (8, 3 + 2 + 1)])
+def test_gloos_root_sends_a_broadcast_to_several_at_once(world_size: int, transfers: int) -> None:
+    """They share its port, so all of them have it when the last one has."""
+    link = VirtualLink(bytes_per_s=400.0)
+    ends_s = VirtualCluster(world_size, link=link, dense_announced=True).run(
+        [one_dense(Broadcast(torch.zeros(100), 0)) for _ in range(world_size)]
+    )
+    assert max(ends_s) == pytest.approx(transfers)
+
+
+def test_one_rank_that_stands_for_all_takes_part_in_their_dense_operations() -> None:
+    link = VirtualLink(latency_s=0.25, bytes_per_s=1000.0)
+    for operation in (Broadcast(torch.zeros(100), 3), AllReduceTensor(torch.zeros(100))):
+        all_s = VirtualCluster(5, link=link).run([one_dense(operation) for _ in range(5)])
+        one_s = VirtualCluster(1, link=link, dense_ranks=5).run([one_dense(operation)])
+        assert one_s == pytest.approx([max(all_s)])
+
+
 def test_dense_operations_contend_with_messages_and_with_each_other() -> None:
     def both(rank: int) -> Collective[float]:
         yield Send(1 - rank, bytes(1000))

@@ -183,7 +183,7 @@ class KFACCallback(Callback):
         """Name the blocks whose weights got gradients while nobody saw their inputs and outputs.
         Collective, and all ranks conclude the same: when one raises, none is left waiting.
         """
-        used, seen = self.scheduler.blocks_used(), self.scheduler.layers_seen()
+        used, seen = self.scheduler.blocks_used(), self.scheduler.capture.pop_layers_seen()
         layers = [
             (index, name)
             for index, block in enumerate(self.blocks)
@@ -279,8 +279,8 @@ class KFACCallback(Callback):
         inverses = self.preconditioner.inverses
         return {
             "factor_wait_s": self.wait_s,
-            "invert_s": inverses.times.invert_s,
-            "inverse_wait_s": inverses.times.wait_s,
+            "invert_s": inverses.invert_s,
+            "inverse_wait_s": inverses.wait_s,
             "precondition_s": self.preconditioner.precondition_s,
         }
 

@@ -507,6 +507,6 @@ def _plain_arithmetic(device_type: str) -> Iterator[None]:
     region.
     """
     # Entering an autocast region takes longer than some factors.
-    casts = torch.is_autocast_enabled(device_type)
+    casts = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if casts else nullcontext():
         yield

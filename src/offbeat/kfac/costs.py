@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -91,14 +91,13 @@ def gather_plan_inputs(
         stream: its channels.
     """
     first = slots[0]
-    same_devices = have_same_devices(driver, stream, first.device)
+    kinds = driver.run(gather_values(device_kind(first.device)), stream.next())
+    same_devices = len(set(kinds)) == 1
     dims = [equivalent_dim(slot.shape) for slot in slots]
     costs = None
     if measures and driver.world_size > 1:
-        form = form_of(slots, settings, same_devices=same_devices)
-        like = torch.empty(0, dtype=first.dtype, device=first.device)
-        invert = partial(_invert_sample, first.dtype, form)
-        costs = measure(driver, stream, dims=dims, like=like, invert=invert)
+        invert = partial(_invert_sample, form_of(slots, settings, same_devices=same_devices))
+        costs = measure(driver, stream, dims=dims, like=first.zeros(), invert=invert)
     return PlanInputs(
         world_size=driver.world_size,
         same_devices=same_devices,
@@ -111,11 +110,9 @@ def gather_plan_inputs(
 
 def time_inversions(slots: Sequence[FactorSlot], settings: KFACSettings) -> TabledInversion:
     """What inverting factors of the sizes of `slots` costs on this rank alone."""
-    first = slots[0]
-    like = torch.empty(0, dtype=first.dtype, device=first.device)
-    form = form_of(slots, settings, same_devices=True)
-    invert = partial(_invert_sample, first.dtype, form)
-    timed_s = _time_inversions([equivalent_dim(slot.shape) for slot in slots], like, invert)
+    like, dims = slots[0].zeros(), [equivalent_dim(slot.shape) for slot in slots]
+    invert = partial(_invert_sample, form_of(slots, settings, same_devices=True))
+    timed_s = _time_inversions(dims, like, invert, inversion_clock(like.device, time.monotonic))
     return TabledInversion(dims=tuple(timed_s), seconds=tuple(timed_s.values()))
 
 
@@ -126,9 +123,9 @@ def equivalent_dim(shape: FactorShape) -> int:
     return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
 
 
-def _invert_sample(dtype: torch.dtype, form: InverseForm, matrix: torch.Tensor) -> None:
+def _invert_sample(form: InverseForm, matrix: torch.Tensor) -> None:
     """Invert `matrix` as training does, to be timed."""
-    damping = torch.ones((), dtype=dtype, device=matrix.device)
+    damping = torch.ones((), dtype=matrix.dtype, device=matrix.device)
     task = InversionTask(
         name="sample",
         packed=pack(matrix[None]),
@@ -137,12 +134,6 @@ def _invert_sample(dtype: torch.dtype, form: InverseForm, matrix: torch.Tensor) 
         valid=damping > 0,
     )
     Inverter(lambda _: None, form).invert([task])
-
-
-def have_same_devices(driver: Driver, stream: Stream, device: torch.device) -> bool:
-    """Whether all ranks compute on devices of one kind. Collective."""
-    kinds = driver.run(gather_values(device_kind(device)), stream.next())
-    return len(set(kinds)) == 1
 
 
 def slowest_ready_s(driver: Driver, stream: Stream, ready_s: Sequence[float]) -> list[float]:
@@ -168,17 +159,35 @@ def measure(
         like: any tensor of the factors' dtype and device.
         invert: inverts a matrix of shape (d, d), as training does.
     """
-    one, _ = MESSAGE_ELEMENTS
+    now_s, small = partial(driver.now_s, 0), MESSAGE_ELEMENTS[0]
+
+    def send(collectives: Iterable[Collective[torch.Tensor]]) -> None:
+        for pending in [driver.launch(collective, stream.next()) for collective in collectives]:
+            pending.wait()
+
+    def broadcast_several() -> None:
+        roots = [number % driver.world_size for number in range(NUM_AT_ONCE)]
+        send(dense_broadcast(like.new_zeros(small), root) for root in roots)
+
+    def timed_s(make: Callable[[torch.Tensor], Collective[torch.Tensor]]) -> dict[int, float]:
+        tensors = map(like.new_zeros, MESSAGE_ELEMENTS)
+        return {
+            tensor.numel(): _fastest_s(like, lambda: send([make(tensor)]), now_s)  # noqa: B023 - is called at once
+            for tensor in tensors
+        }
+
     mine = {
-        "inversions": _time_inversions(dims, like, invert),
-        **_time_messages(driver, stream, like),
+        "inversions": _time_inversions(dims, like, invert, inversion_clock(like.device, now_s)),
+        "all-reduces": timed_s(dense_all_reduce),
+        "broadcasts": timed_s(partial(dense_broadcast, root=0)),
+        "several": {NUM_AT_ONCE: _fastest_s(like, broadcast_several, now_s)},
     }
     answers = driver.run(gather_values(mine), stream.next())
     # A rank that plans from what all ranks measured plans what all ranks plan; the slowest counts,
     # since everybody waits for it.
     agreed = {what: slowest(_by_size(answer[what]) for answer in answers) for what in mine}
     broadcast = _link(agreed["broadcasts"], like)
-    gap_s = (agreed["several"][NUM_AT_ONCE] - agreed["broadcasts"][one]) / (NUM_AT_ONCE - 1)
+    gap_s = (agreed["several"][NUM_AT_ONCE] - agreed["broadcasts"][small]) / (NUM_AT_ONCE - 1)
     return FactorCosts(
         all_reduce=_link(agreed["all-reduces"], like),
         inverse=InverseCosts(
@@ -192,50 +201,20 @@ def measure(
 
 
 def _time_inversions(
-    dims: Sequence[int], like: torch.Tensor, invert: Callable[[torch.Tensor], object]
+    dims: Sequence[int],
+    like: torch.Tensor,
+    invert: Callable[[torch.Tensor], object],
+    clock: Callable[[], float],
 ) -> dict[int, float]:
     """Seconds by number of rows."""
     generator = torch.Generator().manual_seed(0)
     elsewhere = torch.zeros(CACHE_ELEMENTS, device=like.device)
-    clock = inversion_clock(like.device)
     times_s = {}
     for dim in sizes_to_time(dims):
         rows = torch.randn(2 * dim, dim, generator=generator).to(like)
         matrix = rows.mT @ rows / dim
-        times_s[dim] = _fastest_s(
-            like, partial(invert, matrix), before=elsewhere.zero_, clock=clock
-        )
+        times_s[dim] = _fastest_s(like, partial(invert, matrix), clock, before=elsewhere.zero_)
     return times_s
-
-
-def _time_messages(
-    driver: Driver, stream: Stream, like: torch.Tensor
-) -> dict[str, dict[int, float]]:
-    """Seconds of an all-reduce and of a broadcast by number of elements, and of several small
-    broadcasts at once by their number.
-    """
-
-    def all_reduce(tensor: torch.Tensor) -> None:
-        _run(driver, stream, [dense_all_reduce(tensor)])
-
-    def broadcast(tensor: torch.Tensor) -> None:
-        _run(driver, stream, [dense_broadcast(tensor, 0)])
-
-    def broadcast_several() -> None:
-        roots = [number % driver.world_size for number in range(NUM_AT_ONCE)]
-        _run(driver, stream, [dense_broadcast(like.new_zeros(one), root) for root in roots])
-
-    one, _ = MESSAGE_ELEMENTS
-    tensors = {size: like.new_zeros(size) for size in MESSAGE_ELEMENTS}
-    return {
-        "all-reduces": {
-            size: _fastest_s(like, partial(all_reduce, tensor)) for size, tensor in tensors.items()
-        },
-        "broadcasts": {
-            size: _fastest_s(like, partial(broadcast, tensor)) for size, tensor in tensors.items()
-        },
-        "several": {NUM_AT_ONCE: _fastest_s(like, broadcast_several)},
-    }
 
 
 def sizes_to_time(dims: Sequence[int]) -> list[int]:
@@ -252,12 +231,12 @@ def sizes_to_time(dims: Sequence[int]) -> list[int]:
     return [sizes[round(place * last / max(num - 1, 1))] for place in range(num)]
 
 
-def inversion_clock(device: torch.device) -> Callable[[], float]:
-    """The clock, in seconds, that inversions on `device` are timed with. On a CPU it is the
-    processor's: ranks that share a core measure all at once, but an owner mostly inverts while
-    its peers wait.
+def inversion_clock(device: torch.device, now_s: Callable[[], float]) -> Callable[[], float]:
+    """The clock, in seconds, that inversions on `device` are timed with: `now_s`, but on a CPU the
+    processor's. Ranks that share a core measure all at once, but an owner mostly inverts while its
+    peers wait.
     """
-    return time.thread_time if device.type == "cpu" else time.perf_counter
+    return time.thread_time if device.type == "cpu" else now_s
 
 
 def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
@@ -268,17 +247,12 @@ def _link(samples: Mapping[int, float], like: torch.Tensor) -> LinkCost:
     return fit_link((size * like.element_size(), seconds) for size, seconds in samples.items())
 
 
-def _run(driver: Driver, stream: Stream, collectives: Sequence[Collective[torch.Tensor]]) -> None:
-    for pending in [driver.launch(collective, stream.next()) for collective in collectives]:
-        pending.wait()
-
-
 def _fastest_s(
     like: torch.Tensor,
     call: Callable[[], object],
+    clock: Callable[[], float],
     *,
     before: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """The least seconds by `clock` that `call` takes, each time after `before`: everything else is
     disturbance.

@@ -19,7 +19,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -29,28 +28,6 @@ from offbeat.kfac.inverses import MOST_AT_ONCE, InversionTask, Inverter, is_asyn
 from offbeat.kfac.plans import InverseBatch
 from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Driver, Pending, Stream
-
-
-@dataclass(slots=True)
-class InverseTimes:
-    """Seconds so far.
-
-    Attributes:
-        invert_s: computing inverses.
-        wait_s: waiting for the other ranks' inverses.
-    """
-
-    invert_s: float = 0.0
-    wait_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _InverseMessage:
-    """What an owner inverts in one go, and where these inverses lie side by side."""
-
-    batch: InverseBatch
-    owner: int
-    flat: torch.Tensor
 
 
 class InverseExchange:
@@ -70,6 +47,8 @@ class InverseExchange:
     Attributes:
         packed: what stands for the inverse of each slot; zeros stand for none. None where this rank
             needs none.
+        invert_s: seconds spent so far on computing inverses.
+        wait_s: seconds spent so far on waiting for the other ranks' inverses.
     """
 
     def __init__(
@@ -84,20 +63,21 @@ class InverseExchange:
         inverter: Inverter,
         spans: SpanRecorder,
     ) -> None:
-        self.times, self._spans = InverseTimes(), spans
+        self.invert_s, self.wait_s, self._spans = 0.0, 0.0, spans
         self._driver, self._stream, self._inverter = driver, stream, inverter
         self._travels, self._slots = travels, slots
         self.packed: list[torch.Tensor | None] = [None] * len(slots)
-        self._messages: list[_InverseMessage] = []
+        # What an owner inverts in one go, and where these inverses lie side by side.
+        self._messages: list[tuple[InverseBatch, int, torch.Tensor]] = []
         self._by_all = [batch for batch in order if batch.owner is None]
         for batch in order:
             if batch.owner is None or travels or batch.owner == driver.rank:
                 flat = self._make_room([slots[slot] for slot in batch.slots], dtypes)
                 if batch.owner is not None:
-                    self._messages.append(_InverseMessage(batch, batch.owner, flat))
+                    self._messages.append((batch, batch.owner, flat))
         self._task_of: Callable[[int], InversionTask] | None = None
         self._num_messages: float = 0
-        self._to_send: deque[_InverseMessage] = deque()
+        self._to_send: deque[tuple[InverseBatch, int, torch.Tensor]] = deque()
         self._to_fill: deque[InverseBatch] = deque()
         self._pending: list[Pending[torch.Tensor]] = []
 
@@ -115,7 +95,7 @@ class InverseExchange:
 
     def take_over(self, before: InverseExchange) -> None:
         """Go on where `before` stopped, whose inverses lay side by side in another order."""
-        self.times = before.times
+        self.invert_s, self.wait_s = before.invert_s, before.wait_s
         for old, new in zip(before.packed, self.packed, strict=True):
             if old is not None and new is not None:
                 new.copy_(old)
@@ -132,21 +112,17 @@ class InverseExchange:
         what needs no more.
         """
         self._num_messages = num_messages
-        while self._to_send and self._to_send[0].batch.num_messages <= num_messages:
-            message = self._to_send.popleft()
-            if message.owner == self._driver.rank:
-                self._invert(message.batch.slots)
+        while self._to_send and self._to_send[0][0].num_messages <= num_messages:
+            batch, owner, flat = self._to_send.popleft()
+            if owner == self._driver.rank:
+                self._invert(batch.slots)
             if self._travels:
                 # Every rank launches every broadcast here, in the planned order: one that inverts
                 # nothing waits for its peers' inverses already while they are being made.
                 launched_s = time.monotonic()
-                pending = self._driver.launch(
-                    dense_broadcast(message.flat, message.owner), self._stream.next()
-                )
+                pending = self._driver.launch(dense_broadcast(flat, owner), self._stream.next())
                 self._pending.append(pending)
-                self._spans.launched(
-                    "broadcast", f"from worker {message.owner}", launched_s, [pending]
-                )
+                self._spans.launched("broadcast", f"from worker {owner}", launched_s, [pending])
 
     def fill(self, is_over: Callable[[], bool]) -> None:
         """Until `is_over`, invert of what every rank inverts whatever has arrived.
@@ -168,7 +144,7 @@ class InverseExchange:
             with self._spans.timed("wait for inverses"):
                 broadcast.wait()
             self._spans.arrived()
-        self.times.wait_s += time.perf_counter() - begin_s
+        self.wait_s += time.perf_counter() - begin_s
         self._pending = []
 
     def _invert(self, slots: Sequence[int]) -> None:
@@ -180,7 +156,7 @@ class InverseExchange:
             inverses = self._inverter.invert(tasks, rooms=rooms)
             for room, inverse in zip(rooms, inverses, strict=True):
                 room.copy_(inverse)
-        self.times.invert_s += time.monotonic() - begin_s
+        self.invert_s += time.monotonic() - begin_s
         self._spans.add("invert", f"{len(slots)} factors", begin_s)
 
     def _portions(self, slots: Sequence[int]) -> Iterator[list[int]]:

@@ -313,7 +313,7 @@ def damp_and_invert_(
     has_tiny = is_tiny(len(matrices), matrices.shape[1])
     if has_tiny and form != "triangle":
         return _by_cofactors(matrices)
-    if has_tiny or is_asynchronous(matrices.device):
+    if has_tiny or matrices.device.type != "cpu":
         return _on_device(matrices, form)
     return _on_host(matrices, form)
 

@@ -109,15 +109,14 @@ def _from_left(symmetric: torch.Tensor, matrices: torch.Tensor, form: InverseFor
     return symmetric * matrices if symmetric.shape[1] == 1 else torch.bmm(symmetric, matrices)
 
 
-def kl_scale(change: torch.Tensor, kl_clip: float, grad_scale: float = 1.0) -> torch.Tensor:
+def kl_scale(change: torch.Tensor, kl_clip: float) -> torch.Tensor:
     """nu: by what to multiply preconditioned gradients P, a scalar tensor in (0, 1].
 
     Args:
         change: the sum of lr^2 <P, gradient> over layers, a scalar tensor.
         kl_clip: the limit, > 0.
-        grad_scale: by what factor gradients are scaled (AMP).
     """
-    return (kl_clip * grad_scale**2 / change.abs()).sqrt().clamp(max=1)
+    return (kl_clip / change.abs()).sqrt().clamp(max=1)
 
 
 def share_of(preconditioned: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
@@ -144,7 +143,6 @@ def precondition_(
     lrs: Sequence[float],
     kl_clip: float | None,
     grafting: Grafting = "none",
-    grad_scale: float = 1.0,
     shares: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
     """Replace the gradients of `blocks` by preconditioned gradients. Blocks without gradient, or of
@@ -156,7 +154,6 @@ def precondition_(
         lrs: learning rates, one for each block.
         kl_clip: the limit, > 0; None: no limit.
         grafting: whose length a layer's preconditioned gradient has. With "layer" give no limit.
-        grad_scale: by what factor gradients are scaled at the moment (AMP).
         shares: takes for each block's name how long its preconditioned gradient is over the plain
             one, before anything scales it; None: nobody asks.
 
@@ -191,7 +188,7 @@ def precondition_(
         done.append(_Preconditioned(gradient, preconditioned, None if may_ask else exists))
     if kl_clip is None or not done:
         return None
-    nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip, grad_scale)
+    nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip)
     shortens = is_asynchronous(nu.device) or bool(nu < 1)
     for waiting in done:
         waiting.finish_(nu, shortens=shortens)

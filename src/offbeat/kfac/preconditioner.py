@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from math import inf
 from statistics import median_high
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -125,24 +125,22 @@ class Preconditioner:
             for group in self._optimizer.param_groups
             for parameter in group["params"]
         }
-        live = [index for index in range(len(self._blocks)) if index not in retired]
-        blocks = [self._blocks[index] for index in live]
-        lrs = [lr_of.get(id(block.weight), 0.0) for block in blocks]
-        pairs = [self._pair_of(index) for index in live]
+        live = [
+            _Member(block, self._pair_of(index), lr_of.get(id(block.weight), 0.0), index)
+            for index, block in enumerate(self._blocks)
+            if index not in retired
+        ]
         shares: dict[str, torch.Tensor] | None = {} if self._short_layers.is_watching else None
-        if not self._plan.by_owner:
+        if self._plan.by_owner:
+            nu = self._precondition_by_owners(live, kl_clip=kl_clip, shares=shares)
+        else:
             nu = precondition_(
-                blocks,
-                [pair for pair in pairs if pair is not None],
-                lrs=lrs,
+                [each.block for each in live],
+                [each.inverse for each in live if each.inverse is not None],
+                lrs=[each.lr for each in live],
                 kl_clip=kl_clip,
                 grafting=self._settings.grafting,
                 shares=shares,
-            )
-        else:
-            owners = [self._plan.owners[2 * index] for index in live]
-            nu = self._precondition_by_owners(
-                blocks, pairs, owners, lrs=lrs, kl_clip=kl_clip, shares=shares
             )
         self.step_scale.add(nu, kl_clip)
         if shares is not None:
@@ -151,15 +149,12 @@ class Preconditioner:
     @torch.no_grad()
     def _precondition_by_owners(
         self,
-        blocks: Sequence[Block],
-        inverses: Sequence[InversePair | None],
-        owners: Sequence[Owner],
+        live: Sequence[_Member],
         *,
-        lrs: Sequence[float],
         kl_clip: float | None,
         shares: dict[str, torch.Tensor] | None,
     ) -> torch.Tensor | None:
-        """Replace the gradients of `blocks`, the same on all ranks, by preconditioned gradients.
+        """Replace the gradients of blocks, the same on all ranks, by preconditioned gradients.
         Collective.
 
         Each owner's message holds the preconditioned gradients of its blocks, for each block
@@ -167,34 +162,26 @@ class Preconditioner:
         number is why the limit of a step, which is one for all layers, needs no message of its own.
 
         Args:
-            blocks: the same on all ranks. Those without gradient are passed over.
-            inverses: of the blocks that this rank owns.
-            owners: a rank for each block.
-            lrs: learning rates, one for each block.
+            live: the blocks. Those without gradient are passed over.
             kl_clip, shares: as of `kfac.precondition.precondition_`.
 
         Returns:
             As of `kfac.precondition.precondition_`.
         """
-        # All ranks see the same gradients, so all of them leave the same blocks out.
-        live = [number for number, block in enumerate(blocks) if block.has_gradient()]
+        rank, of_owner = self._driver.rank, dict[Owner, list[_Member]]()
+        for each in live:
+            # All ranks see the same gradients, so all of them leave the same blocks out.
+            if each.block.has_gradient():
+                of_owner.setdefault(self._plan.owners[2 * each.place], []).append(each)
         messages = [
-            _GradientMessage([blocks[number] for number in live if owners[number] == rank], rank)
-            for rank in range(self._driver.world_size)
+            _GradientMessage(of_owner[owner], owner)
+            for owner in range(self._driver.world_size)
+            if owner in of_owner
         ]
         pending = []
         for message in messages:
-            if not message.blocks:
-                continue
-            if message.owner == self._driver.rank:
-                own = [number for number in live if owners[number] == self._driver.rank]
-                found = [inverse for number in own if (inverse := inverses[number]) is not None]
-                message.fill(
-                    found,
-                    [lrs[number] for number in own],
-                    grafting=self._settings.grafting,
-                    is_measured=shares is not None,
-                )
+            if message.owner == rank:
+                message.fill(self._settings.grafting, is_measured=shares is not None)
             launched_s = time.monotonic()
             pending.append(
                 self._driver.launch(
@@ -208,13 +195,9 @@ class Preconditioner:
             with self._spans.timed("wait for inverses"):
                 broadcast.wait()
             self._spans.arrived()
-        changes = [
-            message.change.to(device="cpu", dtype=torch.float64)
-            for message in messages
-            if message.blocks
-        ]
         nu = None
-        if kl_clip is not None and changes:
+        if kl_clip is not None and messages:
+            changes = (message.change.to("cpu", torch.float64) for message in messages)
             nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
         for message in messages:
             message.show(1.0 if nu is None else float(nu))
@@ -275,16 +258,30 @@ class Preconditioner:
                 )
 
 
+class _Member(NamedTuple):
+    """A block that no rank has given up: with its inverses, if this rank has them, its learning
+    rate and its number.
+    """
+
+    block: Block
+    inverse: InversePair | None
+    lr: float
+    place: int
+
+
 class _GradientMessage:
     """One owner's preconditioned gradients."""
 
-    def __init__(self, blocks: Sequence[Block], owner: int) -> None:
-        self.blocks, self.owner = blocks, owner
-        weights = [block.weight for block in blocks]
-        dtype = reduce(torch.promote_types, (weight.dtype for weight in weights), torch.float32)
-        sizes = [torch.Size(block.matrix_shape).numel() for block in blocks]
-        device = weights[0].device if weights else None
-        self.flat = torch.zeros(sum(sizes) + 2 * len(blocks) + 1, dtype=dtype, device=device)
+    def __init__(self, members: Sequence[_Member], owner: int) -> None:
+        self.owner, self._members = owner, members
+        blocks = [each.block for each in members]
+        dtypes = (block.weight.dtype for block in blocks)
+        sizes = [block.num_parameters for block in blocks]
+        self.flat = torch.zeros(
+            sum(sizes) + 2 * len(blocks) + 1,
+            dtype=reduce(torch.promote_types, dtypes, torch.float32),
+            device=blocks[0].weight.device,
+        )
         *parts, self._exists, self._shares, change = self.flat.split(
             [*sizes, len(blocks), len(blocks), 1]
         )
@@ -293,15 +290,9 @@ class _GradientMessage:
         ]
         self.change = change[0]
 
-    def fill(
-        self,
-        inverses: Sequence[InversePair],
-        lrs: Sequence[float],
-        *,
-        grafting: Grafting,
-        is_measured: bool,
-    ) -> None:
-        for number, (block, inverse, lr) in enumerate(zip(self.blocks, inverses, lrs, strict=True)):
+    def fill(self, grafting: Grafting, *, is_measured: bool) -> None:
+        for number, (block, inverse, lr, _) in enumerate(self._members):
+            assert inverse is not None, "the owner has them"
             preconditioned, gradient = self._preconditioned[number], block.gradient_matrix()
             found = inverse.apply(gradient, block.inputs, block.outputs)
             self._exists[number] = inverse.exists
@@ -314,17 +305,12 @@ class _GradientMessage:
     def shares(self) -> dict[str, torch.Tensor]:
         """How long each block's preconditioned gradient is over the plain one; 1 for none."""
         known = torch.where(self._exists > 0, self._shares, 1.0)
-        return {block.name: known[number] for number, block in enumerate(self.blocks)}
+        return {each.block.name: known[number] for number, each in enumerate(self._members)}
 
     def show(self, scale: float) -> None:
-        for number, (block, preconditioned) in enumerate(
-            zip(self.blocks, self._preconditioned, strict=True)
-        ):
-            block.write_gradient_(
-                torch.where(
-                    self._exists[number] > 0, preconditioned * scale, block.gradient_matrix()
-                )
-            )
+        for number, (block, *_) in enumerate(self._members):
+            scaled, plain = self._preconditioned[number] * scale, block.gradient_matrix()
+            block.write_gradient_(torch.where(self._exists[number] > 0, scaled, plain))
 
 
 class StepScale:

@@ -162,7 +162,8 @@ class FactorScheduler(ExchangeListener):
         self.capture.stop()
         self._drop()
         self._progress = self._no_progress()
-        self._spans.begin(on=self._settings.is_noted(self.step), keep=self.is_good)
+        is_noted = self._settings.is_noted(self.step) and self._slots[0].device.type != "meta"
+        self._spans.begin(on=is_noted, keep=self.is_good)
         self._is_open = self._settings.has_factors(self.step)
         # Without factors there is nothing that a bucket of gradients would have to wait for.
         self._launch_order.follow(self._sequence if self._is_open else ())
@@ -200,7 +201,7 @@ class FactorScheduler(ExchangeListener):
             return
         if self._spans.on:
             self._spans.add("factor", self._slots[slot].name, began_s)
-        now_s = time.perf_counter()
+        now_s = self._driver.now_s(0)
         if progress.first_added_s is None:
             progress.first_added_s = now_s
         progress.ready_s[slot] = now_s - progress.first_added_s
@@ -285,10 +286,6 @@ class FactorScheduler(ExchangeListener):
             if self._first_parameters[2 * index] in self._progress.with_gradient
             and not self.is_retired_here(2 * index)
         }
-
-    def layers_seen(self) -> set[str]:
-        """Names of the layers of which both factors have been added to since the last call."""
-        return self.capture.pop_layers_seen()
 
     def pop_has_sent(self) -> bool:
         """Whether this step's factors were sent and nobody has taken them in yet. The caller does

@@ -3,7 +3,7 @@ without content, on a virtual cluster.
 
     build the strategy, as a session does
     for each step
-        the forward pass takes its time
+        the forward pass takes its time; who looks into layers sees one after the other
         gradients become ready, one after the other, as long after each other as a profile says
         the optimizer's step takes its time
     at each of these moments the callbacks get the event that a session would give them
@@ -11,12 +11,14 @@ without content, on a virtual cluster.
 What callbacks compute takes no time here. What they have computed by the moment at which they send
 something is known by what they send: a dense operation has been copied into a vector, and is copied
 out of it; entries have been selected; a vector has been published, and is added by its receiver.
+Products and decompositions of matrices take their time when a callback makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -48,7 +50,7 @@ LEAD_IN: Final = 3
 """Steps before one in the middle of a run, so that what is measured in steps has been."""
 
 _CHOICES_EVERY: Final = 500  # exchanges, by which numbers of measured exchanges are rounded
-_COUNTS, _LEFT = frozenset({"num_steps", "num_averages", "exchanges"}), "num_left"
+_COUNTS, _LEFT = frozenset({"num_steps", "num_averages", "exchanges", "step"}), "num_left"
 
 
 class Machine(Protocol):
@@ -60,8 +62,14 @@ class Machine(Protocol):
 
     shared: float
 
-    def forward(self, step: int) -> Collective[None]:
-        """The forward pass of a step, counted from 0, and whatever delays it."""
+    def step_begins(self, step: int) -> Collective[None]:
+        """The rank begins a step, counted from 0, once it is not delayed any longer."""
+        ...
+
+    def forward_ended(self, step: int, coming_s: float) -> Collective[None]:
+        """Whatever comes between the passes, where callbacks are going to compute for `coming_s` in
+        the backward pass.
+        """
         ...
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
@@ -82,6 +90,14 @@ class Machine(Protocol):
 
     def multiplying_s(self, num_elements: int, rank: int) -> float:
         """Seconds to multiply a matrix of so many elements by one of `rank` columns."""
+        ...
+
+    def preconditioning_s(self, num_products: float) -> float:
+        """Seconds to multiply so many pairs of numbers, of gradients and of inverses."""
+        ...
+
+    def inverting_s(self, dim: int) -> float:
+        """Seconds to invert a symmetric matrix of `dim` rows."""
         ...
 
     def publishing_s(self, num_bytes: float) -> float:
@@ -118,21 +134,49 @@ class Sized(Protocol):
         ...
 
 
+class SeenLayer(Protocol):
+    """A layer that makes rows of `g_dim` columns of rows of `a_dim`."""
+
+    @property
+    def a_dim(self) -> int: ...
+
+    @property
+    def g_dim(self) -> int: ...
+
+    @property
+    def num_positions(self) -> int:
+        """Rows for a sample."""
+        ...
+
+    @property
+    def tensor(self) -> int:
+        """Which of the parameters its weight is, with its bias."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """What is trained, and when its gradients are there.
 
     Attributes:
         tensors: parameters, in the order of the model.
+        forward_s: the forward pass.
         backward_s: the backward pass.
         optimizer_s: the optimizer's step.
         moments: what the optimizer keeps of each parameter, in tensors of its size.
+        layers: whose inputs and outputs callbacks may look at, in the order of the forward pass.
+        looks_s: what it takes to multiply all inputs and all outputs of layers by themselves.
+        batch_size: samples.
     """
 
     tensors: Sequence[Sized]
+    forward_s: float
     backward_s: float
     optimizer_s: float
     moments: int
+    layers: Sequence[SeenLayer] = ()
+    looks_s: float = 0.0
+    batch_size: int = 1
 
 
 class Buildable(Protocol):
@@ -164,6 +208,7 @@ class SimulatedRank(VirtualThread):
         self._published = -1
         self._coded: WeightlessCode | None = None
         self._owed_s = 0.0
+        self._look_s: float | None = None
 
     def compute(self, seconds: float) -> None:
         """The clock goes on when this rank does something that others see."""
@@ -210,18 +255,51 @@ class SimulatedRank(VirtualThread):
         self._catch_up()
         super().complete(pending)
 
+    def look(self, call: Callable[[], T], seconds: float) -> tuple[T, float]:
+        """Let callbacks look at a layer. If they multiply what they see, that takes `seconds`.
+
+        Returns:
+            What `call` returns, and the seconds that were taken.
+        """
+        self._look_s, before_s = seconds, self.encode_s
+        found = call()
+        self._look_s = None
+        return found, self.encode_s - before_s
+
+    def _multiply(self, one: torch.Tensor, other: torch.Tensor, *, share: float = 1.0) -> None:
+        if self._look_s is None:
+            self.encode(self.machine.preconditioning_s(share * one.numel() * other.shape[-1]))
+        else:
+            self.encode(self._look_s)
+            self._look_s = 0.0  # however many products it is
+
+    def _solve(self, triangle: torch.Tensor, matrices: torch.Tensor) -> None:
+        self._multiply(matrices, triangle, share=0.5)
+
+    def _invert(self, matrices: torch.Tensor) -> None:
+        self.encode(len(matrices) * self.machine.inverting_s(matrices.shape[-1]))
+
+    def _multiply_thin(self, *operands: torch.Tensor) -> None:
+        if self._look_s is None:  # else it is the layer's own product
+            left, right = operands[-2:]
+            # Of the three the product's matrix is the largest, whichever it is.
+            sizes = left.numel(), right.numel(), left.shape[0] * right.shape[1]
+            self.encode(self.machine.multiplying_s(max(sizes), min(*left.shape, *right.shape)))
+
     def _catch_up(self) -> None:
         seconds, self._owed_s = self._owed_s, 0.0
         if seconds:
             self.run(self.machine.computing(self.step, seconds), 0)
 
-    def train(self, strategy: Buildable, timeline: Timeline, steps: range) -> Collective[None]:
-        """Take `steps`, and those before them that they depend on.
+    def train(
+        self, strategy: Buildable, timeline: Timeline, steps: Iterable[int]
+    ) -> Collective[None]:
+        """Take `steps`, and no others.
 
         Args:
             strategy: whose callbacks get the events.
             timeline: of a step.
-            steps: counted from 0.
+            steps: counted from 0, ascending; see `with_lead_in`.
         """
         weightless = with_codecs(strategy, self._without_content)
         return self.carry(lambda: self._train(weightless, timeline, steps))
@@ -236,15 +314,17 @@ class SimulatedRank(VirtualThread):
             codec, selected=selected, shared=machine.shared, lay_out=machine.lay_out
         )
 
-    def _train(self, strategy: Buildable, timeline: Timeline, steps: range) -> None:
-        def multiplied(num_elements: int, rank: int) -> None:
-            self.encode(self.machine.multiplying_s(num_elements, rank))
-
-        with WeightlessReads(multiplied), torch.no_grad():
-            parameters = {
-                str(number): torch.nn.Parameter(_weightless(tensor))
-                for number, tensor in enumerate(timeline.tensors)
-            }
+    def _train(self, strategy: Buildable, timeline: Timeline, steps: Iterable[int]) -> None:
+        computes: dict[str, Callable[..., None]] = {
+            "mm": self._multiply_thin,
+            "addmm_": self._multiply_thin,
+            "bmm": self._multiply,
+            "linalg_solve_triangular": self._solve,
+            "linalg_cholesky_ex": self._invert,
+        }
+        with WeightlessReads(computes), torch.no_grad():
+            model = _Model(timeline, self)
+            parameters = {str(number): each for number, each in enumerate(model.tensors)}
             optimizer = _Optimizer(parameters.values(), timeline.moments)
             context = Context(
                 parameters=parameters,
@@ -254,28 +334,32 @@ class SimulatedRank(VirtualThread):
                 new_stream=stream_counter(),
                 notices=_Unheard(self.rank),
                 optimizer=optimizer,
+                model=model,
             )
             callbacks = strategy.build(context)
-            first = 0
-            if steps.start > REMEMBERED_STEPS:
-                first = steps.start - LEAD_IN
-                _go_on_from(callbacks, first)
-            gradients = [parameter.detach() for parameter in parameters.values()]
-            for self.step in range(first, steps.stop):
-                self._take_step(callbacks, list(parameters.values()), gradients, timeline)
+            gradients = [parameter.detach() for parameter in model.tensors]
+            taken = 0
+            for self.step in steps:
+                if self.step != taken:
+                    _go_on_from(callbacks, self.step)
+                taken = self.step + 1
+                self._take_step(callbacks, model, gradients, timeline)
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
 
     def _take_step(
         self,
         callbacks: Sequence[Callback],
-        parameters: Sequence[torch.nn.Parameter],
+        model: _Model,
         gradients: Sequence[torch.Tensor],
         timeline: Timeline,
     ) -> None:
         for callback in callbacks:
             callback.on_forward_begins(trains=True)
         self._catch_up()
-        self.run(self.machine.forward(self.step), 0)
+        self.run(self.machine.step_begins(self.step), 0)
+        model()
+        self._catch_up()
+        self.run(self.machine.forward_ended(self.step, model.coming_s), 0)
         for callback in callbacks:
             callback.on_backward_begins(synchronised=True)
         tensors, now = timeline.tensors, 0.0
@@ -283,7 +367,8 @@ class SimulatedRank(VirtualThread):
         for index in sorted(range(len(tensors)), key=lambda index: (tensors[index].ready, -index)):
             self.compute((tensors[index].ready - now) * timeline.backward_s)
             now = tensors[index].ready
-            parameters[index].grad = gradients[index]
+            model.backward(index)
+            model.tensors[index].grad = gradients[index]
             for callback in callbacks:
                 callback.on_gradient_ready(index, synchronised=True)
         self.compute((1 - now) * timeline.backward_s)
@@ -296,10 +381,66 @@ class SimulatedRank(VirtualThread):
         self.compute(timeline.optimizer_s)
         for callback in callbacks:
             callback.on_after_step()
-        for parameter in parameters:
+        for parameter in model.tensors:
             parameter.grad = None
         self._catch_up()
         self.machine.step_ended(self.step)
+
+
+class _Model(torch.nn.Module):
+    """A model of which only those who hook into its layers see more than the parameters. Times are
+    divided among layers by the numbers of multiplications.
+
+    Attributes:
+        tensors: its parameters, in order.
+        coming_s: how long those who look at layers are going to compute in the backward pass.
+    """
+
+    def __init__(self, timeline: Timeline, rank: SimulatedRank) -> None:
+        super().__init__()
+        self.tensors = [torch.nn.Parameter(_weightless(each)) for each in timeline.tensors]
+        self.coming_s = 0.0
+        self._timeline, self._rank, layers = timeline, rank, timeline.layers
+        self._outputs: dict[int, tuple[torch.Tensor, float]] = {}
+        self.linears = torch.nn.ModuleList()
+        for layer in layers:
+            linear = torch.nn.Linear(1, 1, bias=False, device="meta")
+            linear.weight = self.tensors[layer.tensor]
+            self.linears.append(linear)
+        inside = {layer.tensor for layer in layers}
+        for number, parameter in enumerate(self.tensors):
+            if number not in inside:
+                self.register_parameter(f"tensor_{number}", parameter)
+        whole = sum(one.num_positions * one.a_dim * one.g_dim for one in layers)
+        looks = sum(one.num_positions * (one.a_dim**2 + one.g_dim**2) for one in layers)
+        self._product_s = timeline.forward_s / (whole or 1)
+        self._look_s = timeline.looks_s / (looks or 1)
+
+    @override
+    def forward(self) -> torch.Tensor | None:
+        rank, timeline, self.coming_s = self._rank, self._timeline, 0.0
+        output: torch.Tensor | None = None
+        for layer, linear in zip(timeline.layers, self.linears, strict=True):
+            shape = timeline.batch_size, layer.num_positions, layer.a_dim
+            look_s = self._look_s * layer.num_positions
+            with torch.enable_grad():
+                inputs = torch.empty(shape, device="meta")
+                output, looked_s = rank.look(partial(linear, inputs), look_s * layer.a_dim**2)
+            if output is not None and looked_s:
+                output_s = look_s * layer.g_dim**2
+                self._outputs[layer.tensor] = output, output_s
+                self.coming_s += output_s
+            rank.compute(self._product_s * layer.num_positions * layer.a_dim * layer.g_dim)
+        if output is None:
+            rank.compute(timeline.forward_s)
+        return output
+
+    def backward(self, tensor: int) -> None:
+        """The gradient of a parameter is about to be ready."""
+        if tensor in self._outputs:
+            output, look_s = self._outputs.pop(tensor)
+            weight, gradient = self.tensors[tensor], output.detach()
+            self._rank.look(partial(torch.autograd.grad, output, weight, gradient), look_s)
 
 
 class _UsedTicket:
@@ -313,6 +454,11 @@ class _UsedTicket:
         result = self._ticket.wait()
         self._used(result)
         return result
+
+
+def with_lead_in(steps: range) -> range:
+    """`steps`, counted from 0, and those before them that they depend on."""
+    return range(steps.start - LEAD_IN if steps.start > REMEMBERED_STEPS else 0, steps.stop)
 
 
 def carry_out(cluster: VirtualCluster, programs: Sequence[Collective[None]]) -> None:

@@ -20,7 +20,7 @@ answer the first question for the strategies that stand on them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -88,6 +88,17 @@ class Strategy(ABC):
         steps are over.
         """
         return None
+
+    def step_kinds(self) -> Callable[[int], Hashable] | None:
+        """Says of which kind a step, counted from 0, is, where all steps of a kind do the same, so
+        that a simulation takes a few of each; None where steps depend on those before them.
+        """
+        return None
+
+    @property
+    def hooks_layers(self) -> bool:
+        """Whether callbacks look at what the model's layers see, and not at parameters alone."""
+        return False
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if the strategy cannot work with these. Runs before any

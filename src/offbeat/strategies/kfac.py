@@ -31,7 +31,7 @@ and a product for each layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Literal, Self
 
@@ -152,6 +152,16 @@ class KFACStrategy(Strategy):
             inverse_steps=StepsApart("inverse_interval", self.inverse_interval),
             curvature=self.curvature,
         )
+
+    @property
+    @override
+    def hooks_layers(self) -> bool:
+        return True
+
+    @override
+    def step_kinds(self) -> Callable[[int], Hashable]:
+        settings = self.settings()
+        return lambda step: (settings.has_factors(step), settings.has_inversions(step))
 
     @property
     def gradients(self) -> GradientStrategy:

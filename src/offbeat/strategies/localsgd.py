@@ -331,6 +331,11 @@ class LocalSGD(AveragingStrategy):
             )
 
     @property
+    @override
+    def hooks_layers(self) -> bool:
+        return self.start_step > 0 and self.first_steps.hooks_layers
+
+    @property
     def first_steps(self) -> Strategy:
         """What the first steps are. There is no check of replicas, which part afterwards."""
         start = self.start

@@ -274,7 +274,8 @@ class Broadcast(DenseOperation):
     @classmethod
     @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
-        source = operations[operations[0].root].tensor
+        # In simulations one rank may stand for all.
+        source = operations[operations[0].root % len(operations)].tensor
         return [operation.tensor.copy_(source) for operation in operations]
 
     @override

@@ -91,11 +91,12 @@ class VirtualNetwork:
     ) -> None:
         if racks is not None and len(racks.rack_of) != len(links):
             raise ConfigError(f"{len(racks.rack_of)} ranks have a rack, and {len(links)} a link")
+        # Those that have no links here have ports of their own.
+        links = [links[rank % len(links)] for rank in range(dense_ranks or len(links))]
         self.links = links
         self._racks = racks
         self._round_s = dense_round_s
         self._announced = announced
-        self._dense_ranks = dense_ranks or len(links)
         num_racks = 0 if racks is None else max(racks.rack_of) + 1
         self.free_s = [0.0] * (2 * len(links) + 2 * num_racks)
         self._first_up = 2 * len(links)
@@ -141,7 +142,7 @@ class VirtualNetwork:
             num_bytes: the most that any rank brings.
             from_s: when the last rank has begun it.
         """
-        world_size = self._dense_ranks
+        world_size = len(self.links)
         if world_size == 1:
             return from_s
         if operation.root_rank is not None:
@@ -159,7 +160,7 @@ class VirtualNetwork:
         has the one before the last: at the same moment as its sender, so the announcement is on its
         way meanwhile. And gloo ends a reduce-scatter before it begins the all-gather behind it.
         """
-        world_size, num_links = self._dense_ranks, len(self.links)
+        world_size = len(self.links)
         num_phases, num_pairs = 1, 1.0
         # What has fewer hops than a ring takes a given time.
         announced = self._announced and num_rounds >= world_size - 1
@@ -167,13 +168,13 @@ class VirtualNetwork:
             num_phases = num_rounds // (world_size - 1)
             num_pairs = max(2, math.ceil(hop_bytes / _MOST_GLOO_BYTES)) / 2
         pair_bytes = hop_bytes / num_pairs
-        paths = [(rank, *self.path(rank, (rank + 1) % num_links)) for rank in range(num_links)]
+        paths = [(rank, *self.path(rank, (rank + 1) % world_size)) for rank in range(world_size)]
         begin_s = max(from_s, *(self.free_s[port] for path in paths for port in path))
         slowest_s = longest_s = sum_s = 0.0
         for rank, path in enumerate(paths):
             times_s = [self.occupied_s(port, pair_bytes) for port in path]
             halves_s = [self.occupied_s(port, pair_bytes / 2) for port in path]
-            behind = (rank + 1) % num_links
+            behind = (rank + 1) % world_size
             latency_s = self.latency_s(rank, behind) + self._round_s
             latency_s += self._announcement_s(behind, rank) if announced else 0.0
             slowest_s = max(slowest_s, *times_s)
@@ -181,27 +182,34 @@ class VirtualNetwork:
             sum_s += latency_s + max(halves_s)
             for port, port_s in zip(path, times_s, strict=True):
                 self.free_s[port] = begin_s + num_rounds * num_pairs * port_s
-        pair_s = max(slowest_s, sum_s / num_links)
+        pair_s = max(slowest_s, sum_s / world_size)
         return begin_s + num_phases * longest_s + (num_rounds * num_pairs - num_phases) * pair_s
 
     def _tree_end_s(self, root: int, num_bytes: float, from_s: float) -> float:
-        """A binomial tree: in each round every rank that has everything sends it to another one."""
-        world_size, num_links = self._dense_ranks, len(self.links)
+        """A binomial tree: every rank that has everything sends it on to others, the one that has
+        most to send on first. gloo's ranks send to all of them at once, in equal shares of the
+        port.
+        """
+        world_size = len(self.links)
         here_s = {0: from_s}
-        distance = 1 << (world_size - 1).bit_length()
-        while distance > 1:
-            distance //= 2
-            for place in range(0, world_size - distance, 2 * distance):
-                source, target = ((root + at) % num_links for at in (place, place + distance))
-                # All ranks but the root are ready from the beginning on.
-                ready_s = max(here_s[place], from_s + self._announcement_s(target, source))
-                head_s, tail_s = self.occupy(source, ready_s, num_bytes)
+        for place in range(world_size):
+            source, sent = (root + place) % world_size, []
+            distance = (place & -place or 1 << (world_size - 1).bit_length()) // 2
+            while distance:
+                if place + distance < world_size:
+                    target = (root + place + distance) % world_size
+                    # All ranks but the root are ready from the beginning on.
+                    ready_s = max(here_s[place], from_s + self._announcement_s(target, source))
+                    sent.append((place + distance, *self.occupy(source, ready_s, num_bytes)))
+                distance //= 2
+            for successor, head_s, tail_s in sent:
+                target = (root + successor) % world_size
                 latency_s = self.latency_s(source, target) + self._round_s
-                head_s, tail_s = head_s + latency_s, tail_s + latency_s
+                here_s[successor] = latency_s + (sent[-1][2] if self._announced else tail_s)
+                head_s += latency_s
                 for port in self.path(source, target):
                     head_s, end_s = self.occupy(port, head_s, num_bytes)
-                    tail_s = max(tail_s, end_s)
-                here_s[place + distance] = tail_s
+                    here_s[successor] = max(here_s[successor], end_s)
         return max(here_s.values())
 
     def _announcement_s(self, receiver: int, sender: int) -> float:

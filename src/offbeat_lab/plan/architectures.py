@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from offbeat_lab.plan.kfac_iteration import Layer
-from offbeat_lab.plan.profile import TensorProfile
+from offbeat_lab.plan.profile import Layer, TensorProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +69,15 @@ def tensors_of(network: Network) -> tuple[TensorProfile, ...]:
 
 def factors_of(network: Network) -> tuple[Layer, ...]:
     """The layers that have Kronecker factors."""
+    first = [0, *accumulate(len(list(layer.num_elements)) for layer in network)]
     return tuple(
-        Layer(a_dim=layer.a_dim + layer.bias, g_dim=layer.g_dim, num_positions=layer.num_positions)
-        for layer in network
+        Layer(
+            a_dim=layer.a_dim + layer.bias,
+            g_dim=layer.g_dim,
+            num_positions=layer.num_positions,
+            tensor=tensor,
+        )
+        for layer, tensor in zip(network, first, strict=False)
         if layer.num_positions
     )
 

@@ -18,8 +18,7 @@ from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.survey import survey
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import SPDKFAC
-from offbeat_lab.plan.kfac_iteration import Layer
-from offbeat_lab.plan.profile import ModelProfile, Source
+from offbeat_lab.plan.profile import Layer, ModelProfile, Source
 
 # Every step has factors; the first one, which inverts too and is not timed, is behind them all.
 STRATEGY: Final = SPDKFAC(factor_interval=1, curvature=Curvature(ramp=False))
@@ -39,6 +38,7 @@ class FactorTimer:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._blocks: Sequence[Block] = survey(model, STRATEGY.curvature).blocks
+        self._tensors = {id(each): number for number, each in enumerate(model.parameters())}
         self._positions: dict[str, int] = {}
         self._factors_s: list[float] = []
         self._precondition_s: list[float] = []
@@ -78,7 +78,12 @@ class FactorTimer:
         groups, rows, columns = block.matrix_shape
         if groups > 1 or block.inputs.is_diagonal:
             rows, columns = equivalent_dim(block.outputs), equivalent_dim(block.inputs)
-        return Layer(a_dim=columns, g_dim=rows, num_positions=self._positions.get(block.name, 1))
+        return Layer(
+            a_dim=columns,
+            g_dim=rows,
+            num_positions=self._positions.get(block.name, 1),
+            tensor=self._tensors[id(block.weight)],
+        )
 
     def _note_positions(self, block: Block, _: torch.nn.Module, inputs: Any, output: Any) -> None:
         """How many outputs each of a layer's output channels has for a sample."""

@@ -20,9 +20,8 @@ from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.kfac.placement import TabledInversion
 from offbeat_lab.cluster.quantities import display_rate
-from offbeat_lab.plan.kfac_iteration import Layer, PolynomialInversion
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 FLOAT_BYTES: Final = 4
 USUAL_CODING_S: Final = 4e-9
 """Seconds in which an element is coded in few bits and read again: on one core of an AMD EPYC, 2 to
@@ -129,6 +128,41 @@ class Checked:
     median_error: float
     worst_error: float
     most_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """A linear layer or a convolution.
+
+    Attributes:
+        a_dim: rows of A: inputs of an output element, the bias included.
+        g_dim: rows of G: output channels.
+        num_positions: outputs of a channel for one sample; 1 for a linear layer.
+        tensor: which of the model's parameters its weight is.
+    """
+
+    a_dim: int
+    g_dim: int
+    num_positions: int = 1
+    tensor: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolynomialInversion:
+    """a + b d^2 + c d^3: launching, moving the matrix, operations.
+
+    Attributes:
+        constant_s: a, in seconds, >= 0.
+        square_s: b, in seconds for each element, >= 0.
+        cube_s: c, in seconds for each d^3, >= 0.
+    """
+
+    constant_s: float
+    square_s: float
+    cube_s: float
+
+    def time_s(self, dim: int) -> float:
+        return self.constant_s + self.square_s * dim**2 + self.cube_s * dim**3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,10 @@ real protocols' messages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
+from offbeat.simulation.training import LEAD_IN, with_lead_in
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cluster import Cluster
@@ -58,6 +60,8 @@ LATER: Final = 10_000
 
 _STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 8
 _MOST_STEPS = 200
+_FEW_OF_A_KIND = 2
+_FIRST_SPECIAL_STEPS = 4  # by which what is chosen when some have been measured has been chosen
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -228,11 +232,6 @@ class Setting:
         """Counted from 1, as the lab draws for steps."""
         return 1 if self.steps is None else self.steps[-self.num_steps] + 1
 
-    def share(self, occurs: Callable[[int], bool]) -> float:
-        """Of the steps that are predicted, the part in which something `occurs`."""
-        steps = range(LATER, 2 * LATER) if self.steps is None else self.steps
-        return sum(map(occurs, steps)) / len(steps)
-
     @property
     def work_s(self) -> float:
         """Of a step that exchanges nothing, what takes a core."""
@@ -325,11 +324,13 @@ class Method(ABC):
 
     Attributes:
         steps_in_a_period: steps after which its exchanges repeat.
+        kind_of: as `Strategy.step_kinds` says.
         extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
             callbacks were seen to hold, if that is more.
     """
 
     steps_in_a_period: int = 1
+    kind_of: Callable[[int], Hashable] | None = None
     extra_bytes: float = 0.0
 
     @abstractmethod
@@ -352,6 +353,10 @@ class Run:
         setting: where.
         method: what all workers do.
         num_workers: how many are simulated, where the others are like them; None: all.
+
+    Attributes:
+        weights: the steps that are taken, in their order, and how much each counts: 0 for those
+            that are taken because others depend on them.
     """
 
     def __init__(self, setting: Setting, method: Method, num_workers: int | None = None) -> None:
@@ -370,14 +375,33 @@ class Run:
             dense_ranks=setting.world_size,
         )
         self.cores = Cores(self.cluster, setting.cluster.cores)
-        period = method.steps_in_a_period
-        if setting.steps is None:
-            self.num_steps = max(1, -(-setting.num_steps // period)) * period
-            self.first = -(-LATER // period) * period
-        else:
-            self.num_steps = setting.num_steps
-            self.first = setting.steps[-self.num_steps]
+        self.weights = self._weights()
+        looked_at = [step for step, weight in self.weights.items() if weight]
+        self._first, self._rows = looked_at[0], {step: row for row, step in enumerate(looked_at)}
         self.remembered: dict[object, tuple[float, float, float]] = {}
+
+    def _weights(self) -> dict[int, float]:
+        setting, kind_of, period = self.setting, self.method.kind_of, self.method.steps_in_a_period
+        if kind_of is None:
+            if setting.steps is not None:
+                steps = setting.steps[-setting.num_steps :]
+            else:
+                first, num_periods = -(-LATER // period) * period, -(-setting.num_steps // period)
+                steps = range(first, first + max(1, num_periods) * period)
+            return dict.fromkeys(with_lead_in(steps), 0.0) | dict.fromkeys(steps, 1 / len(steps))
+        steps_of: dict[Hashable, list[int]] = {}
+        all_steps = setting.steps or range(LATER, 2 * LATER)
+        for step in all_steps:
+            steps_of.setdefault(kind_of(step), []).append(step)
+        usual = max(steps_of, key=lambda kind: len(steps_of[kind]))
+        special = (s for s in range(all_steps.stop) if len(steps_of) == 1 or kind_of(s) != usual)
+        lead_in = range(max(0, all_steps.start - LEAD_IN), all_steps.start)
+        weights = dict.fromkeys([*islice(special, _FIRST_SPECIAL_STEPS), *lead_in], 0.0)
+        for kind, some in steps_of.items():
+            most = setting.num_steps if kind == usual else _FEW_OF_A_KIND
+            taken = some[:most]
+            weights |= dict.fromkeys(taken, len(some) / len(all_steps) / len(taken))
+        return dict(sorted(weights.items()))
 
     def _carry(self, payload: Payload) -> float:
         """What a message weighs. What encrypts and carries it takes cores meanwhile."""
@@ -385,39 +409,38 @@ class Run:
         self.cores.begin(0, self.setting.message_work_s(num_bytes))
         return num_bytes
 
-    def forward(self, rank: int, number: int) -> Collective[None]:
-        """The forward pass, padded or not."""
-        profile, factor = self.setting.profile, self.factor(rank, number)
-        rank = self._slowest(rank, number)
-        duration_s = profile.batch.forward_s
-        work_s = (duration_s - profile.padding_s) * factor
-        cluster = self.setting.cluster
-        if profile.padding_s and cluster.straggling_record is None:
+    def pad(
+        self, rank: int, number: int, *, computed_s: float, coming_s: float
+    ) -> Collective[None]:
+        """Sleep behind a forward pass, if the cluster wants it to be longer.
+
+        Args:
+            rank, number: of the worker and of the step.
+            computed_s: how long the forward pass took.
+            coming_s: what will be computed in the backward pass besides it.
+        """
+        profile, cluster = self.setting.profile, self.setting.cluster
+        if profile.padding_s:
             # What computing takes longer once, padding takes less.
-            duration_s /= cluster.speeds[rank]
-        else:
-            duration_s *= factor
-        yield from self._compute(rank, duration_s, work_s)
+            is_recorded, factor = cluster.straggling_record is not None, self.factor(rank, number)
+            speed = cluster.speeds[self._slowest(rank, number)]
+            whole_s = profile.batch.forward_s * (factor if is_recorded else 1 / speed)
+            yield Sleep(max(0.0, whole_s - computed_s - coming_s * factor))
 
     def compute(self, rank: int, number: int, seconds: float) -> Collective[None]:
         """Compute what takes `seconds` on a worker of speed 1, alone."""
         seconds *= self.factor(rank, number)
-        yield from self._compute(rank, seconds, seconds)
-
-    def _compute(self, rank: int, duration_s: float, work_s: float) -> Collective[None]:
         # A slow worker has a part of a core.
-        work_s *= self.setting.cluster.speeds[rank]
-        yield from self.cores.compute(rank, duration_s, work_s)
+        speed = self.setting.cluster.speeds[self._slowest(rank, number)]
+        yield from self.cores.compute(rank, seconds, seconds * speed)
 
     def factor(self, rank: int, number: int) -> float:
         """By what step `number` of `rank` computes longer than the profile says."""
-        row = (number - self.first) % self.setting.num_steps
-        return float(self.setting.factors[row, self._slowest(rank, number)])
+        return float(self.setting.factors[self._row(number), self._slowest(rank, number)])
 
     def late(self, rank: int, number: int) -> Collective[None]:
         """Sleep for as long as `rank` is late."""
-        row = (number - self.first) % self.setting.num_steps
-        seconds = float(self.setting.late_s[row, self._slowest(rank, number)])
+        seconds = float(self.setting.late_s[self._row(number), self._slowest(rank, number)])
         if seconds:
             yield Sleep(seconds)
 
@@ -427,8 +450,11 @@ class Run:
         """
         if self.cluster.world_size == self.setting.world_size:
             return rank
-        row = (number - self.first) % self.setting.num_steps
-        return int(self.setting.durations_s[row].argmax())
+        return int(self.setting.durations_s[self._row(number)].argmax())
+
+    def _row(self, number: int) -> int:
+        """Of what is drawn for each step."""
+        return self._rows.get(number, number - self._first) % self.setting.num_steps
 
     def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
         """All ranks together, for as long as a closed form says."""

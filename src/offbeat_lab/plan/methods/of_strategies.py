@@ -11,18 +11,15 @@ import numpy as np
 from offbeat.errors import ConfigError
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat_lab.options import Recipe
 from offbeat_lab.plan.methods.averages import PartialMean
 from offbeat_lab.plan.methods.background import Background
 from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
 from offbeat_lab.plan.methods.mega_batches import MegaBatches
-from offbeat_lab.plan.methods.phases import FirstSteps
 from offbeat_lab.plan.methods.strategy_steps import StrategySteps
-from offbeat_lab.plan.second_order import PLANS, OwnerFactors, SecondOrder
 from offbeat_lab.plan.simulation import Method
-
-KFAC: Final = frozenset({*PLANS, "dpkfac"})
 
 
 def method_of(name: str, recipe: Recipe) -> Method:
@@ -49,8 +46,6 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "ddp-powersgd":
             steps = LowRankSteps(rank=recipe.rank, start_step=recipe.start_step)
             method = _by_itself(steps, by_tensor=True)
-        case "localsgd":
-            method = _local_sgd(recipe)
         case "post-localsgd":
             local = {"start_step": recipe.start_step, "optimizer_state": "local"}
             method = _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
@@ -71,10 +66,6 @@ def _method_of(name: str, recipe: Any) -> Method:
             method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
         case "adaptive" | "elasticsgd":
             method = MegaBatches(recipe.plan())
-        case "dpkfac":
-            method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
-        case _ if name in PLANS:
-            method = SecondOrder(PLANS[name], recipe.settings(), _exchange_of(recipe))
         case _ if isinstance(recipe, Strategy):
             method = _by_itself(recipe)
         case _:
@@ -82,44 +73,35 @@ def _method_of(name: str, recipe: Any) -> Method:
     return method
 
 
-def _local_sgd(recipe: LocalSGD) -> Method:
-    if recipe.survives_death:  # its mean is of as many bytes, and its anchor that of an optimizer
-        plain = Outer(lr=1.0, momentum=0.0, nesterov=False)
-        recipe = replace(recipe, exchange=None, outer=recipe.outer or plain)
-    if not recipe.start_step or recipe.first_steps.name not in KFAC:
-        return _by_itself(recipe)
-    then = replace(
-        recipe,
-        start="allreduce",
-        start_step=0,
-        warmup=recipe.steps_of_growth,
-        optimizer_state=recipe.optimizer_state
-        or ("averaged" if recipe.averages_state else "local"),
-    )
-    return FirstSteps(
-        recipe.start_step,
-        first=method_of(recipe.first_steps.name, recipe.first_steps),
-        then=_by_itself(then),
-    )
-
-
 _EXTRA_BYTES: Final = {"localsgd": 1.0, "ddp-powersgd": 2.0, "dpsgd": 3.0, "sgp": 3.0}
 """Of those that have vectors and messages in memory which a simulation does not make."""
 
 
 def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
-    """Of a strategy that takes its steps itself. Its comparisons of replicas are too rare to count.
+    """Of a strategy that takes its steps itself.
 
     Args:
         strategy: the strategy.
         by_tensor: as of `StrategySteps`.
     """
-    if hasattr(strategy, "replica_check_interval"):
-        strategy = replace(strategy, replica_check_interval=0)
     extra_bytes = _EXTRA_BYTES.get(strategy.name, 0.0)
-    return StrategySteps(strategy, extra_bytes=extra_bytes, by_tensor=by_tensor)
+    return StrategySteps(_simplified(strategy), extra_bytes=extra_bytes, by_tensor=by_tensor)
 
 
-def _exchange_of(recipe: Any) -> Method:
-    """The exchange of gradients of a K-FAC strategy."""
-    return method_of(recipe.gradients.name, recipe.gradients)
+def _simplified(strategy: Any) -> Any:
+    """Without comparisons of replicas, which are too rare to count, without names of layers, which
+    a profile does not have, and without deaths.
+    """
+    changed: dict[str, Any] = {}
+    if hasattr(strategy, "replica_check_interval"):
+        changed["replica_check_interval"] = 0
+    if isinstance(strategy, KFACStrategy):
+        changed["exchange"] = _simplified(strategy.gradients)
+        changed["curvature"] = replace(strategy.curvature, plain=(), cross_attention=())
+    if isinstance(strategy, LocalSGD) and isinstance(strategy.start, Strategy):
+        changed["start"] = _simplified(strategy.start)
+    if isinstance(strategy, LocalSGD) and strategy.survives_death:
+        # The mean of all is of as many bytes, and its anchor that of an optimizer.
+        plain = Outer(lr=1.0, momentum=0.0, nesterov=False)
+        changed |= {"exchange": None, "outer": strategy.outer or plain}
+    return replace(strategy, **changed) if changed else strategy

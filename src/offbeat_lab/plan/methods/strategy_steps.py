@@ -19,11 +19,15 @@ from offbeat.codec.value_codecs import ValueCodec
 from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
+from offbeat.errors import ConfigError
+from offbeat.kfac.curvature import Curvature
+from offbeat.kfac.factors import factor_shape
 from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
+from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.operations import Collective, DenseOperation, Operation, Recv, Send
 from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
-from offbeat_lab.plan.profile import FLOAT_BYTES, TensorProfile
+from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile, TensorProfile
 from offbeat_lab.plan.simulation import (
     ClosedForm,
     Method,
@@ -59,7 +63,12 @@ class StrategySteps(Method):
         period = getattr(strategy, "period", 1)
         if not isinstance(period, int):  # a schedule, of which drift is not simulated
             period = strategy.schedule.period(_LATE, strategy.schedule.initial_state())
-        self.steps_in_a_period = period
+        if isinstance(strategy, KFACStrategy):
+            settings = strategy.settings()
+            period = max(
+                settings.factor_steps.first_interval, settings.inverse_steps.first_interval
+            )
+        self.steps_in_a_period, self.kind_of = period, strategy.step_kinds()
         self.extra_bytes = extra_bytes
 
     @override
@@ -82,17 +91,26 @@ class StrategySteps(Method):
         profile = setting.profile
         run = Run(setting, self, num_workers)
         most = max(_LEAST_TENSORS, _MOST_TENSORS // num_workers)
-        steps = range(run.first, run.first + run.num_steps)
+        tensors: Sequence[TensorProfile] = profile.tensors
+        layers: Sequence[Layer] = ()
+        if self._strategy.hooks_layers:
+            tensors, layers = laid_out(profile)
+        elif not self._by_tensor:
+            tensors = fused(tensors, most)
         timeline = Timeline(
-            tensors=profile.tensors if self._by_tensor else fused(profile.tensors, most),
+            tensors=tensors,
+            forward_s=profile.batch.forward_s - profile.padding_s,
             backward_s=profile.batch.backward_s,
             optimizer_s=profile.optimizer_s,
             moments=round(profile.moments),
+            layers=layers,
+            looks_s=profile.factors_s,
+            batch_size=profile.batch.batch_size,
         )
-        machines = [_Machine(run, rank, steps) for rank in range(num_workers)]
+        machines = [_Machine(run, rank) for rank in range(num_workers)]
         carry_out(
             run.cluster,
-            [one.simulated.train(self._strategy, timeline, steps) for one in machines],
+            [one.simulated.train(self._strategy, timeline, run.weights) for one in machines],
         )
         is_exact = setting.is_steady or setting.by_closed_forms or not run.cluster.messages_sent[0]
         if num_workers < setting.world_size and not is_exact:
@@ -101,16 +119,46 @@ class StrategySteps(Method):
         exchange_s = sum(one.alpha_s + one.beta_s for one in machines)
 
         def mean(values: list[float]) -> float:
-            return float(np.mean(values)) / run.num_steps
+            return float(np.mean(values))
 
         return Simulated(
-            step_s=mean([one.ended_s - one.begun_s for one in machines]),
+            step_s=mean([one.step_s for one in machines]),
             bytes_per_step=mean([one.bytes_sent for one in machines]),
             encode_s=mean([one.encode_s for one in machines]),
             alpha_share=sum(one.alpha_s for one in machines) / exchange_s if exchange_s else 0.0,
             by_events=not setting.by_closed_forms,
             kept_bytes=max(one.simulated.kept_bytes for one in machines),
         )
+
+
+def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
+    """The parameters of `profile`, where the weight of each layer, its bias with it, is one of its
+    own, and the layers.
+
+    Raises:
+        ConfigError: there are none, or nobody knows what inverting their factors takes.
+    """
+    if not profile.layers or profile.inversion is None:
+        raise ConfigError(
+            f"profile {profile.name!r} has no layers with Kronecker factors, or no cost of their"
+            " inversion, so K-FAC cannot be planned; leave its strategies out"
+        )
+    found: list[TensorProfile] = []
+    layers = list(profile.layers)
+    borrowed = 0
+    for number, tensor in enumerate(profile.tensors):
+        left = tensor.num_elements - borrowed
+        for place, layer in enumerate(profile.layers):
+            if layer.tensor == number:
+                layers[place] = replace(layer, tensor=len(found))
+                size = layer.a_dim * layer.g_dim
+                left -= size
+                found.append(replace(tensor, num_elements=size, rows=layer.g_dim))
+        # A bias that is with its weight comes out of what follows.
+        borrowed = max(0, -left)
+        if left > 0:
+            found.append(TensorProfile(num_elements=left, ready=tensor.ready))
+    return found, layers
 
 
 def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile]:
@@ -136,28 +184,37 @@ def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile
 
 
 class _Machine(Driver):
-    """One rank's device and its links, as a profile and a cluster describe them. What counts is
-    counted in `steps` alone.
+    """One rank's device and its links, as a profile and a cluster describe them. What it counts is
+    the mean of the steps that `run` looks at.
     """
 
-    def __init__(self, run: Run, rank: int, steps: range) -> None:
+    def __init__(self, run: Run, rank: int) -> None:
         self.rank, self.world_size = rank, run.setting.world_size
         self.shared, self.profile = run.setting.shared, run.setting.profile
         self.simulated = SimulatedRank(self, self)
-        self.begun_s = self.ended_s = 0.0
-        self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
-        self._run, self._steps, self._counts = run, steps, False
+        self.step_s = self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
+        self._run, self._weight = run, 0.0
+        self._begun_s = self._encoded_s = self._forward_s = 0.0
         self._inner = run.cluster.drivers[rank]
         self._stands_for_all = run.cluster.world_size < self.world_size
+        # Of all gradients and inverses, as factors are cut.
+        products = sum(
+            each.a_dim * each.g_dim * (_rows_of_pieces(each.a_dim) + _rows_of_pieces(each.g_dim))
+            for each in self.profile.layers
+        )
+        self._product_s = self.profile.precondition_s / (products or 1)
 
     # What computes
 
-    def forward(self, step: int) -> Collective[None]:
-        if step == self._steps.start:
-            self._counts, self.begun_s = True, self._run.cluster.now_s
-            self.encode_s = -self.simulated.encode_s
+    def step_begins(self, step: int) -> Collective[None]:
+        self._weight = self._run.weights[step]
+        self._begun_s, self._encoded_s = self._run.cluster.now_s, self.simulated.encode_s
         yield from self._run.late(self.rank, step)
-        yield from self._run.forward(self.rank, step)
+        self._forward_s = self._run.cluster.now_s
+
+    def forward_ended(self, step: int, coming_s: float) -> Collective[None]:
+        computed_s = self._run.cluster.now_s - self._forward_s
+        return self._run.pad(self.rank, step, computed_s=computed_s, coming_s=coming_s)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
         return self._run.compute(self.rank, step, seconds)
@@ -170,6 +227,13 @@ class _Machine(Driver):
 
     def multiplying_s(self, num_elements: int, rank: int) -> float:
         return self.profile.low_rank_s(num_elements, rank) / 3  # an exchange has three products
+
+    def preconditioning_s(self, num_products: float) -> float:
+        return self._product_s * num_products
+
+    def inverting_s(self, dim: int) -> float:
+        inversion = self.profile.inversion
+        return 0.0 if inversion is None else inversion.time_s(dim)
 
     def publishing_s(self, num_bytes: float) -> float:
         return self.profile.publish_s * num_bytes / self.profile.num_bytes
@@ -189,9 +253,8 @@ class _Machine(Driver):
         )
 
     def step_ended(self, step: int) -> None:
-        if step == self._steps[-1]:
-            self.ended_s = self._run.cluster.now_s
-            self.encode_s += self.simulated.encode_s
+        self.step_s += self._weight * (self._run.cluster.now_s - self._begun_s)
+        self.encode_s += self._weight * (self.simulated.encode_s - self._encoded_s)
 
     def lay_out(self, wire: Wire) -> WeightlessWire:
         if self._run.setting.by_closed_forms:
@@ -225,10 +288,10 @@ class _Machine(Driver):
         self, num_bytes: float, cost: LinkCost, *, num_messages: float, on_path: float
     ) -> None:
         """Bytes that this rank sends; messages and bytes that follow each other."""
-        if self._counts and self.world_size > 1:
-            self.bytes_sent += num_bytes
-            self.alpha_s += num_messages * cost.alpha_s
-            self.beta_s += on_path * cost.beta_s_per_byte
+        if self.world_size > 1:
+            self.bytes_sent += self._weight * num_bytes
+            self.alpha_s += self._weight * num_messages * cost.alpha_s
+            self.beta_s += self._weight * on_path * cost.beta_s_per_byte
 
     def exchange(self, make: Callable[[int], Collective[object]], key: object) -> Collective[None]:
         """What `make` gives each rank, as long as it takes where all of them begin it at once."""
@@ -246,6 +309,12 @@ class _Machine(Driver):
     @override
     def close(self) -> None:
         self._inner.close()
+
+
+def _rows_of_pieces(dim: int) -> int:
+    """Of what a factor of `dim` rows is cut into."""
+    shape = factor_shape(1, dim, Curvature().max_dim)
+    return 1 if shape.is_diagonal else shape.dim
 
 
 def _alone(

@@ -8,6 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from _models.kfac_iteration import (
+    Iteration,
+    IterationCosts,
+    dkfac,
+    factor_dims,
+    fuse_by_rule,
+    mpdkfac,
+    ready_times,
+    spdkfac,
+)
 from _models.kfac_published import (
     INVERSE_SECONDS,
     SECONDS,
@@ -24,18 +34,8 @@ from offbeat.kfac.placement import (
     packed_elements,
     place_by_rule,
 )
-from offbeat_lab.plan.kfac_iteration import (
-    Iteration,
-    IterationCosts,
-    Layer,
-    PolynomialInversion,
-    dkfac,
-    factor_dims,
-    fuse_by_rule,
-    mpdkfac,
-    ready_times,
-    spdkfac,
-)
+from offbeat_lab.plan.architectures import resnet, tensors_of
+from offbeat_lab.plan.profile import Layer, PolynomialInversion
 
 layers_of_models = st.lists(
     st.builds(
@@ -70,7 +70,7 @@ costs_of_clusters = st.builds(
 
 
 def test_resnet50_has_the_layers_it_is_known_for() -> None:
-    layers = resnet50()
+    layers, tensors = resnet50(), tensors_of(resnet((3, 4, 6, 3)))
     assert len(layers) == 54
     assert (
         sum(layer.a_dim * layer.g_dim for layer in layers) == 25_503_912
@@ -84,15 +84,14 @@ def test_resnet50_has_the_layers_it_is_known_for() -> None:
     assert sum(packed_elements(layer.g_dim) for layer in layers) / 1e6 == pytest.approx(
         14.6, abs=0.1
     )
-    assert layers[0] == Layer(a_dim=147, g_dim=64, num_positions=112**2)
-    assert layers[1:5] == [
-        Layer(a_dim=a, g_dim=g, num_positions=56**2)
-        for a, g in ((64, 64), (576, 64), (64, 256), (64, 256))
-    ]
-    assert layers[11] == Layer(
-        a_dim=256, g_dim=128, num_positions=56**2
-    )  # what halves the image is the 3x3 behind it
-    assert layers[12] == Layer(a_dim=1152, g_dim=128, num_positions=28**2)
+    shapes = [(layer.a_dim, layer.g_dim, layer.num_positions) for layer in layers]
+    assert shapes[0] == (147, 64, 112**2)
+    assert shapes[1:5] == [(a, g, 56**2) for a, g in ((64, 64), (576, 64), (64, 256), (64, 256))]
+    assert shapes[11] == (256, 128, 56**2)  # what halves the image is the 3x3 behind it
+    assert shapes[12] == (1152, 128, 28**2)
+    assert all(
+        tensors[layer.tensor].num_elements == layer.a_dim * layer.g_dim for layer in layers[:-1]
+    )  # the last one has a bias
 
 
 @given(layers_of_models, costs_of_clusters)

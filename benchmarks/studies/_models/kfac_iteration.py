@@ -28,33 +28,14 @@ from offbeat.kfac.placement import (
     placement_time,
     round_robin,
 )
-
-FORWARD_SHARE = 1 / 3
-"""Backward multiplies twice as often as forward."""
+from offbeat_lab.plan.profile import Layer, PolynomialInversion
+from offbeat_lab.plan.shipped import FORWARD_SHARE
 
 Fusion: TypeAlias = Callable[[Sequence[float], Sequence[int], LinkCost], list[list[int]]]
 """`overlap.fuse_for_earliest_end`, or another with the same arguments."""
 
 Placement: TypeAlias = Callable[[Sequence[int], int, InverseCosts], tuple[Owner, ...]]
 """`placement.place_for_shortest_phase`, or another with the same arguments."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolynomialInversion:
-    """a + b d^2 + c d^3: launching, moving the matrix, operations.
-
-    Attributes:
-        constant_s: a, in seconds, >= 0.
-        square_s: b, in seconds for each element, >= 0.
-        cube_s: c, in seconds for each d^3, >= 0.
-    """
-
-    constant_s: float
-    square_s: float
-    cube_s: float
-
-    def time_s(self, dim: int) -> float:
-        return self.constant_s + self.square_s * dim**2 + self.cube_s * dim**3
 
 
 def fit_inversion(samples: Iterable[tuple[int, float]]) -> PolynomialInversion:
@@ -69,21 +50,6 @@ def fit_inversion(samples: Iterable[tuple[int, float]]) -> PolynomialInversion:
         samples, [lambda _: 1.0, lambda dim: dim**2, lambda dim: dim**3]
     )
     return PolynomialInversion(constant_s=constant_s, square_s=square_s, cube_s=cube_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
-    """A linear layer or a convolution.
-
-    Attributes:
-        a_dim: rows of A: inputs of an output element, the bias included.
-        g_dim: rows of G: output channels.
-        num_positions: outputs of a channel for one sample; 1 for a linear layer.
-    """
-
-    a_dim: int
-    g_dim: int
-    num_positions: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
