@@ -16,7 +16,8 @@ import torch
 
 import offbeat
 from offbeat.averaging.object_store import ObjectStore
-from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError
+from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError, WireError
 from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, parameters_of, step_of, trained
 from thread_support.world import session_on
@@ -124,6 +125,23 @@ def test_a_place_that_was_used_is_refused(tmp_path: Path) -> None:
     optimizer = sgd(model)
     with pytest.raises(ConfigError, match="holds files of another run"):
         session_on(SingleRank(), model, optimizer, strategy_of(tmp_path, 0))
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [
+        (b"12345678", WireError, "start-0.safetensors is damaged"),
+        (to_bytes({"0": torch.zeros(3)}), MismatchError, "of another model"),
+    ],
+)
+def test_a_file_that_fits_nothing_is_refused(
+    tmp_path: Path, content: bytes, error: type[Exception], says: str
+) -> None:
+    (tmp_path / "start-0.safetensors").write_bytes(content)
+    model = make_model()
+    optimizer = sgd(model)
+    with pytest.raises(error, match=says):
+        session_on(SingleRank(), model, optimizer, strategy_of(tmp_path, 1))
 
 
 def test_workers_that_part_are_told(tmp_path: Path) -> None:
