@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,37 +173,3 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         offbeat.LocalSGD(exchange=store, start_step=3)
     with pytest.raises(ConfigError, match="without torchrun"):
         offbeat.LocalSGD(exchange=store).check_world(2)
-
-
-WORKER = """
-import json, sys
-import torch
-import offbeat
-from offbeat.averaging.object_store import ObjectStore
-
-rank = int(sys.argv[2])
-torch.manual_seed(rank)
-model = torch.nn.Linear(5, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-store = ObjectStore(sys.argv[1], rank=rank, world_size=3)
-with offbeat.attach(model, optimizer, offbeat.LocalSGD(period=3, exchange=store)) as session:
-    for step in range(7):
-        x = torch.randn(8, 5)
-        (model(x) - x[:, :2]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert session.stats.messages_sent == 0
-print(json.dumps([model.weight.tolist(), session.stats.exchanges]))
-"""
-
-
-@pytest.mark.ranks
-def test_processes_without_a_connection_end_with_one_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER, str(tmp_path / "run")]
-    workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in range(NUM_WORKERS)
-    ]
-    ended = [json.loads(worker.communicate(timeout=120)[0]) for worker in workers]
-    assert ended == [ended[0]] * NUM_WORKERS
-    assert ended[0][1] == 2
