@@ -32,6 +32,9 @@ EXAMPLES = {
     "plain_loop.py": ["--epochs", "1"],
     "amp_accumulation.py": ["--steps", "3"],
     "digits_ddp.py": ["--epochs", "1", "--width", "16"],
+    "coda.py": ["--epochs", "1"],
+    "pswa.py": ["--epochs", "4", "--first", "1", "--restart", "2"],
+    "unlike_threads.py": ["--epochs", "1"],
 }
 
 

@@ -171,7 +171,8 @@ def test_a_plain_install_brings_these_packages() -> None:
         return {re.split(r"[\[>=]", requirement)[0] for requirement in requirements}
 
     assert names(project["dependencies"]) == {
-        *("numba", "numpy", "pyzmq", "safetensors", "scipy", "torch", "typing_extensions")
+        *("fsspec", "numba", "numpy", "pyzmq", "safetensors", "scipy", "torch"),
+        "typing_extensions",
     }
     extras = project["optional-dependencies"]
     assert names(extras["lab"]) == {*LAB, "scikit-learn"} - {"sklearn"}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +13,8 @@ import torch
 
 import offbeat
 from offbeat.averaging.object_store import ObjectStore
-from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError
+from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError, WireError
 from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, parameters_of, step_of, trained
 from thread_support.world import session_on
@@ -126,6 +124,23 @@ def test_a_place_that_was_used_is_refused(tmp_path: Path) -> None:
         session_on(SingleRank(), model, optimizer, strategy_of(tmp_path, 0))
 
 
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [
+        (b"12345678", WireError, "start-0.safetensors is damaged"),
+        (to_bytes({"0": torch.zeros(3)}), MismatchError, "of another model"),
+    ],
+)
+def test_a_file_that_fits_nothing_is_refused(
+    tmp_path: Path, content: bytes, error: type[Exception], says: str
+) -> None:
+    (tmp_path / "start-0.safetensors").write_bytes(content)
+    model = make_model()
+    optimizer = sgd(model)
+    with pytest.raises(error, match=says):
+        session_on(SingleRank(), model, optimizer, strategy_of(tmp_path, 1))
+
+
 def test_workers_that_part_are_told(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         model = make_model()
@@ -158,37 +173,3 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         offbeat.LocalSGD(exchange=store, start_step=3)
     with pytest.raises(ConfigError, match="without torchrun"):
         offbeat.LocalSGD(exchange=store).check_world(2)
-
-
-WORKER = """
-import json, sys
-import torch
-import offbeat
-from offbeat.averaging.object_store import ObjectStore
-
-rank = int(sys.argv[2])
-torch.manual_seed(rank)
-model = torch.nn.Linear(5, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-store = ObjectStore(sys.argv[1], rank=rank, world_size=3)
-with offbeat.attach(model, optimizer, offbeat.LocalSGD(period=3, exchange=store)) as session:
-    for step in range(7):
-        x = torch.randn(8, 5)
-        (model(x) - x[:, :2]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert session.stats.messages_sent == 0
-print(json.dumps([model.weight.tolist(), session.stats.exchanges]))
-"""
-
-
-@pytest.mark.ranks
-def test_processes_without_a_connection_end_with_one_model(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER, str(tmp_path / "run")]
-    workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in range(NUM_WORKERS)
-    ]
-    ended = [json.loads(worker.communicate(timeout=120)[0]) for worker in workers]
-    assert ended == [ended[0]] * NUM_WORKERS
-    assert ended[0][1] == 2

@@ -84,6 +84,20 @@ def test_every_named_schedule_is_predicted(period: str) -> None:
     assert 0.3 < step_s < 0.3 + 6.0
 
 
+def test_an_adam_of_signs_is_predicted_to_send_less_in_each_of_its_phases() -> None:
+    def bytes_per_step(spec: str, first: int) -> float:
+        where = replace(setting(), steps=range(first, first + 32))
+        return predict_step(spec, where).bytes_per_step
+
+    dense = bytes_per_step("allreduce", 0)
+    second_moments, signs, local = (
+        bytes_per_step("zerooneadam:freeze_step=1000", first) for first in (0, 200, 20000)
+    )
+    assert dense / 4 < second_moments < dense
+    assert dense / 32 < signs < second_moments / 2
+    assert 0 < local < dense / 32 / 8
+
+
 @pytest.mark.parametrize("codec", WEIGHT_CODECS)
 def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str) -> None:
     whole, coded = (

@@ -104,10 +104,18 @@ def test_density_1_is_ddp(run_ranks: RunRanks, world_size: int) -> None:
 
 def signs_of_momentum(rank: int, world_size: int) -> dict[str, Any]:
     """Train with Adam, whose second moments are frozen halfway."""
+    strategies = {
+        "1-bit": offbeat.OneBitAdam(freeze_step=3),
+        "0/1": offbeat.ZeroOneAdam(freeze_step=3, period=1),
+    }
+    return {label: signs_with(strategy, rank) for label, strategy in strategies.items()}
+
+
+def signs_with(strategy: Strategy, rank: int) -> dict[str, Any]:
     net = make_net(seed=rank)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     sent, squares = [0], []
-    with offbeat.attach(net, optimizer, offbeat.OneBitAdam(freeze_step=3)) as session:
+    with offbeat.attach(net, optimizer, strategy) as session:
         for step in range(6):
             train(net, optimizer, rank, range(step, step + 1))
             sent.append(session.stats.bytes_sent)
@@ -119,10 +127,12 @@ def signs_of_momentum(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_signs_of_momentum_keep_replicas_identical(run_ranks: RunRanks) -> None:
     results = run_ranks(signs_of_momentum, 3)
-    assert_identical(results, "1-bit Adam")
-    for result in results:
-        assert len(set(result["squares"])) == 3
-        assert max(result["sent"][4:]) < 0.5 * result["sent"][1]
+    for label in ("1-bit", "0/1"):
+        ranks = [result[label] for result in results]
+        assert_identical(ranks, label)
+        for result in ranks:
+            assert len(set(result["squares"])) == 3
+            assert max(result["sent"][4:]) < 0.5 * result["sent"][1]
 
 
 def conservation(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:

@@ -19,13 +19,13 @@ there are pauses while it waits, of 10 ms at first and 1 s in the end. Nothing i
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import fsspec  # type: ignore[import-untyped]  # which has no types
 import numpy as np
+import safetensors
 import safetensors.torch
 import torch
 from typing_extensions import override
@@ -34,7 +34,7 @@ from offbeat.averaging.periodic import Drift, Everyone, TakeMean, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.tensor_bytes import to_bytes
-from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError
+from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError, WireError
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.weights.model_weights import ModelWeights, require_finite
 
@@ -93,16 +93,16 @@ class StoreMean(WeightExchange):
     def _begin_alike(self) -> None:
         """Take worker 0's weights, as connected ranks do when they attach."""
         tensors = [tensor.detach() for tensor in self._weights.tensors()]
-        name, numbers = self._name("start", 0), [str(place) for place in range(len(tensors))]
+        name, mine = self._name("start", 0), _numbered(tensors)
         if self._store.rank == 0:
             if self._files.exists(name):
                 raise ConfigError(
                     f"{self._store.path} holds files of another run, or of an earlier start of"
                     " this one; name an empty place, the same for all workers"
                 )
-            self._write(name, dict(zip(numbers, tensors, strict=True)))
-        (start,) = self._read([name])
-        for number, tensor in zip(numbers, tensors, strict=True):
+            self._write(name, mine)
+        (start,) = self._read([name], like=mine)
+        for number, tensor in mine.items():
             tensor.copy_(start[number])
 
     @override
@@ -115,8 +115,8 @@ class StoreMean(WeightExchange):
 
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
-        title = f"{self._number:08d}"
-        self._rule.merge_(self._meet(title, [*self._rule.changes()], self._weights))
+        changes = [*self._rule.changes()]
+        self._rule.merge_(self._meet(f"{self._number:08d}", changes, self._weights))
         return Drift()
 
     @override
@@ -134,17 +134,15 @@ class StoreMean(WeightExchange):
         """The mean of all workers' tensors. Statistics and counters of `weights` are averaged in
         place.
         """
-        begin_s = time.perf_counter()
         statistics = weights.tensors()[len(weights.parameters) :]
         vectors = [each.detach() for each in (*mine, *statistics)]
         require_finite(vectors, rank=self._store.rank)
-        told = {str(number): vector for number, vector in enumerate(vectors)}
+        told = _numbered(vectors)
         told["counters"] = torch.from_numpy(weights.own_counters())
         told["anchor"] = torch.tensor([self._fingerprint()])
         names = [self._name(title, rank) for rank in range(self._store.world_size)]
         self._write(names[self._store.rank], told)
-        self.encode_s += time.perf_counter() - begin_s
-        heard = self._read(names)
+        heard = self._read(names, like=told)
         for rank, each in enumerate(heard):
             if not torch.equal(each["anchor"], told["anchor"]):
                 raise MismatchError(
@@ -155,7 +153,6 @@ class StoreMean(WeightExchange):
         if self._written is not None:
             self._files.rm(self._written)
         self._written = names[self._store.rank]
-        begin_s = time.perf_counter()
         means = [
             sum(each[str(number)] for each in heard).div_(len(heard)).to(vector.device)  # type: ignore[union-attr]  # there is at least one
             for number, vector in enumerate(vectors)
@@ -164,7 +161,6 @@ class StoreMean(WeightExchange):
             statistic.copy_(mean)
         counters = [each["counters"].numpy() for each in heard]
         weights.write_counters(np.max(counters, axis=0))
-        self.encode_s += time.perf_counter() - begin_s
         return means[: len(mine)]
 
     def _fingerprint(self) -> int:
@@ -182,9 +178,19 @@ class StoreMean(WeightExchange):
         self._files.pipe_file(name + ".part", to_bytes(tensors))
         self._files.mv(name + ".part", name)
 
-    def _read(self, names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    def _read(
+        self, names: Sequence[str], *, like: Mapping[str, torch.Tensor]
+    ) -> list[dict[str, torch.Tensor]]:
         self._peers.launch(self._wait(names)).wait()
-        return [safetensors.torch.load(self._files.cat_file(name)) for name in names]
+        found, shapes = [], {key: value.shape for key, value in like.items()}
+        for name in names:
+            try:
+                found.append(safetensors.torch.load(self._files.cat_file(name)))
+            except safetensors.SafetensorError as error:
+                raise WireError(f"{name} is damaged: {error}") from error
+            if {key: value.shape for key, value in found[-1].items()} != shapes:
+                raise MismatchError(f"{name} is of another model than this worker's")
+        return found
 
     def _wait(self, names: Sequence[str]) -> Collective[None]:
         waited_s, pause_s = 0.0, _FIRST_PAUSE_S
@@ -206,3 +212,7 @@ class StoreMean(WeightExchange):
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._rule.load(state["replicated"])
+
+
+def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(tensors)}

@@ -99,23 +99,19 @@ class RarerSteps(AveragingSchedule):
 
     def __init__(self, strategy: ZeroOneAdam) -> None:
         self._strategy = strategy
-        self.updates = [0]
-        while self.updates[-1] < strategy.freeze_step:
-            distance = 2 ** (len(self.updates) // strategy.updates)
-            self.updates.append(self.updates[-1] + distance)
-        self.updates.pop()
+        self.updates: list[int] = []  # steps, counted from 0
+        step = 0
+        while step < strategy.freeze_step:
+            self.updates.append(step)
+            step += 2 ** (len(self.updates) // strategy.updates)
 
     def num_updates(self, num_steps: int) -> int:
         """How many there are in so many steps."""
         return bisect_left(self.updates, num_steps)
 
-    def updates_in(self, number: int) -> bool:
-        """Whether step `number`, counted from 1, is one of them."""
-        return self.num_updates(number) > self.num_updates(number - 1)
-
     @override
     def period(self, num_steps: int, state: Mapping[str, float]) -> int:
-        if self.updates_in(num_steps):
+        if num_steps - 1 in self.updates:
             return num_steps + 1  # all ranks have made the same step already
         doublings = max(0, num_steps - self._strategy.freeze_step) // self._strategy.growth
         return int(min(self._strategy.period, 2 ** min(doublings, 30)))
@@ -174,8 +170,9 @@ class LocalAdam(Callback, TakeMean):
         """Take the step; the optimizer then finds no gradient."""
         groups = self._groups()
         gradients = {name: self._gradient(name, group) for name, group in groups.items()}
+        updates = self._num_steps in self._schedule.updates
         self._num_steps += 1
-        if updates := self._schedule.updates_in(self._num_steps):
+        if updates:
             tensors, peers = [*gradients.values()], self._peers
             average_(tensors, tensors, driver=peers.driver, stream=peers.stream, weight=1.0)
         for name, group in groups.items():
