@@ -235,7 +235,7 @@ def test_a_death_at_any_moment_leaves_all_that_live_with_the_same(first: int) ->
 
 
 def joins(worker: Worker, _: VirtualThread) -> str:
-    return worker.part._come("average")
+    return worker.part._come("average").purpose
 
 
 @pytest.mark.parametrize("peers_want", ["average", "copy"])
@@ -248,7 +248,7 @@ def test_one_that_joins_has_the_model_the_outer_state_and_the_schedule(peers_wan
         no_errors(together(trio, [steps(1, 1), steps(3, 3), joins], number=1, new=[2]))
         assert newcomer.state == workers[0].state == workers[1].state
     else:
-        looks: Job = lambda worker, _: worker.part._come("copy")  # noqa: E731
+        looks: Job = lambda worker, _: worker.part._come("copy").purpose  # noqa: E731
         assert together(trio, [looks, looks, joins], number=1, new=[2]) == ["copy"] * 3
         assert newcomer.state[0] == workers[0].state[3]
     assert newcomer.part.start_step == workers[0].part._num_steps
@@ -422,6 +422,21 @@ def test_a_mean_for_a_copy_leaves_the_models_as_they_are() -> None:
     assert [worker.value for worker in workers] == [1.0, 3.0]
     assert [copy.value for copy in copies] == [2.0, 2.0]
     assert [copy.buffers["mean"].tolist() for copy in copies] == [[2.0, 2.0]] * 2
+
+
+def test_one_that_asks_for_a_copy_alone_waits_for_no_more_than_an_average() -> None:
+    workers = crew(3)
+    copy = Worker(0, HashStore())
+
+    def looks(worker: Worker, driver: VirtualThread) -> None:
+        steps(1.0)(worker, driver)
+        worker.part.average_into(copy.weights)
+
+    no_errors(together(workers, [looks, steps(2, 2), steps(3, 3)]))
+    mean = (1 * 1 + 2 * 4 + 2 * 6) / 5
+    assert [worker.value for worker in workers] == [mean] * 3
+    assert (copy.value, copy.buffers["mean"].tolist()) == (mean, [pytest.approx(mean)] * 2)
+    assert int(copy.buffers["count"]) == 2
 
 
 def test_a_rank_whose_weights_are_not_finite_spoils_nobody() -> None:
