@@ -4,20 +4,26 @@ and late members make of it. With real processes, see `tests/ranks/test_members_
 
 from __future__ import annotations
 
+import json
+import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
 from torch.distributed import HashStore, Store
 
 import offbeat
-from offbeat.averaging.members import AverageOfMembers, MeanOfMembers
+from fuzz_support import altered_text, succeeds_or_refuses
+from offbeat.averaging.members import Average, AverageOfMembers, Coming, MeanOfMembers
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import GrowingPeriod
 from offbeat.callbacks.context import Context, Notices
-from offbeat.errors import ConfigError, NonFiniteError, OffbeatError, PeerError
+from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.errors import ConfigError, NonFiniteError, OffbeatError, PeerError, WireError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.agreement import Member as Listed
 from offbeat.membership.atomic_group import AtomicGroup
@@ -335,6 +341,57 @@ def test_quorums_under_deaths(first: int) -> None:
         assert [worker.state[0] for worker in living] == [living[0].state[0]] * 3
 
 
+@pytest.mark.parametrize("codec", [None, offbeat.WeightCodec(density=0.4)])
+@pytest.mark.parametrize("first", range(0, 20, 10))
+def test_members_die_join_and_return_and_are_late(
+    first: int, codec: offbeat.WeightCodec | None
+) -> None:
+    """Six generations. Whoever knows of equally many averages holds the same anchor, and a
+    generation in which nobody dies ends with one model.
+    """
+    for seed in range(first, first + 10):
+        draws = random.Random(seed)
+        options: dict[str, Any] = {
+            "quorum": draws.choice([Quorum(), Quorum(0.6, grace_s=0.3)]),
+            "outer": draws.choice([PLAIN, NESTEROV]),
+            "codec": codec,
+        }
+        living = crew(4, **options)
+        store = living[0].group._store
+
+        def lives(worker: Worker, driver: VirtualThread, draws: random.Random = draws) -> str:
+            if worker.group.is_new:
+                worker.part._come("average")
+            for _ in range(draws.randint(1, 3)):
+                by = draws.random()
+                steps(by, by, samples=draws.randint(1, 9), after_s=draws.random())(worker, driver)
+            worker.part.on_finish()
+            return "done"
+
+        for number in range(6):
+            kill = (draws.randrange(len(living)), draws.uniform(0.1, 4)) if number % 3 < 2 else None
+            new = [place for place, worker in enumerate(living) if worker.group.is_new]
+            if number and not any(worker.rank == 10 + number for worker in living):
+                living.append(Worker(10 + number, store, begins_with=draws.random(), **options))
+                new.append(len(living) - 1)
+            results = together(
+                living, [lives] * len(living), number=number, new=new, seed=seed, kill=kill
+            )
+            if kill is None:
+                no_errors(results)
+                assert [worker.state for worker in living] == [living[0].state] * len(living)
+            else:
+                assert all(each == "done" or type(each) is PeerError for each in results)
+                del living[kill[0]]
+            held = defaultdict(set)
+            for worker in living:
+                if not worker.group.is_new:
+                    held[worker.part._num_averages].add(tuple(worker.state[3]))
+            assert all(len(anchors) == 1 for anchors in held.values()), (seed, number)
+            if number == 3:
+                draws.choice(living[:-1]).group.expelled()
+
+
 def test_who_ends_early_waits_for_the_others_and_all_end_with_the_same() -> None:
     workers = crew(3)
 
@@ -466,6 +523,27 @@ def test_a_resumed_run_goes_on_as_it_would_have() -> None:
         )
         runs.append([worker.state for worker in workers])
     assert runs[0] == runs[1]
+
+
+SAID = Coming(purpose="average", is_new=False, num_averages=3, samples=8, steps=2)
+
+
+def test_what_a_member_says_is_read_back() -> None:
+    assert Coming.from_bytes(json.dumps(SAID).encode()) == SAID
+
+
+@given(altered_text(list(SAID)))
+def test_a_damaged_word_is_read_or_refused(data: bytes) -> None:
+    succeeds_or_refuses(lambda: Coming.from_bytes(data))
+
+
+def test_a_peer_that_stands_elsewhere_is_refused() -> None:
+    worker, other = crew(2)
+    average = cast(Average, SimpleNamespace(was_new=True))
+    good = other.part._standing()
+    for standing in (b"", good[:40], to_bytes({"numbers": torch.tensor([1, 2])})):
+        with pytest.raises(WireError, match="where the run stands"):
+            worker.part._catch_up(average, standing)
 
 
 @pytest.mark.parametrize(
