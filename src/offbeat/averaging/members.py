@@ -113,12 +113,8 @@ def weights_of(coming: Sequence[Coming]) -> list[float]:
     knowing = [each for each in coming if not each.is_new]
     # Samples count only where each member that has taken steps was told of them.
     told = all(each.samples for each in knowing if each.steps)
-    counts = [each.samples if told else each.steps for each in coming]
-    some = any(count for count, each in zip(counts, coming, strict=True) if not each.is_new)
-    return [
-        float((count if some else 1) * (not each.is_new))
-        for count, each in zip(counts, coming, strict=True)
-    ]
+    counts = [(each.samples if told else each.steps) * (not each.is_new) for each in coming]
+    return [float(n) for n in (counts if any(counts) else [not each.is_new for each in coming])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -487,7 +483,7 @@ class AverageOfMembers(PeriodicAverage):
         if average.was_new and average.purpose == "finish" != purpose:
             raise ConfigError("the run ended while this worker was on its way in; start a new one")
         if average.standing is not None:
-            self._catch_up(average, average.standing)
+            self.catch_up(average, average.standing)
         if average.purpose == "average":
             self._members.average, self._launched_for = average, self._num_steps
             self._merge()
@@ -503,7 +499,7 @@ class AverageOfMembers(PeriodicAverage):
         word = json.dumps([numbers, [*pairs]]).encode()
         return to_bytes({**tensors, **pairs, _NUMBERS: torch.tensor([*word])})
 
-    def _catch_up(self, average: Average, standing: Payload) -> None:
+    def catch_up(self, average: Average, standing: Payload) -> None:
         """Stand where the peers do before this average, and keep what is owed to it."""
         members, num_steps = self._members, self._num_steps
         changes = [*members.rule.changes()]
