@@ -4,23 +4,31 @@ and late members make of it. With real processes, see `tests/ranks/test_members_
 
 from __future__ import annotations
 
+import json
+import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
 from torch.distributed import HashStore, Store
 
 import offbeat
-from offbeat.averaging.members import AverageOfMembers, MeanOfMembers
+from fuzz_support import altered_text, succeeds_or_refuses
+from offbeat.averaging.members import Average, AverageOfMembers, Coming, MeanOfMembers
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import GrowingPeriod
 from offbeat.callbacks.context import Context, Notices
-from offbeat.errors import ConfigError, NonFiniteError, OffbeatError, PeerError
+from offbeat.codec.tensor_bytes import to_bytes
+from offbeat.errors import ConfigError, NonFiniteError, OffbeatError, PeerError, WireError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.agreement import Member as Listed
 from offbeat.membership.atomic_group import AtomicGroup
+from offbeat.membership.generations import GenerationHost
 from offbeat.membership.quorum import Quorum
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Sleep
@@ -46,7 +54,7 @@ class Worker:
         codec: offbeat.WeightCodec | None = None,
         begins_with: float = 0.0,
     ) -> None:
-        self.rank = rank
+        self.rank, self.store = rank, store
         self.x = torch.nn.Parameter(torch.full((5,), begins_with, dtype=torch.float64))
         buffers = {"mean": torch.full((2,), begins_with), "count": torch.tensor([0])}
         self.buffers = buffers
@@ -75,7 +83,35 @@ class Worker:
             codec=codec,
             context=context,
         )
-        self.part = AverageOfMembers(self.exchange, GrowingPeriod(PERIOD), context=context)
+        self._context = context
+        self._part: AverageOfMembers | None = None
+
+    @property
+    def part(self) -> AverageOfMembers:
+        assert self._part is not None, "it has entered"
+        return self._part
+
+    @property
+    def has_entered(self) -> bool:
+        return self._part is not None
+
+    def enter(self, generation: Generation, place: int, driver: Driver) -> None:
+        """Be a member of `generation`; if it is the first, as a session begins."""
+        if self._part is not None:
+            self.group.begin(generation, place, driver)
+            return
+
+        def enter(host: GenerationHost) -> None:
+            host.begin(generation, place, driver)
+
+        context = replace(self._context, enter=enter)
+        self._part = AverageOfMembers(self.exchange, GrowingPeriod(PERIOD), context=context)
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Of averages and of steps."""
+        counts = self.part.state_dict()["replicated"]
+        return counts["num_averages"], counts["num_steps"]
 
     @torch.no_grad()
     def step(self, by: float, *, samples: int = 0) -> None:
@@ -142,7 +178,7 @@ def together(
 
     def job_of(place: int, driver: VirtualThread) -> Callable[[], None]:
         def job() -> None:
-            workers[place].group.begin(generation, place, driver)
+            workers[place].enter(generation, place, driver)
             results[place] = jobs[place](workers[place], driver)
 
         return job
@@ -224,8 +260,7 @@ def test_a_death_at_any_moment_leaves_all_that_live_with_the_same(first: int) ->
         committed.add(done[0])
         if not done[0]:
             assert [worker.value for worker in living] == [2.0, 4.0]  # untouched
-            again: Job = lambda worker, _: worker.part._launch(PERIOD)  # noqa: E731
-            no_errors(together(living, [again, again], number=1))
+            no_errors(together(living, [steps(0), steps(0)], number=1))
         mean = 6.0 if done[0] else 3.0
         assert living[0].state == living[1].state
         assert living[0].value == pytest.approx((1 + 0.8) * 0.7 * mean)
@@ -234,30 +269,44 @@ def test_a_death_at_any_moment_leaves_all_that_live_with_the_same(first: int) ->
     assert committed == {True, False}
 
 
-def joins(worker: Worker, _: VirtualThread) -> str:
-    return worker.part._come("average")
+def joins(worker: Worker, _: VirtualThread) -> None:
+    """By entering."""
 
 
 @pytest.mark.parametrize("peers_want", ["average", "copy"])
 def test_one_that_joins_has_the_model_the_outer_state_and_the_schedule(peers_want: str) -> None:
     workers = crew(3, outer=NESTEROV)
     no_errors(together(workers[:2], [steps(1, 1), steps(3, 3)]))
-    newcomer = Worker(2, workers[0].group._store, outer=NESTEROV, begins_with=99.0)
+    newcomer = Worker(2, workers[0].store, outer=NESTEROV, begins_with=99.0)
     trio = [*workers[:2], newcomer]
     if peers_want == "average":
         no_errors(together(trio, [steps(1, 1), steps(3, 3), joins], number=1, new=[2]))
         assert newcomer.state == workers[0].state == workers[1].state
     else:
-        looks: Job = lambda worker, _: worker.part._come("copy")  # noqa: E731
-        assert together(trio, [looks, looks, joins], number=1, new=[2]) == ["copy"] * 3
+        copy = Worker(0, HashStore())
+        looks: Job = lambda worker, _: worker.part.average_into(copy.weights)  # noqa: E731
+        for worker in workers[:2]:
+            worker.step(1)
+        no_errors(together(trio, [looks, looks, joins], number=1, new=[2]))
         assert newcomer.state[0] == workers[0].state[3]
-    assert newcomer.part.start_step == workers[0].part._num_steps
+    assert newcomer.part.start_step == workers[0].numbers[1]
     assert not newcomer.group.is_new
-    no_errors(together(trio, [steps(1, 1), steps(2, 2), steps(3, 3)], number=2))
+    left = PERIOD - newcomer.numbers[1] % PERIOD
+    no_errors(together(trio, [steps(*[by] * left) for by in (1.0, 2.0, 3.0)], number=2))
     assert newcomer.state == workers[0].state == workers[1].state
     assert newcomer.part.state_dict()["replicated"].keys() == (
         workers[0].part.state_dict()["replicated"].keys()
     )
+
+
+def test_one_that_joins_as_all_end_is_told_so() -> None:
+    workers = crew(3)
+    no_errors(together(workers[:2], [steps(1, 1)] * 2))
+    ends: Job = lambda worker, _: worker.part.on_finish()  # noqa: E731
+    first, second, late = together(workers, [ends, ends, joins], number=1, new=[2])
+    assert (first, second) == (None, None)
+    assert isinstance(late, ConfigError)
+    assert "the run ended while this worker was on its way in" in str(late)
 
 
 def test_one_that_was_left_out_loses_its_own_and_goes_on_with_its_peers() -> None:
@@ -291,8 +340,7 @@ def test_a_late_member_is_left_out_and_its_change_counts_in_the_next() -> None:
     # At first the mean of 2 and 6; then that of 2, 6 and 10, all three by two steps.
     assert workers[0].value == pytest.approx(4.0 + 6.0)
     assert [worker.state for worker in workers] == [workers[0].state] * 3
-    assert workers[2].part._num_averages == workers[0].part._num_averages
-    assert workers[2].part._num_steps == workers[0].part._num_steps
+    assert workers[2].numbers == workers[0].numbers
 
 
 def test_one_within_the_grace_period_is_waited_for() -> None:
@@ -328,11 +376,61 @@ def test_quorums_under_deaths(first: int) -> None:
         living = workers[:3]
         for worker in living:
             for other in living:
-                if worker.part._num_averages == other.part._num_averages:
+                if worker.numbers[0] == other.numbers[0]:
                     assert worker.state[3] == other.state[3], seed
         ends: Job = lambda worker, _: worker.part.on_finish()  # noqa: E731
         no_errors(together(living, [ends] * 3, number=1, seed=seed))
         assert [worker.state[0] for worker in living] == [living[0].state[0]] * 3
+
+
+@pytest.mark.parametrize("codec", [None, offbeat.WeightCodec(density=0.4)])
+@pytest.mark.parametrize("first", range(0, 20, 10))
+def test_members_die_join_and_return_and_are_late(
+    first: int, codec: offbeat.WeightCodec | None
+) -> None:
+    """Six generations. Whoever knows of equally many averages holds the same anchor, and a
+    generation in which nobody dies ends with one model.
+    """
+    for seed in range(first, first + 10):
+        draws = random.Random(seed)
+        options: dict[str, Any] = {
+            "quorum": draws.choice([Quorum(), Quorum(0.6, grace_s=0.3)]),
+            "outer": draws.choice([PLAIN, NESTEROV]),
+            "codec": codec,
+        }
+        living = crew(4, **options)
+        store = living[0].store
+
+        def lives(worker: Worker, driver: VirtualThread, draws: random.Random = draws) -> str:
+            for _ in range(draws.randint(1, 3)):
+                by = draws.random()
+                steps(by, by, samples=draws.randint(1, 9), after_s=draws.random())(worker, driver)
+            worker.part.on_finish()
+            return "done"
+
+        for number in range(6):
+            kill = (draws.randrange(len(living)), draws.uniform(0.1, 4)) if number % 3 < 2 else None
+            new = [place for place, worker in enumerate(living) if worker.group.is_new]
+            if number and not any(worker.rank == 10 + number for worker in living):
+                living.append(Worker(10 + number, store, begins_with=draws.random(), **options))
+                new.append(len(living) - 1)
+            results = together(
+                living, [lives] * len(living), number=number, new=new, seed=seed, kill=kill
+            )
+            if kill is None:
+                no_errors(results)
+                assert [worker.state for worker in living] == [living[0].state] * len(living)
+            else:
+                assert all(each == "done" or type(each) is PeerError for each in results)
+                del living[kill[0]]
+                living = [worker for worker in living if worker.has_entered]
+            held = defaultdict(set)
+            for worker in living:
+                if not worker.group.is_new:
+                    held[worker.numbers[0]].add(tuple(worker.state[3]))
+            assert all(len(anchors) == 1 for anchors in held.values()), (seed, number)
+            if number == 3:
+                draws.choice(living[:-1]).group.expelled()
 
 
 def test_who_ends_early_waits_for_the_others_and_all_end_with_the_same() -> None:
@@ -381,8 +479,7 @@ def test_what_a_codec_drops_is_owed_whoever_dies(codec: str, first: int) -> None
         living = workers[:2]
         if not done[0]:
             torch.testing.assert_close([w.owed for w in living], owed[:2], rtol=0, atol=0)
-            again: Job = lambda worker, _: worker.part._launch(2 * PERIOD)  # noqa: E731
-            no_errors(together(living, [again, again], number=2))
+            no_errors(together(living, [steps(0), steps(0)], number=2))
             applied = 2 * (living[0].rule.anchor["x"].detach() - first_anchor)
             left = sum(change + own for change, own in zip(changes[:2], owed[:2], strict=True))
             torch.testing.assert_close(applied + sum(w.owed for w in living), left)
@@ -394,6 +491,7 @@ def test_a_resumed_run_still_owes() -> None:
     workers = crew(2, codec=CODECS["sparse"])
     no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
     resumed = crew(2, codec=CODECS["sparse"])
+    no_errors(together(resumed, [joins, joins]))
     for old, new in zip(workers, resumed, strict=True):
         new.part.load_state_dict(old.part.state_dict())
         assert old.owed.any()
@@ -403,7 +501,7 @@ def test_a_resumed_run_still_owes() -> None:
 def test_one_that_joins_owes_nothing_and_hears_all() -> None:
     workers = crew(2, codec=CODECS["sparse"])
     no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
-    newcomer = Worker(2, workers[0].group._store, codec=CODECS["sparse"], begins_with=99.0)
+    newcomer = Worker(2, workers[0].store, codec=CODECS["sparse"], begins_with=99.0)
     trio = [*workers, newcomer]
     no_errors(together(trio, [steps(1, 1), steps(3, 3), joins], number=1, new=[2]))
     assert newcomer.state == workers[0].state == workers[1].state
@@ -424,6 +522,21 @@ def test_a_mean_for_a_copy_leaves_the_models_as_they_are() -> None:
     assert [copy.buffers["mean"].tolist() for copy in copies] == [[2.0, 2.0]] * 2
 
 
+def test_one_that_asks_for_a_copy_alone_waits_for_no_more_than_an_average() -> None:
+    workers = crew(3)
+    copy = Worker(0, HashStore())
+
+    def looks(worker: Worker, driver: VirtualThread) -> None:
+        steps(1.0)(worker, driver)
+        worker.part.average_into(copy.weights)
+
+    no_errors(together(workers, [looks, steps(2, 2), steps(3, 3)]))
+    mean = (1 * 1 + 2 * 4 + 2 * 6) / 5
+    assert [worker.value for worker in workers] == [mean] * 3
+    assert (copy.value, copy.buffers["mean"].tolist()) == (mean, [pytest.approx(mean)] * 2)
+    assert int(copy.buffers["count"]) == 2
+
+
 def test_a_rank_whose_weights_are_not_finite_spoils_nobody() -> None:
     workers = crew(3)
     results = together(workers, [steps(1, 1), steps(3, 3), steps(float("nan"), 1)])
@@ -441,16 +554,37 @@ def test_a_resumed_run_goes_on_as_it_would_have() -> None:
         if resumes:
             saved = [(worker.part.state_dict(), worker.x, worker.buffers) for worker in workers]
             workers = crew(2, outer=NESTEROV)
+            no_errors(together(workers, [joins, joins]))
             for worker, (state, x, buffers) in zip(workers, saved, strict=True):
                 worker.x.detach().copy_(x)
                 for name, buffer in buffers.items():
                     worker.buffers[name].copy_(buffer)
                 worker.part.load_state_dict(state)
-        no_errors(
-            together(workers, [steps(1, samples=1), steps(3, samples=3)], number=int(not resumes))
-        )
+        no_errors(together(workers, [steps(1, samples=1), steps(3, samples=3)], number=1))
         runs.append([worker.state for worker in workers])
     assert runs[0] == runs[1]
+
+
+SAID = Coming(purpose="average", is_new=False, num_averages=3, samples=8, steps=2)
+
+
+def test_what_a_member_says_is_read_back() -> None:
+    assert Coming.from_bytes(json.dumps(SAID).encode()) == SAID
+
+
+@given(altered_text(list(SAID)))
+def test_a_damaged_word_is_read_or_refused(data: bytes) -> None:
+    succeeds_or_refuses(lambda: Coming.from_bytes(data))
+
+
+def test_a_peer_that_stands_elsewhere_is_refused() -> None:
+    worker, other = crew(2)
+    no_errors(together([worker, other], [joins, joins]))
+    average = cast(Average, SimpleNamespace(was_new=True))
+    good = other.exchange.standing()
+    for standing in (b"", good[:40], to_bytes({"numbers": torch.tensor([1, 2])})):
+        with pytest.raises(WireError, match="where the run stands"):
+            worker.part.catch_up(average, standing)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ranks
 CELLS = (
     ("killed", "GTopK"),
     ("killed-in-exchange", "LocalSGD"),
+    ("killed-in-exchange", "LocalSGD with a quorum"),
     ("killed-while-saving", "WAGMA"),
     ("stopped-short", "AllReduce"),
     ("exception", "EagerSGD"),

@@ -113,12 +113,8 @@ def weights_of(coming: Sequence[Coming]) -> list[float]:
     knowing = [each for each in coming if not each.is_new]
     # Samples count only where each member that has taken steps was told of them.
     told = all(each.samples for each in knowing if each.steps)
-    counts = [each.samples if told else each.steps for each in coming]
-    some = any(count for count, each in zip(counts, coming, strict=True) if not each.is_new)
-    return [
-        float((count if some else 1) * (not each.is_new))
-        for count, each in zip(counts, coming, strict=True)
-    ]
+    counts = [(each.samples if told else each.steps) * (not each.is_new) for each in coming]
+    return [float(n) for n in (counts if any(counts) else [not each.is_new for each in coming])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -190,7 +186,7 @@ class MeanOfMembers(WeightExchange):
 
     Attributes:
         samples, steps: that this member has computed since it was in an average.
-        average: that was made last.
+        average: that was made, until it is merged.
         standing: says where the run stands, to one that is behind.
     """
 
@@ -226,7 +222,7 @@ class MeanOfMembers(WeightExchange):
 
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
-        average = self.average
+        average, self.average = self.average, None
         assert average is not None, "members have met"
         self.write_buffers(average, self.weights)
         changes = average.changes
@@ -264,7 +260,6 @@ class MeanOfMembers(WeightExchange):
         if average is None:
             raise PeerError("no member of the run has a model to give to this worker")
         self.group.caught_up(average.generation)
-        self.average = average
         return average
 
     def _work(
@@ -413,7 +408,7 @@ class AverageOfMembers(PeriodicAverage):
             if exchange.group.is_new:
                 self._come("average")  # the user's loop needs the model of the run from the start
         except BaseException:
-            self.close()
+            self._close()
             raise
 
     @override
@@ -439,11 +434,9 @@ class AverageOfMembers(PeriodicAverage):
         """Take part in the averages of the peers until they have come to the end too, and in a mean
         of what all have.
         """
-        with torch.no_grad():
-            while self._come("finish") != "finish":
-                pass
-        assert self._members.average is not None
-        self._members.write_mean(self._members.average, self._members.weights)
+        while (average := self._come("finish")).purpose != "finish":
+            pass
+        self._members.write_mean(average, self._members.weights)
         self._has_finished = self._members.group.has_finished = True
 
     @override
@@ -451,10 +444,14 @@ class AverageOfMembers(PeriodicAverage):
         members = self._members
         if self._has_finished or self.replicas_agree():
             return frozenset()  # All members hold the same model, and the copy is one of it.
-        while self._come("copy") != "copy":
-            pass
-        assert members.average is not None
-        members.write_mean(members.average, replace(weights, chosen=members.weights.chosen))
+        weights = replace(weights, chosen=members.weights.chosen)
+        average = self._come("copy")
+        if average.purpose == "copy":
+            members.write_mean(average, weights)
+        else:  # all that were in the average hold the same now
+            for target, own in zip(weights.tensors(), members.weights.tensors(), strict=True):
+                target.detach().copy_(own.detach())
+            weights.write_counters(members.weights.read_counters())
         return frozenset()
 
     @override
@@ -480,19 +477,17 @@ class AverageOfMembers(PeriodicAverage):
         self._come("average")
 
     @torch.no_grad()
-    def _come(self, purpose: Purpose) -> Purpose:
-        """Meet the other members, and make the average with them if any comes for one. Returns what
-        they met for.
-        """
+    def _come(self, purpose: Purpose) -> Average:
+        """Meet the other members, and take over what they make if any comes for an average."""
         average = self._members.meet(purpose, self._num_averages)
         if average.was_new and average.purpose == "finish" != purpose:
             raise ConfigError("the run ended while this worker was on its way in; start a new one")
         if average.standing is not None:
-            self._catch_up(average, average.standing)
+            self.catch_up(average, average.standing)
         if average.purpose == "average":
-            self._launched_for = self._num_steps
+            self._members.average, self._launched_for = average, self._num_steps
             self._merge()
-        return average.purpose
+        return average
 
     def _standing(self) -> Payload:
         """What a member that is behind has to know before the next average."""
@@ -504,7 +499,7 @@ class AverageOfMembers(PeriodicAverage):
         word = json.dumps([numbers, [*pairs]]).encode()
         return to_bytes({**tensors, **pairs, _NUMBERS: torch.tensor([*word])})
 
-    def _catch_up(self, average: Average, standing: Payload) -> None:
+    def catch_up(self, average: Average, standing: Payload) -> None:
         """Stand where the peers do before this average, and keep what is owed to it."""
         members, num_steps = self._members, self._num_steps
         changes = [*members.rule.changes()]
