@@ -93,7 +93,7 @@ def gather_plan_inputs(
     first = slots[0]
     same_devices = have_same_devices(driver, stream, first.device)
     dims = [equivalent_dim(slot.shape) for slot in slots]
-    costs = None
+    is_halved, costs = settings.curvature.factor_dtype == "bfloat16", None
     if measures and driver.world_size > 1:
         form = form_of(slots, settings, same_devices=same_devices)
         like = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -103,7 +103,9 @@ def gather_plan_inputs(
         world_size=driver.world_size,
         same_devices=same_devices,
         dims=dims,
-        sizes_bytes=[slot.size_bytes for slot in slots],
+        sizes_bytes=[
+            2 * slot.shape.num_elements if is_halved else slot.size_bytes for slot in slots
+        ],
         kinds=[(slot.dtype, slot.device) for slot in slots],
         costs=costs,
     )

@@ -141,6 +141,9 @@ class SecondOrder(KroneckerFactors):
         plain = self._gradients.simulate(setting)
         gradients_s = max(0.0, plain.step_s - setting.ideal_s)
         costs = iteration_costs(setting, gradients_s=gradients_s)
+        size = 0.5 if self._settings.curvature.factor_dtype == "bfloat16" else 1.0
+        beta = size * costs.all_reduce.beta_s_per_byte
+        costs = replace(costs, all_reduce=replace(costs.all_reduce, beta_s_per_byte=beta))
         layers = self._cut(profile.layers)
         iteration = self._plan(layers, setting.world_size, costs)
         dims = factor_dims(layers)
@@ -151,7 +154,7 @@ class SecondOrder(KroneckerFactors):
         exposed_s = with_factors * iteration.factors_s
         exposed_s += with_inversions * iteration.inverse.exposed_s
         share = 2 * (setting.world_size - 1) / setting.world_size
-        factor_bytes = share * sum(map(packed_bytes, dims)) * with_factors
+        factor_bytes = size * share * sum(map(packed_bytes, dims)) * with_factors
         inverse_bytes = sum(
             packed_bytes(dim)
             for dim, owner in zip(dims, iteration.owners, strict=True)
