@@ -53,6 +53,7 @@ def strategies() -> dict[str, AveragingStrategy]:
         "wagma, pairs, every third step": offbeat.WAGMA(group_size=2, period=6, interval=3),
         "wagma, no groups": offbeat.WAGMA(period=3, interval=3),
         "adpsgd": offbeat.ADPSGD(),
+        "adpsgd in bfloat16": offbeat.ADPSGD(values="bfloat16"),
         "eagersgd, solo": offbeat.EagerSGD(mode="solo", period=7),
         "eagersgd": offbeat.EagerSGD(period=7),
     }
