@@ -41,7 +41,19 @@ rounded = st.builds(
     messages,
     codes.map(np.array),
 )
-messages |= rounded
+coded = st.builds(
+    lambda message, codes, bits: replace(
+        message,
+        values=message.values[:8],
+        coded=np.array(codes, np.uint8),
+        num_coded=8,
+        bits=bits,
+    ),
+    messages,
+    st.lists(st.integers(0, 255), max_size=50),
+    st.integers(1, 255),
+)
+messages |= rounded | coded
 
 
 @given(messages)
@@ -51,7 +63,7 @@ def test_what_is_written_is_read(message: ModelMessage) -> None:
         message.notes
     ) + message.counters.nbytes + message.values.nbytes + (
         8 + message.codes.nbytes if message.codes.size else 0
-    )
+    ) + (16 + message.coded.nbytes if message.bits else 0)
     read = ModelMessage.from_bytes(memoryview(content))
     for name in (
         "kind",
@@ -65,6 +77,8 @@ def test_what_is_written_is_read(message: ModelMessage) -> None:
         "num_elements",
         "begin",
         "notes",
+        "num_coded",
+        "bits",
     ):
         assert getattr(read, name) == getattr(message, name)
     assert read.counters.dtype == np.int64
@@ -72,6 +86,7 @@ def test_what_is_written_is_read(message: ModelMessage) -> None:
     assert read.values.dtype == message.values.dtype
     assert read.values.tobytes() == message.values.tobytes()
     assert read.codes.tobytes() == message.codes.tobytes()
+    assert read.coded.tobytes() == message.coded.tobytes()
     assert not read.values.flags.writeable or not read.values.size
 
 

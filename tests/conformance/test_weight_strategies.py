@@ -57,6 +57,7 @@ PLAIN: dict[str, AveragingStrategy] = {
     "wagma in signs": offbeat.WAGMA(period=3, values=SignValues()),
     "wagma without groups": offbeat.WAGMA(period=2, interval=2),
     "adpsgd": offbeat.ADPSGD(),
+    "adpsgd in bfloat16": offbeat.ADPSGD(values="bfloat16"),
     "eagersgd": offbeat.EagerSGD(),
     "eagersgd that averages models often": offbeat.EagerSGD(mode="solo", period=2),
     "adaptive": offbeat.AdaptiveSGD(mega_batch=2),

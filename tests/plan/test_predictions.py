@@ -330,6 +330,19 @@ def test_wagma_is_planned_to_send_groups_as_few_bits_as_its_codec(values: str, b
     assert planned == pytest.approx(expected, rel=0.1)
 
 
+def test_factors_in_bfloat16_are_planned_to_take_half_the_bytes() -> None:
+    cluster = from_flags(workers=4, link="1gbit")
+    where = Setting(
+        profile=shipped_profile("resnet50"), cluster=cluster, steps=range(10, 11)
+    )  # with factors, and without inversions
+    gradients = predict_step("allreduce", where).bytes_per_step
+    whole, halved = (
+        predict_step(f"dkfac:ramp=false:factor_dtype={dtype}", where).bytes_per_step - gradients
+        for dtype in ("float32", "bfloat16")
+    )
+    assert 0 < halved == pytest.approx(whole / 2)
+
+
 def test_a_lower_limit_is_marked_and_not_recommended() -> None:
     clusters = [from_flags(workers=4, link=rate) for rate in ("2mbit", "200mbit")]
     plan = make_plan(PlanRequest(profile=MODEL, clusters=clusters, strategies=["ddp", "wagma"]))

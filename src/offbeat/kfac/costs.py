@@ -94,7 +94,7 @@ def gather_plan_inputs(
     kinds = driver.run(gather_values(device_kind(first.device)), stream.next())
     same_devices = len(set(kinds)) == 1
     dims = [equivalent_dim(slot.shape) for slot in slots]
-    costs = None
+    is_halved, costs = settings.curvature.factor_dtype == "bfloat16", None
     if measures and driver.world_size > 1:
         invert = partial(_invert_sample, form_of(slots, settings, same_devices=same_devices))
         costs = measure(driver, stream, dims=dims, like=first.zeros(), invert=invert)
@@ -102,7 +102,9 @@ def gather_plan_inputs(
         world_size=driver.world_size,
         same_devices=same_devices,
         dims=dims,
-        sizes_bytes=[slot.size_bytes for slot in slots],
+        sizes_bytes=[
+            2 * slot.shape.num_elements if is_halved else slot.size_bytes for slot in slots
+        ],
         kinds=[(slot.dtype, slot.device) for slot in slots],
         costs=costs,
     )

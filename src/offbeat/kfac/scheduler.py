@@ -148,7 +148,11 @@ class FactorScheduler(ExchangeListener):
         self._drop()  # messages under way belong to the plan before
         self.plan = plan
         self.messages = [
-            FactorMessage([self._slots[slot] for slot in group]) for group in plan.groups
+            FactorMessage(
+                [self._slots[slot] for slot in group],
+                rounds=self._settings.curvature.factor_dtype == "bfloat16",
+            )
+            for group in plan.groups
         ]
         self._message_of = {
             slot: number for number, group in enumerate(plan.groups) for slot in group
@@ -411,10 +415,11 @@ class FactorMessage:
 
     Args:
         slots: which factors, all of one dtype and device.
+        rounds: whether factors, and not what follows them, travel in bfloat16.
     """
 
-    def __init__(self, slots: Sequence[FactorSlot]) -> None:
-        self.slots = slots
+    def __init__(self, slots: Sequence[FactorSlot], *, rounds: bool = False) -> None:
+        self.slots, self._rounds = slots, rounds
         sizes = [slot.shape.num_elements for slot in slots]
         first = slots[0]
         self._flat = torch.zeros(
@@ -425,10 +430,15 @@ class FactorMessage:
             part.view(slot.shape.packed) for part, slot in zip(parts, slots, strict=True)
         ]
         self._sums: list[Pending[torch.Tensor]] = []
+        self._rounded: torch.Tensor | None = None  # while it travels
 
     @property
     def num_bytes(self) -> int:
         return sum(slot.size_bytes for slot in self.slots)
+
+    @property
+    def _factors(self) -> torch.Tensor:
+        return self._flat[: -self._tail.numel()]
 
     def room(self, slot: int) -> torch.Tensor:
         """Where the factor of `slot` leaves from: this rank's part may be made there."""
@@ -462,7 +472,12 @@ class FactorMessage:
             torch.mul(packed, weight, out=view)
             numbers += [weight, float(is_retired(slot.index))]
         self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
-        self._sums = launch_sums(driver, stream, self._flat)
+        if self._rounds:
+            # Weights and numbers of ranks are no longer exact in bfloat16.
+            self._rounded = self._factors.bfloat16()
+            self._sums = launch_sums(driver, stream, self._rounded, self._tail)
+        else:
+            self._sums = launch_sums(driver, stream, self._flat)
         return self._sums
 
     def has_arrived(self) -> bool:
@@ -474,6 +489,9 @@ class FactorMessage:
         for pending in self._sums:
             pending.wait()
         self._sums = []
+        if self._rounded is not None:
+            self._factors.copy_(self._rounded)
+            self._rounded = None
 
     def read(self) -> Iterator[SummedFactor]:
         """The sums of each slot, which must have been waited for. May be called once: means are

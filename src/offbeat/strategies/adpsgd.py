@@ -20,7 +20,7 @@ integer ones stay local. A rank whose gradient is not finite skips its own step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -34,8 +34,9 @@ from offbeat.averaging.background.averager import (
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.rounding import Rounding
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import require_at_least
+from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 
@@ -45,19 +46,24 @@ class ADPSGD(AveragingStrategy):
 
     Args:
         seed: the seed of the choice of partners, >= 0.
+        values: how weights travel: "float32" (float64 where the model has such), or "bfloat16" for
+            half the bytes, whose rounding stays in the worker's own model.
     """
 
     name: ClassVar[str] = "adpsgd"
     survives_death = True
 
     seed: int = 0
+    values: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("seed", self.seed, 0)
+        require_one_of("values", self.values, ("float32", "bfloat16"))
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors())
+        statistics = tuple(staging.spans(weights.positions_of_statistics()))
         averager = BackgroundAverager(
             context,
             weights,
@@ -65,6 +71,7 @@ class ADPSGD(AveragingStrategy):
             staging=staging,
             serve=pair_average.serve,
             group_of=self.group_of,
+            rounding=Rounding(statistics) if self.values == "bfloat16" else None,
             yields=True,
         )
         return [BackgroundWeightAverage(averager, overlap=True)]

@@ -4,8 +4,11 @@ near each other, and a death, a late trainer and a missed synchronization change
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from group_support.training import NUM_ELEMENTS, PARAMETERS, Training, TrainingWorld
 from offbeat.arithmetic.groups import VersionGroup, group_of_version
@@ -15,9 +18,16 @@ from offbeat.averaging.background.rounds import DirectRound, GroupRound, Scatter
 from offbeat.codec.few_bits import E3M0Values, LevelValues, LinearValues
 from offbeat.codec.model_wire import ModelMessage
 from offbeat.codec.rounding import CodedChanges, Rounding
-from offbeat.codec.value_codecs import Float8Values, ValueCodec
+from offbeat.codec.value_codecs import Float8Values, Float64Values, ValueCodec
 from offbeat.errors import WireError
 
+NAMED = {
+    "exact": None,
+    "float8": Float8Values(),
+    "linear8": LinearValues(8),
+    "e3m0": E3M0Values(),
+    "linear4": LinearValues(4),
+}
 CODECS = pytest.mark.parametrize(
     "values", [E3M0Values(), LinearValues(4), LinearValues(8), Float8Values(), LevelValues(4)]
 )
@@ -141,6 +151,47 @@ def test_kept_and_owed_is_what_members_had(
     np.testing.assert_allclose(np.sum(after, axis=0), np.sum(models, axis=0), rtol=1e-13)
     before, later = (np.array(each) - np.mean(models, axis=0) for each in (models, after))
     assert np.linalg.norm(later) < np.linalg.norm(before)
+
+
+def spread(values: ValueCodec | None, kind: type[GroupRound], *, meets: bool = True) -> float:
+    """How far three models of the bundled digits are from their mean before each global
+    synchronization, after nine steps and averages of all three; or without averages.
+    """
+    images, labels = load_digits(return_X_y=True)
+    draw, x, targets = np.random.default_rng(0), images / 16, np.eye(10)[labels]
+    size, found = x.shape[1] * 10, []
+    those = replace(settings(CodedChanges(values or Float64Values())), num_elements=size)
+    models = [np.zeros(size)] * 3
+    for _ in range(4):
+        anchor = models[0]
+        for _ in range(9):
+            for rank in range(3):
+                batch = draw.integers(len(x), size=16)
+                scores = np.exp(x[batch] @ models[rank].reshape(-1, 10))
+                shares = scores / scores.sum(axis=1, keepdims=True)
+                gradient = x[batch].T @ (shares - targets[batch]) / 16
+                models[rank] = models[rank] - gradient.reshape(-1)
+            if meets:
+                pieces = average(kind, those, models, anchor)
+                models = [
+                    np.concatenate([merge_delta(mine[p.begin : p.end], p) for p in parts])
+                    for mine, parts in zip(models, pieces, strict=True)
+                ]
+        mean = np.mean(models, axis=0)
+        found.append(np.linalg.norm(models - mean))
+        models = [mean] * 3
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("kind", [DirectRound, ScatteredRound])
+def test_groups_keep_models_of_digits_together(kind: type[GroupRound]) -> None:
+    alone = spread(None, kind, meets=False)
+    far = {name: spread(values, kind) / alone for name, values in NAMED.items()}
+    assert far["exact"] < 1e-9
+    assert far["linear8"] < 0.06
+    assert far["float8"] < 0.5
+    assert far["linear4"] < 0.7
+    assert far["e3m0"] < 0.8
 
 
 @pytest.mark.parametrize("kind", [DirectRound, ScatteredRound])

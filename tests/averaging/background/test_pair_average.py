@@ -41,6 +41,12 @@ def test_random_schedules(first: int) -> None:
         run(draw_pairs(seed))
 
 
+@pytest.mark.parametrize("first", range(400, 448, 12))
+def test_random_schedules_with_rounded_values(first: int) -> None:
+    for seed in range(first, first + 12):
+        run(draw_pairs(seed, rounds=True))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(10_000, 20_000, 1000))

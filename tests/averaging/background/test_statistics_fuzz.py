@@ -19,7 +19,7 @@ from offbeat.transport.virtual import VirtualLink
 def draw_training(seed: int, *, rounds: bool, values: ValueCodec | None = None) -> Training:
     draw = random.Random(seed)
     world_size = draw.randint(2, 8)
-    pairs = draw.random() < 0.3 and not rounds
+    pairs = draw.random() < 0.3 and values is None
     means_s = [draw.choice([0.05, 0.1, 0.2, 0.4]) for _ in range(world_size)]
     loud = draw.randrange(world_size)
     forwards = draw.choice([1, 1, 4])

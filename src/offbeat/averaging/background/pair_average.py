@@ -24,6 +24,9 @@ Differences from the paper:
 - Averages have weights, and partners may be slow, stop or die. A partner that does not answer
   within a deadline is suspected: its answer is merged when it arrives, and it is not asked again
   until a message of it arrives.
+- Values may travel in bfloat16 (`ProtocolSettings.rounding`): each of the two moves by the average
+  less what it contributed, as rounded. What rounding the average takes from both, the one that made
+  it adds to its own model.
 
 Bytes for a rank and version, for a model of N bytes: N to ask and N for each time that it is asked;
 80 bytes a message, 48 an answer, and 8 a counter.
@@ -45,9 +48,9 @@ from offbeat.averaging.background.interface import (
     check_values,
 )
 from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
-from offbeat.averaging.background.rounds import largest_of, mean_of
+from offbeat.averaging.background.rounds import largest_of, mean_of, rounded_average
 from offbeat.averaging.background.shared_model import SharedModel
-from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
+from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage, Values
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective
 
@@ -69,10 +72,12 @@ class _Request:
 
     Attributes:
         closed: whether the version was closed without the answer.
+        sent: `mine`, as rounded.
     """
 
     partner: int
     mine: Contribution
+    sent: ModelMessage
     opened_s: float
     deadline_s: float
     closed: bool = False
@@ -104,11 +109,12 @@ class PairMember(ProtocolMember):
             self._close(version, pair, now_s, now_s)
             self._model.finalize_version(version)
             return
-        chunk = self._message(MessageKind.CHUNK, mine, version=version)
+        chunk = self._chunk(mine, version=version)
         self._outgoing.append((partner, chunk.to_bytes()))
         self._requests[version] = _Request(
             partner=partner,
             mine=mine,
+            sent=chunk,
             opened_s=now_s,
             deadline_s=now_s + deadline_s(self._waits_s, self._settings.reply_deadline),
         )
@@ -133,14 +139,18 @@ class PairMember(ProtocolMember):
         mine = self._contribution(-self._num_answers)
         pieces: list[Piece] = []
         if mine is not None:
-            both = [theirs, self._message(MessageKind.CHUNK, mine)]
-            answer = replace(
+            both, rounding = [theirs, self._chunk(mine)], self._settings.rounding
+            answer = own = replace(
                 answer,
                 notes=tuple(chunk.note for chunk in both),
                 counters=largest_of(both),
-                values=mean_of(both),
+                values=mean_of(both, rounding),
             )
-            pieces.append(_piece(answer, mine))
+            contributed = mine.values
+            if rounding is not None:
+                answer, own = rounded_average(answer, rounding, mine.weight)
+                contributed = rounding.decode((both[1].codes, both[1].values), 0)
+            pieces.append(_piece(own, mine, contributed))
         self._outgoing.append((sender, answer.to_bytes()))
         self._close(-self._num_answers, (sender, self._rank), now_s, now_s, *pieces)
         self._model.finalize_version(-self._num_answers)
@@ -160,7 +170,12 @@ class PairMember(ProtocolMember):
         )
         del self._requests[answer.version]
         self._waits_s.append(now_s - request.opened_s)
-        pieces = [_piece(answer, request.mine)] if is_in else []
+        pieces = []
+        if is_in and answer.codes.size:
+            piece = _piece(answer, request.mine, request.sent.values)
+            pieces = [replace(piece, codes=(answer.codes, request.sent.codes))]
+        elif is_in:
+            pieces = [_piece(answer, request.mine, request.mine.values)]
         if request.closed:
             for piece in pieces:
                 self._model.merge_late(answer.version, piece)
@@ -212,6 +227,14 @@ class PairMember(ProtocolMember):
     def _is_average_due(self) -> bool:
         return any(not request.closed for request in self._requests.values())
 
+    def _chunk(self, mine: Contribution, *, version: int = -1) -> ModelMessage:
+        """What travels of `mine`, at full precision or rounded."""
+        chunk = self._message(MessageKind.CHUNK, mine, version=version)
+        if (rounding := self._settings.rounding) is None:
+            return chunk
+        codes, exact = rounding.encode(mine.values, 0)
+        return replace(chunk, values=exact, codes=codes)
+
     def _close(
         self, version: int, group: tuple[int, ...], opened_s: float, closed_s: float, *pieces: Piece
     ) -> None:
@@ -222,12 +245,12 @@ class PairMember(ProtocolMember):
         )
 
 
-def _piece(average: ModelMessage, mine: Contribution) -> Piece:
+def _piece(average: ModelMessage, mine: Contribution, contributed: Values) -> Piece:
     return Piece(
         begin=0,
         average=average.values,
         notes=average.notes,
-        contributed=mine.values,
+        contributed=contributed,
         fresh=mine.fresh,
         counters=average.counters,
     )

@@ -431,24 +431,18 @@ class ScatteredRound(GroupRound):
         Where values are rounded, it makes up for what rounding takes from all of them. A rank that
         is not in the average cannot, and so rounds nothing.
         """
-        rounding, mine = self._rounding, self._contributed_to.get(self._rank)
+        mine = self._contributed_to.get(self._rank)
         if mine is None or not average.values.size:
             return average, average
-        own = np.empty_like(average.values)
-        share = own.dtype.type(sum(note.weight for note in average.notes) / mine.weight)
         if self._changes is not None:
             coded = self._coded(average, average.values, None)
             sent = self._decoded(coded).values  # where there is no difference, it is exact
-            np.add(sent, share * (average.values - sent), out=own)
+            own = sent + share_of(average, mine.weight) * (average.values - sent)
             own.flags.writeable = False
             return coded, replace(average, values=own)
-        if rounding is None:
+        if self._rounding is None:
             return average, average
-        codes, exact = rounding.encode(average.values, average.begin)
-        make_up_for_rounding(average.values, codes, share, own)
-        rounding.put_exact_(own, exact, average.begin)
-        own.flags.writeable = False
-        return replace(average, values=exact, codes=codes), replace(average, values=own)
+        return rounded_average(average, self._rounding, mine.weight)
 
     def _receive_average(
         self, owner: int, message: ModelMessage, *, sent: ModelMessage | None = None
@@ -506,6 +500,26 @@ def _region_bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[i
     """For each member, the index of its region's first element and the index after the last."""
     cuts = [position * num_elements // len(group) for position in range(len(group) + 1)]
     return {rank: (cuts[position], cuts[position + 1]) for position, rank in enumerate(group)}
+
+
+def share_of(average: ModelMessage, weight: float) -> np.floating:
+    """How many times what rounding takes from each member the one of `weight` makes up for."""
+    share: np.floating = average.values.dtype.type(
+        sum(note.weight for note in average.notes) / weight
+    )
+    return share
+
+
+def rounded_average(
+    average: ModelMessage, rounding: Rounding, weight: float
+) -> tuple[ModelMessage, ModelMessage]:
+    """What is sent of `average`, and what the member of `weight` that has made it has itself."""
+    codes, exact = rounding.encode(average.values, average.begin)
+    own = np.empty_like(average.values)
+    make_up_for_rounding(average.values, codes, share_of(average, weight), own)
+    rounding.put_exact_(own, exact, average.begin)
+    own.flags.writeable = False
+    return replace(average, values=exact, codes=codes), replace(average, values=own)
 
 
 def mean_of(chunks: Sequence[ModelMessage], rounding: Rounding | None = None) -> Values:

@@ -60,7 +60,8 @@ def _method_of(name: str, recipe: Any) -> Method:
                 overlaps=recipe.overlaps,
             )
         case "adpsgd":
-            method = Background(recipe.group_of, pairs=True)
+            rounds = recipe.values == "bfloat16"
+            method = Background(recipe.group_of, pairs=True, rounds=lambda num_elements: rounds)
         case "eagersgd":
             solo = recipe.mode == "solo"
             method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
