@@ -268,11 +268,17 @@ class WeightlessReads(TorchDispatchMode):
     Args:
         multiplied: is told of each product of a matrix with a thinner one: the elements of the
             matrix, and the columns of the other.
+        copied: is told how many bytes are copied from there into a tensor on another device, which
+            may be smaller.
     """
 
-    def __init__(self, multiplied: Callable[[int, int], None] = lambda size, rank: None) -> None:
+    def __init__(
+        self,
+        multiplied: Callable[[int, int], None] = lambda size, rank: None,
+        copied: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._multiplied = multiplied
+        self._multiplied, self._copied = multiplied, copied
 
     def __torch_dispatch__(
         self,
@@ -287,6 +293,7 @@ class WeightlessReads(TorchDispatchMode):
         name, is_inplace, is_new = _kind_of(func)
         if not first.is_meta:
             if name == "copy_" and args[1].is_meta:
+                self._copied(args[1].nbytes)
                 return first.zero_()
             return func(*args, **options)
         if name in ("mm", "addmm_"):

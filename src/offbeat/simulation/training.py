@@ -15,7 +15,7 @@ out of it; entries have been selected; a vector has been published, and is added
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Protocol, TypeVar
 
@@ -24,16 +24,32 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
+from offbeat.codec.model_wire import bytes_at_scale
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
 from offbeat.codec.value_codecs import ValueCodec
-from offbeat.codec.weightless import WeightlessCode, WeightlessVector, WeightlessWire
+from offbeat.codec.weightless import (
+    WeightlessCode,
+    WeightlessMessage,
+    WeightlessVector,
+    WeightlessWire,
+    weightless,
+)
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError
+from offbeat.membership.agreement import Generation
+from offbeat.membership.generations import GenerationHost
 from offbeat.simulation.codec import WeightlessCodec
 from offbeat.simulation.memory import kept_bytes
 from offbeat.torch_private import WeightlessReads
-from offbeat.transport.driver import Driver, Pending, Ticket
-from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective, Operation, Send
+from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
+from offbeat.transport.operations import (
+    AllReduceTensor,
+    Broadcast,
+    Collective,
+    Operation,
+    RecvAny,
+    Send,
+)
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.transport.virtual_driver import VirtualThread
 
@@ -90,6 +106,10 @@ class Machine(Protocol):
 
     def adding_s(self, num_bytes: float) -> float:
         """Seconds to add what a peer has sent of its vector."""
+        ...
+
+    def work_beside(self, seconds: float) -> None:
+        """A thread beside the one that trains computes what takes so long."""
         ...
 
     def step_ended(self, step: int) -> None:
@@ -188,8 +208,7 @@ class SimulatedRank(VirtualThread):
                 self.encode(machine.publishing_s(operation.payload.whole))
             self._published = channel
         self.encode(copying_s)
-        if self.is_awake:
-            self._catch_up()
+        self.catch_up()
 
         def used(result: Any) -> None:
             if isinstance(result, WeightlessCode):  # which is only read
@@ -202,17 +221,18 @@ class SimulatedRank(VirtualThread):
 
     @override
     def now_s(self, channel: int) -> float:
-        self._catch_up()
+        self.catch_up()
         return super().now_s(channel)
 
     @override
     def complete(self, pending: Pending[Any]) -> None:
-        self._catch_up()
+        self.catch_up()
         super().complete(pending)
 
-    def _catch_up(self) -> None:
-        seconds, self._owed_s = self._owed_s, 0.0
-        if seconds:
+    @override
+    def catch_up(self) -> None:
+        if self._owed_s and self.is_awake:
+            seconds, self._owed_s = self._owed_s, 0.0
             self.run(self.machine.computing(self.step, seconds), 0)
 
     def train(self, strategy: Buildable, timeline: Timeline, steps: range) -> Collective[None]:
@@ -240,7 +260,10 @@ class SimulatedRank(VirtualThread):
         def multiplied(num_elements: int, rank: int) -> None:
             self.encode(self.machine.multiplying_s(num_elements, rank))
 
-        with WeightlessReads(multiplied), torch.no_grad():
+        def published(num_bytes: int) -> None:
+            self.encode(self.machine.publishing_s(num_bytes))
+
+        with WeightlessReads(multiplied, published), torch.no_grad():
             parameters = {
                 str(number): torch.nn.Parameter(_weightless(tensor))
                 for number, tensor in enumerate(timeline.tensors)
@@ -254,6 +277,7 @@ class SimulatedRank(VirtualThread):
                 new_stream=stream_counter(),
                 notices=_Unheard(self.rank),
                 optimizer=optimizer,
+                enter=lambda host: self._enter(host, parameters.values()),
             )
             callbacks = strategy.build(context)
             first = 0
@@ -263,7 +287,16 @@ class SimulatedRank(VirtualThread):
             gradients = [parameter.detach() for parameter in parameters.values()]
             for self.step in range(first, steps.stop):
                 self._take_step(callbacks, list(parameters.values()), gradients, timeline)
+            for callback in callbacks:  # of ranks that go on, none must wait for this one
+                callback.on_finish()
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
+
+    def _enter(self, host: GenerationHost, parameters: Iterable[torch.Tensor]) -> None:
+        """Make `host` a member of the only generation."""
+        num_elements = sum(parameter.numel() for parameter in parameters)
+        host.begin(
+            Generation.of_founders(self.world_size), self.rank, _Miniatures(self, num_elements)
+        )
 
     def _take_step(
         self,
@@ -274,7 +307,7 @@ class SimulatedRank(VirtualThread):
     ) -> None:
         for callback in callbacks:
             callback.on_forward_begins(trains=True)
-        self._catch_up()
+        self.catch_up()
         self.run(self.machine.forward(self.step), 0)
         for callback in callbacks:
             callback.on_backward_begins(synchronised=True)
@@ -298,8 +331,44 @@ class SimulatedRank(VirtualThread):
             callback.on_after_step()
         for parameter in parameters:
             parameter.grad = None
-        self._catch_up()
+        self.catch_up()
         self.machine.step_ended(self.step)
+
+
+class _Miniatures(Wrapper):
+    """Messages of a model of few elements weigh what those of `num_elements` do. They are added up
+    beside training.
+    """
+
+    inner: SimulatedRank
+
+    def __init__(self, inner: SimulatedRank, num_elements: int) -> None:
+        super().__init__(inner)
+        self._num_elements = num_elements
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if isinstance(operation, Send):
+            num_bytes = bytes_at_scale(operation.payload, self._num_elements)
+            machine = self.inner.machine
+            machine.work_beside(machine.adding_s(num_bytes))
+            operation = Send(operation.peer, weightless(num_bytes, operation.payload))
+        ticket = super().start(operation, channel)
+        return _Unpacked(ticket) if isinstance(operation, RecvAny) else ticket
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """The ticket of a message from anybody, for what was sent."""
+
+    ticket: Ticket
+
+    def done(self) -> bool:
+        return self.ticket.done()
+
+    def wait(self) -> Any:
+        sender, message = self.ticket.wait()
+        return sender, message.content if isinstance(message, WeightlessMessage) else message
 
 
 class _UsedTicket:

@@ -325,11 +325,13 @@ class Method(ABC):
 
     Attributes:
         steps_in_a_period: steps after which its exchanges repeat.
+        least_steps: as many are simulated at least, where none are asked for.
         extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
             callbacks were seen to hold, if that is more.
     """
 
     steps_in_a_period: int = 1
+    least_steps: int = 1
     extra_bytes: float = 0.0
 
     @abstractmethod
@@ -372,7 +374,8 @@ class Run:
         self.cores = Cores(self.cluster, setting.cluster.cores)
         period = method.steps_in_a_period
         if setting.steps is None:
-            self.num_steps = max(1, -(-setting.num_steps // period)) * period
+            least = max(setting.num_steps, method.least_steps)
+            self.num_steps = -(-least // period) * period
             self.first = -(-LATER // period) * period
         else:
             self.num_steps = setting.num_steps

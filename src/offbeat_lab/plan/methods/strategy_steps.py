@@ -20,8 +20,15 @@ from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
 from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
-from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import Collective, DenseOperation, Operation, Recv, Send
+from offbeat.transport.driver import Ticket, Wrapper
+from offbeat.transport.operations import (
+    Collective,
+    DenseOperation,
+    Operation,
+    Recv,
+    RecvAny,
+    Send,
+)
 from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat_lab.plan.profile import FLOAT_BYTES, TensorProfile
 from offbeat_lab.plan.simulation import (
@@ -39,7 +46,8 @@ _NAMES: Final[dict[Any, str]] = {
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
 
-_LEAST_TENSORS, _MOST_TENSORS = 16, 1024
+LEAST_TENSORS: Final = 16
+_MOST_TENSORS = 1024
 
 
 class StrategySteps(Method):
@@ -49,9 +57,13 @@ class StrategySteps(Method):
         strategy: that all ranks train with.
         extra_bytes: as of `Method`.
         by_tensor: whether tensors must not be fused, because their shapes count.
+
+    Attributes:
+        most_tensors: of all simulated workers together.
     """
 
     weightless = True
+    most_tensors = _MOST_TENSORS
 
     def __init__(self, strategy: Any, *, extra_bytes: float, by_tensor: bool = False) -> None:
         self._strategy = strategy
@@ -81,7 +93,7 @@ class StrategySteps(Method):
     def _simulate_workers(self, setting: Setting, num_workers: int) -> Simulated:
         profile = setting.profile
         run = Run(setting, self, num_workers)
-        most = max(_LEAST_TENSORS, _MOST_TENSORS // num_workers)
+        most = max(LEAST_TENSORS, self.most_tensors // num_workers)
         steps = range(run.first, run.first + run.num_steps)
         timeline = Timeline(
             tensors=profile.tensors if self._by_tensor else fused(profile.tensors, most),
@@ -135,19 +147,19 @@ def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile
     ]
 
 
-class _Machine(Driver):
+class _Machine(Wrapper):
     """One rank's device and its links, as a profile and a cluster describe them. What counts is
     counted in `steps` alone.
     """
 
     def __init__(self, run: Run, rank: int, steps: range) -> None:
-        self.rank, self.world_size = rank, run.setting.world_size
+        super().__init__(run.cluster.drivers[rank])
+        self.world_size = run.setting.world_size
         self.shared, self.profile = run.setting.shared, run.setting.profile
         self.simulated = SimulatedRank(self, self)
         self.begun_s = self.ended_s = 0.0
         self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
         self._run, self._steps, self._counts = run, steps, False
-        self._inner = run.cluster.drivers[rank]
         self._stands_for_all = run.cluster.world_size < self.world_size
 
     # What computes
@@ -176,6 +188,9 @@ class _Machine(Driver):
 
     def adding_s(self, num_bytes: float) -> float:
         return self.profile.mean_s_per_byte * num_bytes
+
+    def work_beside(self, seconds: float) -> None:
+        self._run.cores.begin(self.rank, seconds)
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         profile = self.profile
@@ -206,10 +221,12 @@ class _Machine(Driver):
         if isinstance(operation, Send):
             num_bytes = len(operation.payload)
             self._count(num_bytes, network.messages, num_messages=1, on_path=num_bytes)
+        if isinstance(operation, RecvAny) and self._stands_for_all:
+            raise DeadlockError("who sends first is not known of one rank that stands for all")
         if isinstance(operation, Send | Recv) and self._stands_for_all:
             operation = replace(operation, peer=self.rank)  # which does as its peers do
         if not isinstance(operation, DenseOperation) or isinstance(operation, ClosedForm):
-            return self._inner.start(operation, channel)
+            return self.inner.start(operation, channel)
         world_size = self.world_size
         traffic = operation.traffic(None, rank=self.rank, world_size=world_size)
         hops, hop_bytes = operation.num_hops(world_size), float(operation.num_bytes)
@@ -219,7 +236,7 @@ class _Machine(Driver):
             hops = num_rounds(world_size)
         self._count(traffic.bytes_sent, network.dense, num_messages=hops, on_path=hops * hop_bytes)
         copying = self._run.cores.begin(self.rank, setting.dense_work_s(traffic.bytes_sent))
-        return _Both(self._inner.start(operation, channel), lambda: copying.over)
+        return _Both(self.inner.start(operation, channel), lambda: copying.over)
 
     def _count(
         self, num_bytes: float, cost: LinkCost, *, num_messages: float, on_path: float
@@ -238,14 +255,6 @@ class _Machine(Driver):
         seconds, num_bytes, num_messages = run.remembered[key]
         self._count(num_bytes, network.messages, num_messages=num_messages, on_path=num_bytes)
         yield from run.closed_form(seconds, num_bytes)
-
-    @override
-    def now_s(self, channel: int) -> float:
-        return self._inner.now_s(channel)
-
-    @override
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _alone(
