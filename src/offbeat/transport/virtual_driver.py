@@ -212,7 +212,8 @@ def _once(operation: Operation) -> Collective[None]:
 def _until_over(pending: Pending[Any]) -> Collective[None]:
     """Carry `pending` out. Whoever waits for it gets what it raises."""
     while not pending.over:
-        yield SleepUntil(over=pending.ready)
+        if not pending.ready():
+            yield SleepUntil(over=pending.ready)
         with suppress(OffbeatError):
             pending.advance()
 

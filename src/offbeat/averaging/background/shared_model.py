@@ -240,12 +240,6 @@ class SharedModel:
             self._existing.rebase(held)
 
     @property
-    def upcoming(self) -> int:
-        """The version at which the trainer would arrive now."""
-        with self._changed:
-            return max(self._newest + 1, self._invited or 0)
-
-    @property
     def is_due(self) -> bool:
         """Whether the trainer, which has ended a step, should arrive: after `interval` steps, or
         where a version waits for it.
@@ -254,10 +248,14 @@ class SharedModel:
             return self._num_since >= self._interval or self._invited is not None
 
     @property
-    def is_free(self) -> bool:
+    def _upcoming(self) -> int:
+        """The version at which the trainer would arrive now."""
+        return max(self._newest + 1, self._invited or 0)
+
+    @property
+    def _is_free(self) -> bool:
         """Whether `arrive` need not wait for a contribution that is under way."""
-        with self._changed:
-            return self.arrival is None and not (self._one_at_a_time and self._open)
+        return self.arrival is None and not (self._one_at_a_time and self._open)
 
     @property
     def _skips_arrival(self) -> bool:
@@ -282,17 +280,17 @@ class SharedModel:
                 lambda: (
                     self._error is not None
                     or self._skips_arrival
-                    or self.is_free
-                    or not must_wait(self.upcoming)
+                    or self._is_free
+                    or not must_wait(self._upcoming)
                 )
             )
             self.raise_failure()
             if self._skips_arrival:
                 self._credit = max(0, self._credit - 1)
                 return None
-            if not self.is_free:
+            if not self._is_free:
                 return None
-            version = self.upcoming
+            version = self._upcoming
             self.arrival, self._invited = TrainerArrival(version), None
             self._trainer_waits = must_wait(version)
             return version

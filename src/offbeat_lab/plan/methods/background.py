@@ -30,12 +30,13 @@ class BackgroundSteps(StrategySteps):
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
-        notes = []
+        notes, simulated_on = [], setting
         if setting.world_size > FEW_WORKERS:
-            notes.append(f"as of {FEW_WORKERS} workers")
-            setting = replace(setting, cluster=setting.cluster.left_with(FEW_WORKERS))
-        simulated = super().simulate(setting)
+            notes.append(f"what it adds to computing is that of {FEW_WORKERS} workers")
+            simulated_on = replace(setting, cluster=setting.cluster.left_with(FEW_WORKERS))
         by_events = not notes
+        simulated = super().simulate(simulated_on)
+        step_s = simulated.step_s + setting.ideal_s - simulated_on.ideal_s
         average_s = setting.network.messages.time_s(
             num_messages=2, num_bytes=setting.profile.num_bytes
         )
@@ -43,7 +44,7 @@ class BackgroundSteps(StrategySteps):
         is_slow = (
             setting.world_size > 1
             and num_steps > max(self.steps_in_a_period, _STEPS_OF_AN_AVERAGE)
-            and simulated.step_s < average_s  # or else each step waits for its average
+            and step_s < average_s  # or else each step waits for its average
         )
         if is_slow:
             notes.append(
@@ -52,5 +53,9 @@ class BackgroundSteps(StrategySteps):
                 " where nothing else is planned for"
             )
         return replace(
-            simulated, by_events=by_events, note="; ".join(notes), is_lower_limit=is_slow
+            simulated,
+            step_s=step_s,
+            by_events=by_events,
+            note="; ".join(notes),
+            is_lower_limit=is_slow,
         )
