@@ -5,7 +5,7 @@ First two random workers are 50 ms late in each step, with two sizes of model; t
 half as fast for good, and its peers are looked at. A strategy's figure is its fraction of the
 ideal: the mean step without any exchange, measured in the same round, over its own mean step.
 Beside it stands the ceiling, the same fraction if communication took no time, for just the delays
-that were drawn (`planning.ceilings`). A run is a single turn: in a pause late workers would catch
+that were drawn (`_ceilings`). A run is a single turn: in a pause late workers would catch
 up for nothing. Everything is printed to standard error; the cases are WAGMA's goals.
 
     at least 98% of the ceiling where all workers meet after every ten of their own steps; the bound
@@ -36,6 +36,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from _ceilings import (
+    Durations,
+    Utilisation,
+    on_first_call,
+    periodic,
+    with_neighbours,
+)
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from links import Quiet
@@ -44,13 +51,6 @@ from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.options import build_strategy, parse_spec
-from offbeat_lab.plan.ceilings import (
-    Durations,
-    Utilisation,
-    on_first_call,
-    periodic,
-    with_neighbours,
-)
 from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate, num_warm_up
 

@@ -2,13 +2,13 @@
 steps.
 
 Eight workers train `images` (SGD, each worker with few of the labels) or `sequences` (AdamW, where
-steps last as long as their longest sequence). Gradients, models, published models, merge rules and
-the protocol between workers are the real ones; time is that of a virtual clock, in one process. So
-no other work on the machine makes an average more stale, and a run can be repeated to the bit. A
-step of `images` takes 60 ms, and two random workers are 30 ms late in each; where there is one slow
-worker, its steps take 15% longer. A step of `sequences` takes 100 ms where its longest sequence has
-128 bytes, and less in proportion. Messages take 0.1 ms and pass at 1 Gbit/s. AllReduce and LocalSGD
-are computed beside that, as if they needed no time to communicate.
+steps last as long as their longest sequence). Gradients, models and WAGMA's callbacks, with values
+in float32, are the real ones; time is that of a virtual clock, in one process. So no other work on
+the machine makes an average more stale, and a run can be repeated to the bit. A step of `images`
+takes 60 ms, and two random workers are 30 ms late in each; where there is one slow worker, its
+steps take 15% longer. A step of `sequences` takes 100 ms where its longest sequence has 128 bytes,
+and less in proportion. Messages take 0.1 ms and pass at 1 Gbit/s. AllReduce and LocalSGD are
+computed beside that, as if they needed no time to communicate.
 
 The metric is that of the mean of the workers' models, each after equally many steps of its own; the
 figure is the mean of the last three of 20 measurements. The target is what AllReduce has reached on
@@ -45,18 +45,16 @@ from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
 from averaging_accuracy import Case, Found, gaps, steps_to_target, target_of
 from offbeat.arithmetic.groups import VersionGroup
-from offbeat.averaging.background import group_average
-from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
-from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.shared_model import SharedModel
-from offbeat.codec.model_wire import Counters, Values
+from offbeat.callbacks.context import Context, Notices, stream_counter
+from offbeat.codec.model_wire import Values
 from offbeat.errors import ConfigError
+from offbeat.membership.agreement import Generation
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.wagma import WAGMA
-from offbeat.transport.operations import Collective, Post, Sleep
+from offbeat.transport.operations import Collective, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat.transport.virtual_driver import VirtualThread
 from offbeat.weights.model_weights import Staging
 from offbeat_lab.cluster import Cluster, Straggling
 from offbeat_lab.options import build_strategy, parse_spec
@@ -73,9 +71,7 @@ STRATEGIES = (
 )
 """WAGMA as it comes has groups of four."""
 LINK = VirtualLink(latency_s=1e-4, bytes_per_s=125e6)
-SERVE, TRAIN = 1 << 32, 2 << 32
 LONGEST = 128
-_LOOK_S = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,22 +135,16 @@ ABLATED: dict[str, Strategy] = {
 
 
 class Rank:
-    """One worker: its model and optimizer, and what of the model others may have."""
+    """One worker: its model and optimizer."""
 
-    def __init__(self, case: Ablation, task: Task, rank: int, seed: int, interval: int) -> None:
+    def __init__(self, case: Ablation, task: Task, rank: int, seed: int) -> None:
         self.rank = rank
         self.model = task.build_model(seed)
         self.kept: list[Values] = []
         self.ends_s: list[float] = []
-        buffers = list(self.model.buffers())
-        parameters = list(self.model.parameters())
-        self._statistics = [each for each in buffers if each.is_floating_point()]
-        self._counters = [each for each in buffers if not each.is_floating_point()]
-        self._tensors = [*parameters, *self._statistics]
-        self.staging = Staging(self._tensors)
-        spans = self.staging.spans(range(len(parameters), len(self._tensors)))
-        self.published = SharedModel(partial(DeltaMerge, statistics=spans), interval=interval)
-        self.num_counters = self.read_counters().size
+        statistics = [each for each in self.model.buffers() if each.is_floating_point()]
+        self._tensors = [*self.model.parameters(), *statistics]
+        self._staging = Staging(self._tensors)
         self._case, self._task = case, task
         self._optimizer = task.optimizer(self.model)
         self._batches = islice(_batches(task, rank, seed), case.steps)
@@ -180,25 +170,19 @@ class Rank:
         self._task.loss(self.model, self._next).backward()
         self._next = next(self._batches, self._next)
 
-    def update(self, step: int) -> None:
-        # As `offbeat train` does it; in step with the others it is 0.
-        place = min(step + self.published.steps_behind, self._case.steps - 1)
+    def update(self, step: int, *, behind: int = 0) -> None:
+        # As `offbeat train` does it.
+        place = min(step + behind, self._case.steps - 1)
         for group in self._optimizer.param_groups:
             group["lr"] = self._task.lr_at((place + 0.5) / self._case.steps)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def read(self) -> Values:
-        return self.staging.read(self._tensors)
+        return self._staging.read(self._tensors)
 
-    def write(self, values: Values, counters: Counters | None = None) -> None:
-        self.staging.write_(values, self._tensors)
-        if counters is not None:
-            for tensor, number in zip(self._counters, counters, strict=True):
-                tensor.fill_(int(number))
-
-    def read_counters(self) -> Counters:
-        return np.array([int(each) for each in self._counters], dtype=np.int64)
+    def write(self, values: Values) -> None:
+        self._staging.write_(values, self._tensors)
 
     def gradients(self) -> list[torch.Tensor]:
         return [each.grad for each in self.model.parameters() if each.grad is not None]
@@ -214,80 +198,50 @@ def _batches(task: Task, rank: int, seed: int) -> Iterator[Batch]:
 
 
 class VirtualTraining:
-    """WAGMA on the virtual clock, as `BackgroundWeightAverage` carries it out in a thread."""
+    """WAGMA's own callbacks on the virtual clock."""
 
     def __init__(self, case: Ablation, strategy: WAGMA, ranks: Sequence[Rank], seed: int) -> None:
-        assert strategy.overlaps, "only averages that travel beside the steps are simulated"
         self._case = case
-        self._strategy = strategy
+        self._strategy = replace(strategy, values="float32")
         self._ranks = ranks
         self._cluster = VirtualCluster(WORKERS, seed=seed, link=LINK)
 
     def run(self) -> None:
-        for rank in self._ranks:
-            self._cluster.run_in_background(rank.rank, self._train(rank), channel=TRAIN)
-        self._cluster.run([self._serve(rank) for rank in self._ranks], channel=SERVE)
-
-    def _group_of(self, rank: Rank, version: int) -> VersionGroup:
-        return self._strategy.group_of(version, rank.rank, WORKERS)
-
-    def _serve(self, rank: Rank) -> Collective[ProtocolCounts]:
-        settings = ProtocolSettings(
-            members=tuple(range(WORKERS)),
-            generation=0,
-            num_elements=rank.staging.num_elements,
-            num_counters=rank.num_counters,
-            dtype=rank.staging.dtype,
-            group_of=partial(self._group_of, rank),
+        threads = [VirtualThread(driver) for driver in self._cluster.drivers]
+        self._cluster.run(
+            [
+                thread.carry(partial(self._train, rank, thread))
+                for rank, thread in zip(self._ranks, threads, strict=True)
+            ]
         )
-        return group_average.serve(rank.rank, settings, rank.published)
 
-    def _train(self, rank: Rank) -> Collective[None]:
-        trainer, driver = rank.published, self._cluster.drivers[rank.rank]
-        trainer.begin(rank.read(), rank.read_counters(), step=0)
+    def _train(self, rank: Rank, thread: VirtualThread) -> None:
+        average, _ = self._strategy.build(
+            Context(
+                parameters=dict(rank.model.named_parameters()),
+                buffers=lambda: dict(rank.model.named_buffers()),
+                driver=thread,
+                new_stream=stream_counter(),
+                notices=Notices(rank.rank),
+                enter=lambda host: host.begin(Generation.of_founders(WORKERS), rank.rank, thread),
+            )
+        )
         rank.keep(0)
         for step in range(self._case.steps):
-            yield Sleep(rank.duration_s(step))
+            average.on_backward_begins(synchronised=True)
+            thread.run(_sleep(rank.duration_s(step)), 0)
             rank.backward()
-            rank.update(step)
-            trainer.advance([rank.read()], rank.read_counters())
-            if trainer.is_due:
-                yield from self._arrive(rank)
-            values, counters, is_held = trainer.take()
-            if not is_held:
-                rank.write(values, counters)
-            rank.ends_s.append(self._cluster.now_s)
+            average.on_before_step()
+            rank.update(step, behind=average.steps_behind())
+            average.on_after_step()
+            rank.ends_s.append(thread.now_s(0))
             rank.keep(step + 1)
-        driver.start(Post(finish(generation=0)), SERVE)
+        average.on_finish()
+        average.close()
 
-    def _arrive(self, rank: Rank) -> Collective[None]:
-        trainer = rank.published
-        self._report_step(rank)
-        if trainer.held_by:
-            trainer.rest()
-            while trainer.held_by:
-                yield Sleep(_LOOK_S)
-            trainer.resume()
 
-        def must_wait(version: int) -> bool:
-            return self._group_of(rank, version).min_arrivals > 1
-
-        while must_wait(trainer.upcoming) and not trainer.is_free:
-            yield Sleep(_LOOK_S)
-        version = trainer.arrive(must_wait)
-        if version is None:
-            return
-        self._cluster.drivers[rank.rank].start(Post(arrive(version, generation=0)), SERVE)
-        if must_wait(version):
-            while (arrival := trainer.arrival) is not None and not arrival.has_quorum:
-                yield Sleep(_LOOK_S)
-            trainer.resume()
-
-    def _report_step(self, rank: Rank) -> None:
-        """Tell the protocol that this rank has ended a step, if peers await that."""
-        if (awaited := rank.published.take_awaited()) is not None:
-            driver = self._cluster.drivers[rank.rank]
-            driver.start(Post(arrive(awaited, generation=0)), SERVE)
+def _sleep(seconds: float) -> Collective[None]:
+    yield Sleep(seconds)
 
 
 def in_step(case: Ablation, ranks: Sequence[Rank], *, period: int | None) -> None:
@@ -355,8 +309,7 @@ def run(case: Ablation, spec: str, seed: int) -> Outcome:
         dict(each.split("=", 1) for each in (f"batch_size={case.batch_size}", *case.settings)),
     )
     strategy = strategy_of(spec)
-    interval = strategy.interval if isinstance(strategy, WAGMA) else 1
-    ranks = [Rank(case, task, rank, seed, interval) for rank in range(WORKERS)]
+    ranks = [Rank(case, task, rank, seed) for rank in range(WORKERS)]
     if isinstance(strategy, WAGMA):
         VirtualTraining(case, strategy, ranks, seed).run()
     else:

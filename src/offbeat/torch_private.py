@@ -267,11 +267,17 @@ class WeightlessReads(TorchDispatchMode):
 
     Args:
         computes: by names of operations, what is called with the tensors that they compute with.
+        copied: is told how many bytes are copied from there into a tensor on another device, which
+            may be smaller.
     """
 
-    def __init__(self, computes: Mapping[str, Callable[..., None]] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        computes: Mapping[str, Callable[..., None]] = MappingProxyType({}),
+        copied: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._computes = computes
+        self._computes, self._copied = computes, copied
 
     def __torch_dispatch__(
         self,
@@ -290,6 +296,7 @@ class WeightlessReads(TorchDispatchMode):
         name, is_inplace, is_new = _kind_of(func)
         if not first.is_meta:
             if name == "copy_" and args[1].is_meta:
+                self._copied(args[1].nbytes)
                 return first.zero_()
             return func(*args, **options)
         if name in self._computes:

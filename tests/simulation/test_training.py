@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -25,13 +26,16 @@ from offbeat.simulation.training import (
     carry_out,
     with_lead_in,
 )
+from offbeat.strategies.adpsgd import ADPSGD
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.dpsgd import DPSGD
+from offbeat.strategies.eagersgd import EagerSGD
 from offbeat.strategies.ef21 import EF21
 from offbeat.strategies.kfac import DKFAC, DPKFAC, MPDKFAC, SPDKFAC, KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.sgp import SGP
 from offbeat.strategies.topk import TopK
+from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -59,6 +63,7 @@ class Device:
     def __init__(self, cluster: VirtualCluster) -> None:
         self.cluster = cluster
         self.ends_s: dict[int, float] = {}
+        self.beside_s = 0.0
 
     def step_begins(self, step: int) -> Collective[None]:
         yield Sleep(0.0)
@@ -77,6 +82,9 @@ class Device:
 
     def adding_s(self, num_bytes: float) -> float:
         return num_bytes / 1e9
+
+    def work_beside(self, seconds: float) -> None:
+        self.beside_s += seconds
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         return 0.125
@@ -206,6 +214,58 @@ def test_vectors_are_published_once_and_added_by_each_who_receives_them(
     device = ranks[0].machine
     assert isinstance(device, Device)
     assert device.ends_s[1] == pytest.approx(2 * 3.25 + ranks[0].encode_s)
+
+
+NUM_BYTES = 2 * NUM_ELEMENTS * 4
+PUBLISHED_S = NUM_BYTES / 2e9
+"""A model is that large, and takes that long to be published."""
+
+
+def test_models_are_averaged_beside_training_by_the_threads_that_do_so_in_training() -> None:
+    """Each rank asks one other in each step, and answers one in the mean, with whole models."""
+    steps = range(10)
+    ranks, cluster = trained(ADPSGD(), steps, workers=4, link=VirtualLink(bytes_per_s=1e9))
+    num_sent = sum(cluster.bytes_sent) / NUM_BYTES
+    assert num_sent == pytest.approx(2 * 4 * len(steps), rel=0.15)  # asked at once: one declines
+    assert round(num_sent) == pytest.approx(num_sent, abs=0.01)
+    for rank in ranks:
+        device = rank.machine
+        assert isinstance(device, Device)
+        # The first step publishes what it begins with.
+        assert device.ends_s[9] == pytest.approx(10 * 3.25 + 11 * PUBLISHED_S)
+    assert sum(rank.machine.beside_s for rank in ranks) == pytest.approx(  # type: ignore[attr-defined]
+        num_sent * NUM_BYTES / 1e9, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "element_bytes"), [("auto", 2), ("float32", 4)], ids=["rounded", "whole"]
+)
+def test_a_miniature_travels_as_the_model_that_it_stands_for(
+    values: Literal["auto", "float32"], element_bytes: int
+) -> None:
+    """Two regions of a model, there and back, in each version."""
+    strategy = WAGMA(period=2, quorum=1.0, values=values)
+    _, cluster = trained(strategy, range(4))
+    assert cluster.bytes_sent[0] == pytest.approx(4 * 2 * NUM_ELEMENTS * element_bytes, rel=0.01)
+
+
+def test_ranks_that_wait_for_an_average_are_as_late_as_the_network() -> None:
+    """Half of a vector goes to its owner, and half of the average comes back, at 100 MB/s."""
+    ranks, _ = trained(
+        EagerSGD(mode="majority", period=100),
+        range(4),
+        workers=4,
+        link=VirtualLink(bytes_per_s=1e8),
+    )
+    device = ranks[0].machine
+    assert isinstance(device, Device)
+    # Gradients are brought to where messages leave from, and weights published.
+    steps_s = np.diff(list(device.ends_s.values()))
+    exchanged_s = 2 * 3 / 4 * NUM_BYTES / 1e8
+    assert steps_s.max() == pytest.approx(3.25 + 2 * PUBLISHED_S + exchanged_s, rel=1e-3)
+    # A rank whose gradient was taken before it had arrived waits for no average once.
+    assert steps_s.min() == pytest.approx(3.25 + 2 * PUBLISHED_S)
 
 
 def test_a_late_step_is_reached_without_all_those_before_it() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offbeat.errors import PeerError, PeerTimeoutError
+from offbeat.transport.driver import Pending
 from offbeat.transport.operations import (
     AllGather,
     AllReduceTensor,
@@ -19,6 +20,7 @@ from offbeat.transport.operations import (
     Sleep,
 )
 from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
+from offbeat.transport.virtual_driver import VirtualThread
 
 
 def swap(peer: int, mine: bytes) -> Collective[bytes]:
@@ -149,3 +151,35 @@ def test_dense_collectives_meet_in_the_order_in_which_ranks_begin_them_whatever_
     cluster.run([finish(), finish()])
     assert all(ticket.done() for tickets in begun for ticket in tickets)
     assert [float(tensor) for tensor in (*first, *second)] == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_thread_of_a_rank_waits_for_what_another_one_does_beside_it() -> None:
+    """One receives what comes, the other waits until it is there, or for so long."""
+    cluster = VirtualCluster(2, link=VirtualLink(latency_s=1.0))
+    thread = VirtualThread(cluster.drivers[0])
+    came: list[bytes] = []
+    seen: list[object] = []
+
+    def receive() -> Collective[None]:
+        came.append(bytes((yield Recv(1))))
+        yield Sleep(2.0)
+
+    def job() -> None:
+        changed = thread.condition()
+        receiving = Pending(thread, receive(), 7)
+        join = thread.beside(receiving, lambda: seen.append("over"), name="receiver", levels=0)
+        with changed:
+            seen.append((changed.wait_for(lambda: bool(came), 0.5), thread.now_s(0)))
+            seen.append((changed.wait_for(lambda: bool(came)), thread.now_s(0)))
+        join()
+        seen.append(thread.now_s(0))
+
+    def send() -> Collective[None]:
+        yield Send(0, b"x")
+
+    def sender() -> Collective[None]:
+        yield Now()
+        cluster.begin(1, send(), channel=7)
+
+    cluster.run([thread.carry(job), sender()])
+    assert seen == [(False, 0.5), (True, 1.0), "over", 3.0]

@@ -290,17 +290,22 @@ class ModelMessage:
         )
 
 
-def scaled_bytes(message: bytes | bytearray | memoryview, scale: float) -> float:
-    """How many bytes `message` would have if each of its values stood for `scale` values.
+def bytes_at_scale(message: bytes | bytearray | memoryview, num_elements: int) -> float:
+    """How many bytes `message` would have if its model had `num_elements`.
 
-    >>> message = ModelMessage(kind=MessageKind.CHUNK, generation=0, values=np.zeros(2, np.float32))
-    >>> scaled_bytes(message.to_bytes(), 1000) - HEAD_BYTES
+    >>> message = ModelMessage(
+    ...     kind=MessageKind.CHUNK, generation=0, num_elements=4, values=np.zeros(2, np.float32)
+    ... )
+    >>> bytes_at_scale(message.to_bytes(), 4000) - HEAD_BYTES
     8000.0
     """
     _, _, code, bits, *rest = _HEAD.unpack_from(message)
+    own_elements, _, num_values, _, _ = map(int, rest[-5:])
+    if not num_values:
+        return len(message)
     dtype = _CODE if code >= _ROUNDED else _DTYPES[code]
-    num_bytes = int(rest[-3]) * (bits / 8 if bits else dtype.itemsize)
-    return len(message) + (scale - 1.0) * num_bytes
+    num_bytes = num_values * (bits / 8 if bits else dtype.itemsize)
+    return len(message) + (num_elements / own_elements - 1.0) * num_bytes
 
 
 def _num_exact(data: bytes | bytearray | memoryview, offset: int) -> int:

@@ -75,6 +75,12 @@ class Generation:
     newcomers: frozenset[int]
     tickets: int
 
+    @classmethod
+    def of_founders(cls, world_size: int) -> Generation:
+        """The first one of a run."""
+        founders = tuple(Member(rank, 0) for rank in range(world_size))
+        return cls(number=0, members=founders, newcomers=frozenset(), tickets=0)
+
     @property
     def size(self) -> int:
         return len(self.members)
@@ -189,8 +195,7 @@ class Membership:
             raise MismatchError(
                 "another rank founded this run with another model, strategy or number of ranks"
             )
-        founders = tuple(Member(rank, 0) for rank in range(world_size))
-        return self._put(Generation(number=0, members=founders, newcomers=frozenset(), tickets=0))
+        return self._put(Generation.of_founders(world_size))
 
     def description(self) -> str | None:
         """What the run trains; None when no founder has begun it."""

@@ -35,7 +35,7 @@ from offbeat.errors import (
 )
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
-from offbeat.membership.agreement import Generation, Member
+from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
@@ -768,10 +768,7 @@ class Session:
         Collective.
         """
         if self._network is None:
-            alone = Generation(
-                number=0, members=(Member(rank=0, ticket=0),), newcomers=frozenset(), tickets=0
-            )
-            host.begin(alone, 0, SingleRank())
+            host.begin(Generation.of_founders(1), 0, SingleRank())
             return None
         generations = Generations(self._network, host)
         try:

@@ -26,16 +26,32 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
+from offbeat.codec.model_wire import bytes_at_scale
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
 from offbeat.codec.value_codecs import ValueCodec
-from offbeat.codec.weightless import WeightlessCode, WeightlessVector, WeightlessWire
+from offbeat.codec.weightless import (
+    WeightlessCode,
+    WeightlessMessage,
+    WeightlessVector,
+    WeightlessWire,
+    weightless,
+)
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError
+from offbeat.membership.agreement import Generation
+from offbeat.membership.generations import GenerationHost
 from offbeat.simulation.codec import WeightlessCodec
 from offbeat.simulation.memory import kept_bytes
 from offbeat.torch_private import WeightlessReads
-from offbeat.transport.driver import Driver, Pending, Ticket
-from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective, Operation, Send
+from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
+from offbeat.transport.operations import (
+    AllReduceTensor,
+    Broadcast,
+    Collective,
+    Operation,
+    RecvAny,
+    Send,
+)
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.transport.virtual_driver import VirtualThread
 
@@ -106,6 +122,10 @@ class Machine(Protocol):
 
     def adding_s(self, num_bytes: float) -> float:
         """Seconds to add what a peer has sent of its vector."""
+        ...
+
+    def work_beside(self, seconds: float) -> None:
+        """A thread beside the one that trains computes what takes so long."""
         ...
 
     def step_ended(self, step: int) -> None:
@@ -233,8 +253,7 @@ class SimulatedRank(VirtualThread):
                 self.encode(machine.publishing_s(operation.payload.whole))
             self._published = channel
         self.encode(copying_s)
-        if self.is_awake:
-            self._catch_up()
+        self.catch_up()
 
         def used(result: Any) -> None:
             if isinstance(result, WeightlessCode):  # which is only read
@@ -247,12 +266,12 @@ class SimulatedRank(VirtualThread):
 
     @override
     def now_s(self, channel: int) -> float:
-        self._catch_up()
+        self.catch_up()
         return super().now_s(channel)
 
     @override
     def complete(self, pending: Pending[Any]) -> None:
-        self._catch_up()
+        self.catch_up()
         super().complete(pending)
 
     def look(self, call: Callable[[], T], seconds: float) -> tuple[T, float]:
@@ -286,9 +305,13 @@ class SimulatedRank(VirtualThread):
             sizes = left.numel(), right.numel(), left.shape[0] * right.shape[1]
             self.encode(self.machine.multiplying_s(max(sizes), min(*left.shape, *right.shape)))
 
-    def _catch_up(self) -> None:
-        seconds, self._owed_s = self._owed_s, 0.0
-        if seconds:
+    def _publish(self, num_bytes: int) -> None:
+        self.encode(self.machine.publishing_s(num_bytes))
+
+    @override
+    def catch_up(self) -> None:
+        if self._owed_s and self.is_awake:
+            seconds, self._owed_s = self._owed_s, 0.0
             self.run(self.machine.computing(self.step, seconds), 0)
 
     def train(
@@ -322,7 +345,7 @@ class SimulatedRank(VirtualThread):
             "linalg_solve_triangular": self._solve,
             "linalg_cholesky_ex": self._invert,
         }
-        with WeightlessReads(computes), torch.no_grad():
+        with WeightlessReads(computes, self._publish), torch.no_grad():
             model = _Model(timeline, self)
             parameters = {str(number): each for number, each in enumerate(model.tensors)}
             optimizer = _Optimizer(parameters.values(), timeline.moments)
@@ -335,6 +358,7 @@ class SimulatedRank(VirtualThread):
                 notices=_Unheard(self.rank),
                 optimizer=optimizer,
                 model=model,
+                enter=lambda host: self._enter(host, parameters.values()),
             )
             callbacks = strategy.build(context)
             gradients = [parameter.detach() for parameter in model.tensors]
@@ -344,7 +368,16 @@ class SimulatedRank(VirtualThread):
                     _go_on_from(callbacks, self.step)
                 taken = self.step + 1
                 self._take_step(callbacks, model, gradients, timeline)
+            for callback in callbacks:  # of ranks that go on, none must wait for this one
+                callback.on_finish()
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
+
+    def _enter(self, host: GenerationHost, parameters: Iterable[torch.Tensor]) -> None:
+        """Make `host` a member of the only generation."""
+        num_elements = sum(parameter.numel() for parameter in parameters)
+        host.begin(
+            Generation.of_founders(self.world_size), self.rank, _Miniatures(self, num_elements)
+        )
 
     def _take_step(
         self,
@@ -355,10 +388,10 @@ class SimulatedRank(VirtualThread):
     ) -> None:
         for callback in callbacks:
             callback.on_forward_begins(trains=True)
-        self._catch_up()
+        self.catch_up()
         self.run(self.machine.step_begins(self.step), 0)
         model()
-        self._catch_up()
+        self.catch_up()
         self.run(self.machine.forward_ended(self.step, model.coming_s), 0)
         for callback in callbacks:
             callback.on_backward_begins(synchronised=True)
@@ -383,7 +416,7 @@ class SimulatedRank(VirtualThread):
             callback.on_after_step()
         for parameter in model.tensors:
             parameter.grad = None
-        self._catch_up()
+        self.catch_up()
         self.machine.step_ended(self.step)
 
 
@@ -441,6 +474,42 @@ class _Model(torch.nn.Module):
             output, look_s = self._outputs.pop(tensor)
             weight, gradient = self.tensors[tensor], output.detach()
             self._rank.look(partial(torch.autograd.grad, output, weight, gradient), look_s)
+
+
+class _Miniatures(Wrapper):
+    """Messages of a model of few elements weigh what those of `num_elements` do. They are added up
+    beside training.
+    """
+
+    inner: SimulatedRank
+
+    def __init__(self, inner: SimulatedRank, num_elements: int) -> None:
+        super().__init__(inner)
+        self._num_elements = num_elements
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if isinstance(operation, Send):
+            num_bytes = bytes_at_scale(operation.payload, self._num_elements)
+            machine = self.inner.machine
+            machine.work_beside(machine.adding_s(num_bytes))
+            operation = Send(operation.peer, weightless(num_bytes, operation.payload))
+        ticket = super().start(operation, channel)
+        return _Unpacked(ticket) if isinstance(operation, RecvAny) else ticket
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """The ticket of a message from anybody, for what was sent."""
+
+    ticket: Ticket
+
+    def done(self) -> bool:
+        return self.ticket.done()
+
+    def wait(self) -> Any:
+        sender, message = self.ticket.wait()
+        return sender, message.content if isinstance(message, WeightlessMessage) else message
 
 
 class _UsedTicket:

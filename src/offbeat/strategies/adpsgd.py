@@ -67,7 +67,11 @@ class ADPSGD(AveragingStrategy):
         averager = BackgroundAverager(
             context,
             weights,
-            SharedModel(delta_merge(staging, weights), one_at_a_time=False),
+            SharedModel(
+                delta_merge(staging, weights),
+                one_at_a_time=False,
+                changed=context.driver.condition(),
+            ),
             staging=staging,
             serve=pair_average.serve,
             group_of=self.group_of,

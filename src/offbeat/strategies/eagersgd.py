@@ -85,6 +85,7 @@ class EagerSGD(AveragingStrategy):
             num_parameters,
             make_rule=delta_merge(staging, weights),
             averages_models=self._averages_models,
+            changed=context.driver.condition(),
         )
         averager = BackgroundAverager(
             context,

@@ -180,12 +180,12 @@ class WAGMA(AveragingStrategy):
         rule: Callable[[Values], MergeRule] = PaperMerge
         if self.merge == "delta":
             rule = delta_merge(staging, weights, has_anchor=values is not None)
-        is_rounded = self.rounds(staging.num_elements, staging.dtype)
+        is_rounded = self.rounds(staging.scale * staging.num_elements, staging.dtype)
         statistics = tuple(staging.spans(weights.positions_of_statistics()))
         averager = BackgroundAverager(
             context,
             weights,
-            SharedModel(rule, interval=self.interval),
+            SharedModel(rule, interval=self.interval, changed=context.driver.condition()),
             staging=staging,
             serve=group_average.serve,
             group_of=self.group_of,
@@ -200,7 +200,7 @@ class WAGMA(AveragingStrategy):
         """Whether a step is computed while an average travels."""
         return self.merge == "delta" if self.overlap is None else self.overlap
 
-    def rounds(self, num_elements: int, dtype: np.dtype[np.floating]) -> bool:
+    def rounds(self, num_elements: float, dtype: np.dtype[np.floating]) -> bool:
         """Whether the values of a vector that is averaged travel in bfloat16."""
         if self.values == "auto":
             # Without overlap all ranks may hold the same bits, and rounding would change that. Few

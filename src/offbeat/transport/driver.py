@@ -4,11 +4,13 @@ through them, and `Counting`, around a driver, counts what passes.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from typing_extensions import override
@@ -23,6 +25,7 @@ from offbeat.transport.operations import (
     Send,
     Traffic,
 )
+from offbeat.transport.threads import let_others_first, transport_threads
 
 T = TypeVar("T")
 
@@ -61,6 +64,26 @@ class Finished:
 
     def wait(self) -> Any:
         return self._result
+
+
+class Condition(Protocol):
+    """As `threading.Condition` with a lock that a thread may take again."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    def wait(self, timeout: float) -> object: ...
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+    def notify_all(self) -> None: ...
 
 
 class Driver(ABC):
@@ -119,6 +142,27 @@ class Driver(ABC):
         """Go on with `pending`, which is of this driver, until it is over."""
         while not pending.over:
             pending.advance()
+
+    def condition(self) -> Condition:
+        """What threads of this rank that share something wait on."""
+        return threading.Condition()
+
+    def beside(
+        self, pending: Pending[Any], job: Callable[[], None], *, name: str, levels: int
+    ) -> Callable[[], object]:
+        """Run `job`, which waits for `pending` before anything else, beside the caller: in a thread
+        called `name`. It and those that send and receive come after all others by so many `levels`
+        of priority. Returns what waits for its end.
+        """
+
+        def run() -> None:
+            if levels:
+                let_others_first({threading.get_native_id(), *transport_threads()}, levels)
+            job()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread.join
 
 
 class Pending(Generic[T]):
@@ -242,6 +286,14 @@ class Wrapper(Driver):
 
     def now_s(self, channel: int) -> float:
         return self.inner.now_s(channel)
+
+    def condition(self) -> Condition:
+        return self.inner.condition()
+
+    def beside(
+        self, pending: Pending[Any], job: Callable[[], None], *, name: str, levels: int
+    ) -> Callable[[], object]:
+        return self.inner.beside(pending, job, name=name, levels=levels)
 
 
 def total_of(one: Traffic, other: Traffic) -> Traffic:

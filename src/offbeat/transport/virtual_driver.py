@@ -8,11 +8,11 @@ import math
 import threading
 from collections.abc import Callable, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import OffbeatError, PeerError, PeerTimeoutError
-from offbeat.transport.driver import Driver, Finished, Pending, Ticket
+from offbeat.transport.driver import Condition, Driver, Finished, Pending, Ticket
 from offbeat.transport.operations import (
     Collective,
     DenseOperation,
@@ -39,6 +39,14 @@ class SleepUntil(Sleep):
 
     seconds: float = math.inf
     over: Callable[[], bool] = bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside(Sleep):
+    """Begin `work`, and sleep until it is over."""
+
+    seconds: float = math.inf
+    work: Collective[None] = field(kw_only=True)
 
 
 class VirtualDriver(Driver):
@@ -69,8 +77,11 @@ class VirtualDriver(Driver):
                 return Finished()
             case Now():
                 return Finished(cluster.now_s)
-            case SleepUntil(_, over):
-                return _VirtualCondition(over)
+            case _Beside(work=work):
+                task = cluster.begin(self.rank, work, channel=channel)
+                return _VirtualCondition(cluster, self.rank, math.inf, lambda: task.over)
+            case SleepUntil(seconds, over):
+                return _VirtualCondition(cluster, self.rank, seconds, over)
             case Sleep(seconds):
                 return _VirtualSleep(cluster, self.rank, seconds)
             case DenseOperation():
@@ -126,16 +137,24 @@ class VirtualThread(Driver):
             if self._is_dropped:
                 raise SystemExit
 
+    def condition(self) -> Condition:
+        return _ThreadCondition(self)
+
+    def beside(
+        self, pending: Pending[Any], job: Callable[[], None], *, name: str, levels: int
+    ) -> Callable[[], object]:
+        return self.launch(_once(_Beside(work=_then(pending, job))), 0).wait
+
+    def catch_up(self) -> None:
+        """Let the clock reach the moment at which the code is: now."""
+
     def carry(self, job: Callable[[], None]) -> Collective[None]:
         """Run `job`, which uses this driver, for `VirtualCluster.run`. Raises what it raises."""
         thread = threading.Thread(target=self._run, args=(job,), daemon=True)
         thread.start()
         try:
             while (awaited := self._next_awaited()) is not None:
-                while not awaited.over:
-                    yield SleepUntil(over=awaited.ready)
-                    with suppress(OffbeatError):  # which `job` gets
-                        awaited.advance()
+                yield from _until_over(awaited)
                 self._may_go_on.release()
         finally:
             if not self._is_over:
@@ -157,6 +176,51 @@ class VirtualThread(Driver):
             self._error = error
         self._is_over = True
         self._has_stopped.release()
+
+
+class _ThreadCondition:
+    """Nobody else runs as long as the code of `thread` does, so there is nothing to lock; and
+    whatever happens at a rank, all that waits there is looked at again.
+    """
+
+    def __init__(self, thread: VirtualThread) -> None:
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        self._thread.catch_up()
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait(self, timeout: float) -> None:
+        self._thread.run(_once(Sleep(timeout)), 0)
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if not predicate():
+            seconds = math.inf if timeout is None else timeout
+            self._thread.run(_once(SleepUntil(seconds, predicate)), 0)
+        return predicate()
+
+    def notify_all(self) -> None:
+        pass
+
+
+def _once(operation: Operation) -> Collective[None]:
+    yield operation
+
+
+def _until_over(pending: Pending[Any]) -> Collective[None]:
+    """Carry `pending` out. Whoever waits for it gets what it raises."""
+    while not pending.over:
+        if not pending.ready():
+            yield SleepUntil(over=pending.ready)
+        with suppress(OffbeatError):
+            pending.advance()
+
+
+def _then(pending: Pending[Any], job: Callable[[], None]) -> Collective[None]:
+    yield from _until_over(pending)
+    job()
 
 
 class _VirtualSleep:
@@ -225,8 +289,16 @@ class _VirtualReceive:
 
 
 class _VirtualCondition:
-    def __init__(self, over: Callable[[], bool]) -> None:
-        self.done = over
+    """A sleep under way until something has happened, or for so many seconds."""
+
+    def __init__(
+        self, cluster: VirtualCluster, rank: int, seconds: float, over: Callable[[], bool]
+    ) -> None:
+        self._over = over
+        self._limit = None if seconds == math.inf else _VirtualSleep(cluster, rank, seconds)
+
+    def done(self) -> bool:
+        return self._over() or (self._limit is not None and self._limit.done())
 
     def wait(self) -> None:
         assert self.done(), "a virtual condition was waited for before it held"

@@ -268,17 +268,23 @@ class Pack:
         return real(tensor).reshape(-1).to(piece.dtype)
 
 
+MINIATURE: Final = 1024
+"""Elements of a vector that stands for tensors without content."""
+
+
 class Staging:
     """Lays tensors side by side in one vector: of float32, or of float64 if any of them is.
 
     What lives on a CUDA device goes through pinned memory, copied on a stream of its own, so that
-    kernels that are under way there go on.
+    kernels that are under way there go on. Tensors of a simulation, which have no content, give a
+    vector of few elements that stands for them.
 
     Args:
         like: tensors of the shapes, types and devices that all later ones have.
 
     Attributes:
         num_elements: of the vector.
+        scale: how many elements of tensors each of them stands for, 1 where they have content.
         dtype: its type.
         exact: whether the tensors hold what the vector does; those of half precision round.
     """
@@ -293,7 +299,11 @@ class Staging:
             if any(piece.dtype == torch.float64 for piece in pieces)
             else torch.float32
         )
-        self._sizes = [vector.numel() for vector in self._pack.vectors(like)]
+        self._device_sizes = [vector.numel() for vector in self._pack.vectors(like)]
+        num_whole, self.scale, self._sizes = sum(self._device_sizes), 1.0, self._device_sizes
+        if any(tensor.is_meta for tensor in like) and num_whole > MINIATURE:
+            self._sizes = [MINIATURE * size // num_whole or 1 for size in self._device_sizes]
+            self.scale = num_whole / sum(self._sizes)
         self._streams = {
             piece.device: torch.cuda.Stream(piece.device)
             for piece in pieces
@@ -350,15 +360,14 @@ class Staging:
             pinned = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=True)
             whole = pinned.copy_(whole)
         parts = []
-        for piece, part in zip(self._pack.pieces, whole.split(self._sizes), strict=True):
-            vector = (
-                torch.empty(part.numel(), dtype=piece.dtype, device=piece.device)
-                if self._streams
-                else part.to(piece.dtype)
-            )
-            if self._streams:
-                self._copy(part, vector, piece.device)
-            parts.append(vector)
+        for piece, part, size in zip(
+            self._pack.pieces, whole.split(self._sizes), self._device_sizes, strict=True
+        ):
+            if piece.device.type == "cpu":
+                parts.append(part.to(piece.dtype))
+            else:
+                parts.append(torch.empty(size, dtype=piece.dtype, device=piece.device))
+                self._copy(part, parts[-1], piece.device)
         self._finish()
         self._pack.write_(parts, tensors)
 

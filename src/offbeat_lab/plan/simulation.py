@@ -325,12 +325,14 @@ class Method(ABC):
     Attributes:
         steps_in_a_period: steps after which its exchanges repeat.
         kind_of: as `Strategy.step_kinds` says.
+        least_steps: as many are simulated at least, where none are asked for.
         extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
             callbacks were seen to hold, if that is more.
     """
 
     steps_in_a_period: int = 1
     kind_of: Callable[[int], Hashable] | None = None
+    least_steps: int = 1
     extra_bytes: float = 0.0
 
     @abstractmethod
@@ -381,13 +383,17 @@ class Run:
         self.remembered: dict[object, tuple[float, float, float]] = {}
 
     def _weights(self) -> dict[int, float]:
-        setting, kind_of, period = self.setting, self.method.kind_of, self.method.steps_in_a_period
+        setting, method = self.setting, self.method
+        kind_of, period = method.kind_of, method.steps_in_a_period
         if kind_of is None:
             if setting.steps is not None:
                 steps = setting.steps[-setting.num_steps :]
             else:
-                first, num_periods = -(-LATER // period) * period, -(-setting.num_steps // period)
-                steps = range(first, first + max(1, num_periods) * period)
+                first, least = (
+                    -(-LATER // period) * period,
+                    max(setting.num_steps, method.least_steps),
+                )
+                steps = range(first, first + -(-least // period) * period)
             return dict.fromkeys(with_lead_in(steps), 0.0) | dict.fromkeys(steps, 1 / len(steps))
         steps_of: dict[Hashable, list[int]] = {}
         all_steps = setting.steps or range(LATER, 2 * LATER)

@@ -7,59 +7,59 @@ import random
 import numpy as np
 import pytest
 
-from group_support.training import PARAMETERS, Training, TrainingWorld
-from offbeat.arithmetic.groups import group_of_version
+from group_support.training import PARAMETERS, Trainer, Training, trained
+from offbeat.codec.model_wire import Values
+from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.virtual import VirtualLink
 
 NUM_STEPS = 24
 LATENCY_S = 1e-3
 
 
-def train(*, seed: int, rounds: bool = False, interval: int = 1) -> TrainingWorld:
+def train(*, seed: int, rounds: bool = False, interval: int = 1) -> list[Trainer]:
     """Of four ranks the last takes twice as long, and the third half as long again."""
 
     def compute_s(rank: int, step: int) -> float:
         usual_s = 0.8 + 0.4 * random.Random(f"{seed} {rank} {step}").random()
         return usual_s * (1, 1, 1.5, 2)[rank]
 
-    world = TrainingWorld(
+    return trained(
         Training(
             seed=seed,
             world_size=4,
             num_steps=NUM_STEPS,
-            group_of=lambda version, rank: group_of_version(
-                version, rank, range(4), group_size=2, period=5, max_ahead=10
+            strategy=WAGMA(
+                period=5,
+                interval=interval,
+                max_ahead=10,
+                values="bfloat16" if rounds else "float32",
             ),
             compute_s=compute_s,
-            rounds=rounds,
-            interval=interval,
             link=VirtualLink(latency_s=LATENCY_S),
         )
     )
-    world.run()
-    return world
 
 
-def final_mean(world: TrainingWorld) -> np.ndarray[tuple[int, ...], np.dtype[np.floating]]:
-    finals = [rank.published.own_model().values for rank in world.ranks]
-    return np.mean(finals, axis=0)[PARAMETERS]
+def final_mean(ranks: list[Trainer]) -> Values:
+    mean: Values = np.mean([rank.model for rank in ranks], axis=0)
+    return mean[PARAMETERS]
 
 
 @pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("interval", [1, 5])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_mean_of_all_models_has_all_steps(interval: int, seed: int, rounds: bool) -> None:
-    world = train(seed=seed, rounds=rounds, interval=interval)
-    pushes = [push for rank in world.ranks for push in rank.pushes]
+    ranks = train(seed=seed, rounds=rounds, interval=interval)
+    pushes = [push for rank in ranks for push in rank.pushes]
     assert len(pushes) == 4 * NUM_STEPS
-    np.testing.assert_allclose(final_mean(world), np.sum(pushes, axis=0) / 4, atol=1e-9)
+    np.testing.assert_allclose(final_mean(ranks), np.sum(pushes, axis=0) / 4, atol=1e-9)
 
 
 def test_a_rank_knows_how_many_steps_half_of_the_ranks_are_ahead_of_it() -> None:
-    world = train(seed=0)
-    assert [rank.behind[0] for rank in world.ranks] == [0] * 4
-    assert max(world.ranks[0].behind + world.ranks[1].behind) <= 2
+    ranks = train(seed=0)
+    assert [rank.behind[0] for rank in ranks] == [0] * 4
+    assert max(ranks[0].behind + ranks[1].behind) <= 2
     # The third makes 16 steps while the first two make 24, and the last one 12.
-    assert 5 <= max(world.ranks[2].behind) <= 9
-    assert 8 <= max(world.ranks[3].behind) <= 13
-    assert world.ranks[3].behind[-1] < max(world.ranks[3].behind)
+    assert 5 <= max(ranks[2].behind) <= 9
+    assert 8 <= max(ranks[3].behind) <= 13
+    assert ranks[3].behind[-1] < max(ranks[3].behind)

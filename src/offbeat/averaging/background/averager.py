@@ -103,6 +103,7 @@ class BackgroundAverager:
                 members=tuple(range(num_members)),
                 generation=generation.number,
                 num_elements=staging.num_elements,
+                scale=staging.scale,
                 num_counters=num_counters,
                 dtype=staging.dtype,
                 rounding=rounding,

@@ -22,6 +22,7 @@ from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
 from offbeat.averaging.background.shared_model import SharedModel, Taken
 from offbeat.codec.model_wire import Counters, Values
+from offbeat.transport.driver import Condition
 
 UsedParameters = NDArray[np.bool_]
 """Which parameters had a gradient, shape (num_parameters,)."""
@@ -40,6 +41,7 @@ class GradientLedger(SharedModel):
         make_rule: makes the merge rule of the model, for the versions that average models and for
             peers that request the model.
         averages_models: whether a version averages models.
+        changed: as of `SharedModel`.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class GradientLedger(SharedModel):
         *,
         make_rule: Callable[[Values], MergeRule],
         averages_models: Callable[[int], bool],
+        changed: Condition | None = None,
     ) -> None:
         # A rank that skipped more than one arrival would keep its gradients for too long.
-        super().__init__(make_rule, max_credit=1)
+        super().__init__(make_rule, max_credit=1, changed=changed)
         self._num_elements = num_elements
         self._num_parameters = num_parameters
         self._averages_models = averages_models

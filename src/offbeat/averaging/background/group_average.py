@@ -348,7 +348,7 @@ class ManagedRound:
         now_s: float,
     ) -> None:
         size = len(group.ranks)
-        num_bytes = settings.num_elements * settings.bytes_per_element(version)
+        num_bytes = settings.scale * settings.num_elements * settings.bytes_per_element(version)
         # Whether the model is so small that each member can send all of it to all others.
         self.is_small = (size - 1) * num_bytes <= settings.direct_bytes
         is_direct = size <= 2 or (self.is_small and size <= _MAX_DIRECT_GROUP)

@@ -140,6 +140,7 @@ class ProtocolSettings:
         num_counters: the number of elements of its integer buffers together.
         group_of: the group of a version to which this rank belongs; the answers of all members must
             be consistent.
+        scale: how many elements of the model each of them stands for, >= 1: more in simulations.
         direct_bytes: a group exchanges directly when it has two members, or when no member sends
             more than so many bytes that way.
         dtype: the type of the values, float32 or float64.
@@ -162,6 +163,7 @@ class ProtocolSettings:
     num_elements: int
     group_of: Callable[[int], VersionGroup]
     num_counters: int = 0
+    scale: float = 1.0
     direct_bytes: int = 65_536
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
     rounding: Rounding | None = None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,9 +27,8 @@ from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
-from offbeat.transport.driver import Driver, Ticket, Wrapper
+from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Operation, Post
-from offbeat.transport.threads import let_others_first, transport_threads
 
 CHANNEL = 1 << 32
 """The channel of the protocol. A generation's mesh carries nothing else."""
@@ -284,12 +284,10 @@ class ProgressThread:
             # the new one starts.
             self._model.begin_generation()
             served = self._current = ServedGeneration(
-                generation, position, counted, settings, self._serve, self._model
+                generation, position, counted, settings, self._serve, self._model, self._yields
             )
             if self._stopped_stepping:
                 served.post(stop_stepping(generation=generation.number))
-        if self._yields:
-            let_others_first({served.native_id, *transport_threads()}, YIELDED_LEVELS)
         if old is not None:
             # This takes as long as its last messages do, and the trainer need not wait for that.
             old.driver.close()
@@ -341,7 +339,9 @@ class ProgressThread:
 
 @dataclass(eq=False)
 class ServedGeneration:
-    """Runs the protocol of one generation from when it is made until `stop`."""
+    """Runs the protocol of one generation from when it is made until `stop`. `join` waits for its
+    end.
+    """
 
     generation: Generation
     position: int
@@ -349,6 +349,7 @@ class ServedGeneration:
     settings: ProtocolSettings
     serve: AveragingProtocol
     model: SharedModel
+    yields: bool
 
     def __post_init__(self) -> None:
         self.counts = ProtocolCounts()
@@ -357,16 +358,14 @@ class ServedGeneration:
         self._have_no_model: set[int] = set()
         self._model_source: int | None = None
         self.model.on_missing_model = self._on_missing_model
-        self._thread = threading.Thread(
-            target=self._run, name=f"offbeat-progress-{self.position}", daemon=True
+        work = self.serve(self.position, self.settings, self.model, self.counts)
+        pending = Pending(self._stoppable, work, CHANNEL)
+        self.join = self._stoppable.beside(
+            pending,
+            partial(self._run, pending),
+            name=f"offbeat-progress-{self.position}",
+            levels=YIELDED_LEVELS if self.yields else 0,
         )
-        self._thread.start()
-
-    @property
-    def native_id(self) -> int:
-        """The system's identifier of the thread."""
-        assert self._thread.native_id is not None, "it was started"
-        return self._thread.native_id
 
     @property
     def peers(self) -> frozenset[int]:
@@ -409,22 +408,15 @@ class ServedGeneration:
         """Hand `message` to the protocol, as one of this rank's own."""
         self.driver.start(Post(message), CHANNEL).wait()
 
-    def join(self) -> None:
-        """Wait until the protocol has ended."""
-        self._thread.join()
-
     def stop(self) -> None:
         """End the protocol wherever it is. The driver stays open."""
         self._stoppable.stopped = True
         self.post(stop_stepping(generation=self.generation.number))  # any message wakes the thread
-        self._thread.join()
+        self.join()
 
-    def _run(self) -> None:
+    def _run(self, pending: Pending[ProtocolCounts]) -> None:
         try:
-            self._stoppable.run(
-                self.serve(self.position, self.settings, self.model, self.counts),
-                CHANNEL,
-            )
+            pending.wait()
             self.ended_well = True
         except Exception as error:  # noqa: BLE001 - the trainer must hear of any failure of this thread
             if not self._stoppable.stopped:

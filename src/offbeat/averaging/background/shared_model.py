@@ -74,6 +74,7 @@ from offbeat.averaging.background.interface import Contribution, Piece, VersionR
 from offbeat.averaging.background.merge_rules import MergeRule
 from offbeat.codec.model_wire import Counters, Values, no_counters
 from offbeat.errors import PeerError
+from offbeat.transport.driver import Condition
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,6 +131,7 @@ class SharedModel:
             every step, and contributes whenever a peer asks.
         max_credit: how many arrivals the rank skips at most for contributions on its behalf, >= 1.
         interval: how many steps there are from one arrival to the next, >= 1.
+        changed: on which callers wait; None: on one of the operating system's.
 
     Attributes:
         counts: what became of averages.
@@ -151,9 +153,10 @@ class SharedModel:
         one_at_a_time: bool = True,
         max_credit: int = 20,
         interval: int = 1,
+        changed: Condition | None = None,
     ) -> None:
-        # Callers wait on its condition. It is re-entrant because transitions use each other.
-        self._changed = threading.Condition(threading.RLock())
+        # Its lock may be taken again because transitions use each other.
+        self._changed = changed or threading.Condition()
         self.counts = AveragingCounts()
         self.on_missing_model: Callable[[int], None] = lambda member: None
         self._make_rule = make_rule
@@ -237,12 +240,6 @@ class SharedModel:
             self._existing.rebase(held)
 
     @property
-    def upcoming(self) -> int:
-        """The version at which the trainer would arrive now."""
-        with self._changed:
-            return max(self._newest + 1, self._invited or 0)
-
-    @property
     def is_due(self) -> bool:
         """Whether the trainer, which has ended a step, should arrive: after `interval` steps, or
         where a version waits for it.
@@ -251,10 +248,19 @@ class SharedModel:
             return self._num_since >= self._interval or self._invited is not None
 
     @property
-    def is_free(self) -> bool:
+    def _upcoming(self) -> int:
+        """The version at which the trainer would arrive now."""
+        return max(self._newest + 1, self._invited or 0)
+
+    @property
+    def _is_free(self) -> bool:
         """Whether `arrive` need not wait for a contribution that is under way."""
-        with self._changed:
-            return self.arrival is None and not (self._one_at_a_time and self._open)
+        return self.arrival is None and not (self._one_at_a_time and self._open)
+
+    @property
+    def _skips_arrival(self) -> bool:
+        skips = self._one_at_a_time and self._credit > 0 and self._invited is None
+        return self._expelled or self._quiescing or skips
 
     def arrive(self, must_wait: Callable[[int], bool]) -> int | None:
         """Arrive at a version, unless this rank need not.
@@ -270,18 +276,21 @@ class SharedModel:
         """
         with self._changed:
             self._num_since = 0
-            while True:
-                self.raise_failure()
-                skips = self._one_at_a_time and self._credit > 0 and self._invited is None
-                if self._expelled or self._quiescing or skips:
-                    self._credit = max(0, self._credit - 1)
-                    return None
-                version = self.upcoming
-                if self.is_free:
-                    break
-                if not must_wait(version):
-                    return None
-                self._changed.wait()
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None
+                    or self._skips_arrival
+                    or self._is_free
+                    or not must_wait(self._upcoming)
+                )
+            )
+            self.raise_failure()
+            if self._skips_arrival:
+                self._credit = max(0, self._credit - 1)
+                return None
+            if not self._is_free:
+                return None
+            version = self._upcoming
             self.arrival, self._invited = TrainerArrival(version), None
             self._trainer_waits = must_wait(version)
             return version

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
-
-import numpy as np
 
 from offbeat.errors import ConfigError
 from offbeat.strategies.allreduce import AllReduce
@@ -14,8 +11,7 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat_lab.options import Recipe
-from offbeat_lab.plan.methods.averages import PartialMean
-from offbeat_lab.plan.methods.background import Background
+from offbeat_lab.plan.methods.background import BackgroundSteps
 from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
 from offbeat_lab.plan.methods.mega_batches import MegaBatches
 from offbeat_lab.plan.methods.strategy_steps import StrategySteps
@@ -49,22 +45,8 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "post-localsgd":
             local = {"start_step": recipe.start_step, "optimizer_state": "local"}
             method = _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
-        case "wagma":
-            method = Background(
-                recipe.group_of,
-                pairs=False,
-                period=recipe.period,
-                interval=recipe.interval,
-                rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
-                values=recipe.change_values,
-                overlaps=recipe.overlaps,
-            )
-        case "adpsgd":
-            rounds = recipe.values == "bfloat16"
-            method = Background(recipe.group_of, pairs=True, rounds=lambda num_elements: rounds)
-        case "eagersgd":
-            solo = recipe.mode == "solo"
-            method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
+        case "wagma" | "adpsgd" | "eagersgd":
+            method = BackgroundSteps(recipe)
         case "adaptive" | "elasticsgd":
             method = MegaBatches(recipe.plan())
         case _ if isinstance(recipe, Strategy):

@@ -24,8 +24,15 @@ from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
 from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
 from offbeat.strategies.kfac import KFACStrategy
-from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import Collective, DenseOperation, Operation, Recv, Send
+from offbeat.transport.driver import Ticket, Wrapper
+from offbeat.transport.operations import (
+    Collective,
+    DenseOperation,
+    Operation,
+    Recv,
+    RecvAny,
+    Send,
+)
 from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile, TensorProfile
 from offbeat_lab.plan.simulation import (
@@ -43,7 +50,8 @@ _NAMES: Final[dict[Any, str]] = {
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
 
-_LEAST_TENSORS, _MOST_TENSORS = 16, 1024
+LEAST_TENSORS: Final = 16
+_MOST_TENSORS = 1024
 
 
 class StrategySteps(Method):
@@ -53,9 +61,13 @@ class StrategySteps(Method):
         strategy: that all ranks train with.
         extra_bytes: as of `Method`.
         by_tensor: whether tensors must not be fused, because their shapes count.
+
+    Attributes:
+        most_tensors: of all simulated workers together.
     """
 
     weightless = True
+    most_tensors = _MOST_TENSORS
 
     def __init__(self, strategy: Any, *, extra_bytes: float, by_tensor: bool = False) -> None:
         self._strategy = strategy
@@ -90,7 +102,7 @@ class StrategySteps(Method):
     def _simulate_workers(self, setting: Setting, num_workers: int) -> Simulated:
         profile = setting.profile
         run = Run(setting, self, num_workers)
-        most = max(_LEAST_TENSORS, _MOST_TENSORS // num_workers)
+        most = max(LEAST_TENSORS, self.most_tensors // num_workers)
         tensors: Sequence[TensorProfile] = profile.tensors
         layers: Sequence[Layer] = ()
         if self._strategy.hooks_layers:
@@ -183,19 +195,19 @@ def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile
     ]
 
 
-class _Machine(Driver):
+class _Machine(Wrapper):
     """One rank's device and its links, as a profile and a cluster describe them. What it counts is
     the mean of the steps that `run` looks at.
     """
 
     def __init__(self, run: Run, rank: int) -> None:
-        self.rank, self.world_size = rank, run.setting.world_size
+        super().__init__(run.cluster.drivers[rank])
+        self.world_size = run.setting.world_size
         self.shared, self.profile = run.setting.shared, run.setting.profile
         self.simulated = SimulatedRank(self, self)
         self.step_s = self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
         self._run, self._weight = run, 0.0
         self._begun_s = self._encoded_s = self._forward_s = 0.0
-        self._inner = run.cluster.drivers[rank]
         self._stands_for_all = run.cluster.world_size < self.world_size
         # Of all gradients and inverses, as factors are cut.
         products = sum(
@@ -241,6 +253,9 @@ class _Machine(Driver):
     def adding_s(self, num_bytes: float) -> float:
         return self.profile.mean_s_per_byte * num_bytes
 
+    def work_beside(self, seconds: float) -> None:
+        self._run.cores.begin(self.rank, seconds)
+
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         profile = self.profile
         selector, *codecs = (
@@ -269,10 +284,12 @@ class _Machine(Driver):
         if isinstance(operation, Send):
             num_bytes = len(operation.payload)
             self._count(num_bytes, network.messages, num_messages=1, on_path=num_bytes)
+        if isinstance(operation, RecvAny) and self._stands_for_all:
+            raise DeadlockError("who sends first is not known of one rank that stands for all")
         if isinstance(operation, Send | Recv) and self._stands_for_all:
             operation = replace(operation, peer=self.rank)  # which does as its peers do
         if not isinstance(operation, DenseOperation) or isinstance(operation, ClosedForm):
-            return self._inner.start(operation, channel)
+            return self.inner.start(operation, channel)
         world_size = self.world_size
         traffic = operation.traffic(None, rank=self.rank, world_size=world_size)
         hops, hop_bytes = operation.num_hops(world_size), float(operation.num_bytes)
@@ -282,7 +299,7 @@ class _Machine(Driver):
             hops = num_rounds(world_size)
         self._count(traffic.bytes_sent, network.dense, num_messages=hops, on_path=hops * hop_bytes)
         copying = self._run.cores.begin(self.rank, setting.dense_work_s(traffic.bytes_sent))
-        return _Both(self._inner.start(operation, channel), lambda: copying.over)
+        return _Both(self.inner.start(operation, channel), lambda: copying.over)
 
     def _count(
         self, num_bytes: float, cost: LinkCost, *, num_messages: float, on_path: float
@@ -301,14 +318,6 @@ class _Machine(Driver):
         seconds, num_bytes, num_messages = run.remembered[key]
         self._count(num_bytes, network.messages, num_messages=num_messages, on_path=num_bytes)
         yield from run.closed_form(seconds, num_bytes)
-
-    @override
-    def now_s(self, channel: int) -> float:
-        return self._inner.now_s(channel)
-
-    @override
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _rows_of_pieces(dim: int) -> int:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from _ceilings import Durations, on_first_call, periodic, with_neighbours
 from offbeat_lab.cluster import Cluster, Straggling
-from offbeat_lab.plan.ceilings import Durations, on_first_call, periodic, with_neighbours
 
 
 @st.composite
