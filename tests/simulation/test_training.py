@@ -17,14 +17,22 @@ from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import WireError
-from offbeat.simulation.training import REMEMBERED_STEPS, SimulatedRank, Timeline, carry_out
+from offbeat.simulation.training import (
+    REMEMBERED_STEPS,
+    Common,
+    SimulatedRank,
+    Timeline,
+    carry_out,
+)
+from offbeat.strategies.adaptive import AdaptiveSGD
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.dpsgd import DPSGD
 from offbeat.strategies.ef21 import EF21
+from offbeat.strategies.elasticsgd import ElasticSGD
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.sgp import SGP
 from offbeat.strategies.topk import TopK
-from offbeat.transport.driver import Driver
+from offbeat.transport.driver import Driver, Pending
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
@@ -38,7 +46,13 @@ class Tensor:
     rows: int = 1
 
 
-TIMELINE = Timeline(tensors=[Tensor(1.0), Tensor(0.5)], backward_s=2.0, optimizer_s=0.25, moments=1)
+TIMELINE = Timeline(
+    tensors=[Tensor(1.0), Tensor(0.5)],
+    backward_s=2.0,
+    optimizer_s=0.25,
+    moments=1,
+    batch_size=12,
+)
 
 
 class Device:
@@ -46,15 +60,25 @@ class Device:
 
     shared = 0.0
 
-    def __init__(self, cluster: VirtualCluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: VirtualCluster, rank: int, common: Common, speed: float) -> None:
+        self.cluster, self.rank, self.common, self.speed = cluster, rank, common, speed
         self.ends_s: dict[int, float] = {}
+        self.begun: list[tuple[float, float]] = []
 
-    def forward(self, step: int) -> Collective[None]:
-        yield Sleep(1.0)
+    def batch_begins(self, done: float) -> None:
+        self.begun.append((done, self.cluster.now_s))
+
+    def forward(self, step: int, size: float) -> Collective[None]:
+        yield Sleep(size / self.speed)
+
+    def asking(self) -> Collective[None]:
+        yield Sleep(2**-10)
+
+    def begin(self, work: Collective[None]) -> Pending[None]:
+        return self.cluster.begin(self.rank, work, channel=0)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
-        yield Sleep(seconds)
+        yield Sleep(seconds / self.speed)
 
     def copying_s(self, num_bytes: float) -> float:
         return num_bytes / 1e9
@@ -76,10 +100,19 @@ class Device:
 
 
 def trained(
-    strategy: Strategy, steps: range, *, workers: int = 2, link: VirtualLink | None = None
+    strategy: Strategy,
+    steps: range,
+    *,
+    workers: int = 2,
+    link: VirtualLink | None = None,
+    speeds: Sequence[float] = (1.0,) * 4,
 ) -> tuple[list[SimulatedRank], VirtualCluster]:
     cluster = VirtualCluster(workers, link=link, weightless=True)
-    ranks = [SimulatedRank(driver, Device(cluster)) for driver in cluster.drivers]
+    common = Common(workers)
+    ranks = [
+        SimulatedRank(driver, Device(cluster, driver.rank, common, speeds[driver.rank]))
+        for driver in cluster.drivers
+    ]
     carry_out(cluster, [rank.train(strategy, TIMELINE, steps) for rank in ranks])
     return ranks, cluster
 
@@ -210,3 +243,41 @@ def test_a_schedule_that_follows_drift_is_simulated() -> None:
     assert isinstance(device, Device)
     durations_s = np.diff([0.0, *device.ends_s.values()])
     assert np.flatnonzero(durations_s > 3.26).tolist() == [3, 7]
+
+
+def _handed_out(ranks: Sequence[SimulatedRank]) -> list[list[float]]:
+    """When each rank was handed a batch, or came to the end, since the last mega-batches began."""
+    devices = [rank.machine for rank in ranks]
+    return [
+        [when_s for done, when_s in device.begun if done >= 4000]
+        for device in devices
+        if isinstance(device, Device)
+    ]
+
+
+def test_batches_and_merges_of_a_simulation_are_those_of_the_loader() -> None:
+    """A rank of three times the speed has batches of 18 samples where the other one has 6."""
+    steps, speeds = range(4000, 4004), (3.0, 1.0)
+    strategy = AdaptiveSGD(mega_batch=4, warmup=0, overlap=False, optimizer_state="local")
+    link = VirtualLink(bytes_per_s=2**22)  # 2 s for a merge of 8 MiB
+    fast, slow = _handed_out(trained(strategy, steps, speeds=speeds, link=link)[0])
+    # Two batches each, then a merge. A step of the optimizer takes as long for any batch.
+    assert np.diff(slow) == pytest.approx([1.75, 1.75 + 2.0] * 2, rel=0.02)
+    assert np.diff(fast) == pytest.approx([4.75 / 3, 5.5 - 4.75 / 3] * 2, rel=0.02)
+
+
+def test_a_merge_that_is_overlapped_goes_on_beside_batches() -> None:
+    steps, link = range(4000, 4004), VirtualLink(bytes_per_s=2**22)
+    strategy = AdaptiveSGD(mega_batch=4, warmup=0, optimizer_state="local")
+    ranks, cluster = trained(strategy, steps, link=link)
+    *begun, end = _handed_out(ranks)[0]
+    assert np.diff(begun) == pytest.approx([3.25] * 3, rel=0.02)
+    assert end - begun[-1] == pytest.approx(3.25 + 2.0, rel=0.02)  # it waits for the last one
+    assert cluster.bytes_sent[0] == pytest.approx(4 * 2 * NUM_ELEMENTS * 4, rel=0.01)
+
+
+def test_equal_shares_wait_for_the_slowest_at_each_merge() -> None:
+    strategy = ElasticSGD(mega_batch=4)
+    begun = _handed_out(trained(strategy, range(4000, 4004), speeds=(3.0, 1.0))[0])
+    assert np.diff(begun[1]) == pytest.approx([3.25] * 4, rel=0.02)
+    assert np.diff(begun[0])[:2] == pytest.approx([3.25 / 3, 6.5 - 3.25 / 3], rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,13 @@ class Notices:
         LOGGER.log(level, "rank %d: %s", self._rank, remark)
 
 
+def in_thread(work: Callable[[], None]) -> Callable[[], None]:
+    """Begin `work` in a thread of its own. Returns what waits for its end."""
+    thread = threading.Thread(target=work, name="offbeat-beside-training", daemon=True)
+    thread.start()
+    return thread.join
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """What a strategy's callbacks work with.
@@ -98,6 +106,8 @@ class Context:
             that nobody shares.
         count: wraps a driver that a thread of its own uses, so that its traffic is counted with the
             session's.
+        beside: begins work beside training, which may wait for peers; returns what waits for its
+            end.
         record_wait: counts a wait of the training thread, from when to when on the monotonic clock.
         on_merge: what the user's loop wants called for each further mega-batch that is in this
             rank's model.
@@ -115,6 +125,7 @@ class Context:
     enter: Callable[[GenerationHost], Generations | None] = lambda host: None
     own_store: Callable[[], Store] = HashStore
     count: Callable[[Driver], Driver] = lambda driver: driver
+    beside: Callable[[Callable[[], None]], Callable[[], None]] = in_thread
     record_wait: Callable[[float, float], None] = lambda begin_s, end_s: None
     on_merge: Sequence[Callable[[], object]] = ()
 

@@ -5,9 +5,8 @@ sizes and learning rates follow the workers' speeds.
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -195,7 +194,7 @@ class MegaBatchCallback(Callback):
         self.start_step = 0
         self._weights, self._plan, self._rank = weights, plan, rank
         self._notices, self._optimizer = context.notices, optimizer
-        self.group, self._record_wait = group, context.record_wait
+        self.group, self._record_wait, self._beside = group, context.record_wait, context.beside
         self.device = next((p.device for p in weights.parameters.values()), torch.device("cpu"))
         self._on_merge = context.on_merge
         self._memory_limit: int | None = None
@@ -228,7 +227,8 @@ class MegaBatchCallback(Callback):
         )
         self._generations: Generations | None = None
         if plan.overlap != "none":
-            warm(parameter.dtype for parameter in weights.parameters.values())
+            # On other devices the arithmetic is torch's.
+            warm(p.dtype for p in weights.parameters.values() if p.device.type == "cpu")
         try:
             self._generations = context.enter(group)
             if group.is_new:
@@ -488,7 +488,7 @@ class MegaBatchCallback(Callback):
             self._momentum.begin()
         with torch.no_grad():
             snapshot = self._protocol.freeze(report)
-        self._under_way = _MergeUnderWay(self._protocol, snapshot)
+        self._under_way = _MergeUnderWay(self._protocol, snapshot, self._beside)
 
     def _end_merge(self) -> None:
         """Wait for the merge that is under way, if any, and take it over."""
@@ -767,19 +767,23 @@ class _MergeUnderWay:
     Args:
         protocol: of this rank.
         snapshot: that is merged.
+        beside: as of `Context`.
 
     Attributes:
         is_dropped: whether nobody wants its outcome any more.
     """
 
-    def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot) -> None:
+    def __init__(
+        self,
+        protocol: MergeProtocol,
+        snapshot: ModelSnapshot,
+        beside: Callable[[Callable[[], None]], Callable[[], None]],
+    ) -> None:
         self.is_dropped = False
         self._protocol, self._snapshot = protocol, snapshot
         self._merged: Future[MergedSnapshot] = Future()
-        self._thread: threading.Thread | None = None
-        if snapshot.report.following is not None:
-            self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
-            self._thread.start()
+        goes_on = snapshot.report.following is not None
+        self._join = beside(self._run) if goes_on else None
 
     def is_over(self) -> bool:
         """Whether `merged` would return, or raise, at once."""
@@ -787,8 +791,8 @@ class _MergeUnderWay:
 
     def wait(self) -> float:
         """Returns the seconds that the caller has spent on laying vectors out."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._join is not None:
+            self._join()
             return 0.0
         if not self._merged.done():
             self._run()

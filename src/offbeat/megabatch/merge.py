@@ -561,14 +561,13 @@ class MergeProtocol:
             layout = Staging(tensors) if rows or names else own.model.layout
             num_elements, dtype = layout.num_elements, layout.dtype
             encode_s += time.perf_counter() - begin_s
-        values = None
+        begin_s = time.perf_counter()
+        values = None if layout is None else layout.read(tensors)
         if weights[position]:
-            assert layout is not None, "a member with a weight has proposed what is done"
-            begin_s = time.perf_counter()
-            values = layout.read(tensors)
+            assert values is not None, "a member with a weight has proposed what is done"
             # Checked before anything is sent: one bad model would spoil the models of all peers.
-            require_finite([torch.from_numpy(values)], rank=self._rank)
-            encode_s += time.perf_counter() - begin_s
+            require_finite([torch.as_tensor(values)], rank=self._rank)
+        encode_s += time.perf_counter() - begin_s
         mean = yield from weighted_mean(
             position, weights, values, num_elements=num_elements, dtype=dtype
         )

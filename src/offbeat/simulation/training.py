@@ -3,6 +3,7 @@ without content, on a virtual cluster.
 
     build the strategy, as a session does
     for each step
+        where ranks share samples out: the strategy's loader says how many this rank's batch has
         the forward pass takes its time
         gradients become ready, one after the other, as long after each other as a profile says
         the optimizer's step takes its time
@@ -15,11 +16,14 @@ out of it; entries have been selected; a vector has been published, and is added
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
+from torch.distributed import HashStore
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
@@ -29,13 +33,19 @@ from offbeat.codec.value_codecs import ValueCodec
 from offbeat.codec.weightless import WeightlessCode, WeightlessVector, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError
+from offbeat.megabatch.callback import MegaBatchCallback
+from offbeat.megabatch.claims import ClaimLog
+from offbeat.megabatch.fetching import Fetcher
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.membership.agreement import Generation, Member
+from offbeat.membership.generations import GenerationHost
 from offbeat.simulation.codec import WeightlessCodec
 from offbeat.simulation.memory import kept_bytes
 from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket
 from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective, Operation, Send
 from offbeat.transport.virtual import VirtualCluster
-from offbeat.transport.virtual_driver import VirtualThread
+from offbeat.transport.virtual_driver import Job, SleepUntil, VirtualThread
 
 T = TypeVar("T")
 
@@ -47,8 +57,27 @@ before it are: what is chosen in the first steps has been chosen by then.
 LEAD_IN: Final = 3
 """Steps before one in the middle of a run, so that what is measured in steps has been."""
 
+_MEGA_BATCHES_BEFORE: Final = 2
+"""Of a late one, so that batch sizes follow speeds, and a merge is under way."""
+
 _CHOICES_EVERY: Final = 500  # exchanges, by which numbers of measured exchanges are rounded
 _COUNTS, _LEFT = frozenset({"num_steps", "num_averages", "exchanges"}), "num_left"
+
+
+class Common:
+    """What the ranks of a run share.
+
+    Attributes:
+        store: the run's.
+        handed_out: how many batches of the usual size the loader of each rank has handed out, if
+            ranks share samples out.
+        before: those of all ranks before the simulation.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.store = HashStore()
+        self.handed_out = [0.0] * world_size
+        self.before = 0.0
 
 
 class Machine(Protocol):
@@ -56,12 +85,31 @@ class Machine(Protocol):
 
     Attributes:
         shared: which part of one rank's largest entries another rank has too, 0 to 1.
+        common: the same on all ranks.
     """
 
     shared: float
+    common: Common
 
-    def forward(self, step: int) -> Collective[None]:
-        """The forward pass of a step, counted from 0, and whatever delays it."""
+    def batch_begins(self, done: float) -> None:
+        """The rank is about to train, or to be handed a batch of its loader's, or has done with
+        them. So many of the usual size have been handed out to all ranks; where shares are equal,
+        to so many times the slowest.
+        """
+        ...
+
+    def forward(self, step: int, size: float) -> Collective[None]:
+        """The forward pass of a step, counted from 0, with a batch `size` times the usual one; and
+        whatever delays it.
+        """
+        ...
+
+    def asking(self) -> Collective[None]:
+        """The way to the run's store, and back."""
+        ...
+
+    def begin(self, work: Collective[None]) -> Pending[None]:
+        """Begin `work` beside training."""
         ...
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
@@ -127,12 +175,14 @@ class Timeline:
         backward_s: the backward pass.
         optimizer_s: the optimizer's step.
         moments: what the optimizer keeps of each parameter, in tensors of its size.
+        batch_size: of the usual batch, in samples.
     """
 
     tensors: Sequence[Sized]
     backward_s: float
     optimizer_s: float
     moments: int
+    batch_size: int = 1
 
 
 class Buildable(Protocol):
@@ -163,11 +213,11 @@ class SimulatedRank(VirtualThread):
         self.step = 0
         self._published = -1
         self._coded: WeightlessCode | None = None
-        self._owed_s = 0.0
+        self._owed_s: defaultdict[Job | None, float] = defaultdict(float)
 
     def compute(self, seconds: float) -> None:
         """The clock goes on when this rank does something that others see."""
-        self._owed_s += seconds
+        self._owed_s[self.job] += seconds
 
     def encode(self, seconds: float) -> None:
         """Compute for the exchange."""
@@ -188,7 +238,7 @@ class SimulatedRank(VirtualThread):
                 self.encode(machine.publishing_s(operation.payload.whole))
             self._published = channel
         self.encode(copying_s)
-        if self.is_awake:
+        if self._is_awake:
             self._catch_up()
 
         def used(result: Any) -> None:
@@ -210,9 +260,18 @@ class SimulatedRank(VirtualThread):
         self._catch_up()
         super().complete(pending)
 
+    @property
+    def _is_awake(self) -> bool:
+        """Whether code of this rank runs, and not a collective that it waits for."""
+        return self.job is not None and self.job.is_awake
+
+    def ask_store(self) -> None:
+        """Wait for an answer of the run's store. One within a collective takes no time here."""
+        if self._is_awake:
+            self.run(self.machine.asking(), 0)
+
     def _catch_up(self) -> None:
-        seconds, self._owed_s = self._owed_s, 0.0
-        if seconds:
+        if seconds := self._owed_s.pop(self.job, 0.0):
             self.run(self.machine.computing(self.step, seconds), 0)
 
     def train(self, strategy: Buildable, timeline: Timeline, steps: range) -> Collective[None]:
@@ -221,7 +280,8 @@ class SimulatedRank(VirtualThread):
         Args:
             strategy: whose callbacks get the events.
             timeline: of a step.
-            steps: counted from 0.
+            steps: counted from 0. Where ranks share samples out, batches of all ranks together, of
+                the usual size.
         """
         weightless = with_codecs(strategy, self._without_content)
         return self.carry(lambda: self._train(weightless, timeline, steps))
@@ -254,15 +314,33 @@ class SimulatedRank(VirtualThread):
                 new_stream=stream_counter(),
                 notices=_Unheard(self.rank),
                 optimizer=optimizer,
+                enter=self._enter,
+                own_store=self._own_store,
+                beside=self._beside,
             )
-            callbacks = strategy.build(context)
-            first = 0
-            if steps.start > REMEMBERED_STEPS:
-                first = steps.start - LEAD_IN
-                _go_on_from(callbacks, first)
+            callbacks = list(strategy.build(context))
             gradients = [parameter.detach() for parameter in parameters.values()]
-            for self.step in range(first, steps.stop):
-                self._take_step(callbacks, list(parameters.values()), gradients, timeline)
+            take_step = partial(
+                self._take_step, callbacks, list(parameters.values()), gradients, timeline
+            )
+            policy = next((one for one in callbacks if isinstance(one, MegaBatchCallback)), None)
+            if policy is not None:
+                loader = self._loader(policy, timeline.batch_size, steps)
+                callbacks.append(loader)
+                self._share_out(
+                    loader,
+                    timeline.batch_size,
+                    steps,
+                    take_step,
+                    is_equal=policy.shares_equally,
+                )
+            else:
+                first = 0
+                if steps.start > REMEMBERED_STEPS:
+                    first = steps.start - LEAD_IN
+                    _go_on_from(callbacks, first)
+                for self.step in range(first, steps.stop):
+                    take_step()
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
 
     def _take_step(
@@ -271,22 +349,23 @@ class SimulatedRank(VirtualThread):
         parameters: Sequence[torch.nn.Parameter],
         gradients: Sequence[torch.Tensor],
         timeline: Timeline,
+        size: float = 1.0,
     ) -> None:
         for callback in callbacks:
             callback.on_forward_begins(trains=True)
         self._catch_up()
-        self.run(self.machine.forward(self.step), 0)
+        self.run(self.machine.forward(self.step, size), 0)
         for callback in callbacks:
             callback.on_backward_begins(synchronised=True)
-        tensors, now = timeline.tensors, 0.0
+        tensors, now, backward_s = timeline.tensors, 0.0, size * timeline.backward_s
         # Those of the last layers come first.
         for index in sorted(range(len(tensors)), key=lambda index: (tensors[index].ready, -index)):
-            self.compute((tensors[index].ready - now) * timeline.backward_s)
+            self.compute((tensors[index].ready - now) * backward_s)
             now = tensors[index].ready
             parameters[index].grad = gradients[index]
             for callback in callbacks:
                 callback.on_gradient_ready(index, synchronised=True)
-        self.compute((1 - now) * timeline.backward_s)
+        self.compute((1 - now) * backward_s)
         for callback in callbacks:
             callback.on_backward_done(synchronised=True)
         for callback in callbacks:
@@ -294,12 +373,109 @@ class SimulatedRank(VirtualThread):
         for callback in callbacks:
             callback.on_before_update()
         self.compute(timeline.optimizer_s)
+        self._catch_up()  # it matters what peers have done by then
         for callback in callbacks:
             callback.on_after_step()
         for parameter in parameters:
             parameter.grad = None
         self._catch_up()
         self.machine.step_ended(self.step)
+
+    def _enter(self, host: GenerationHost) -> None:
+        members = tuple(Member(rank=rank, ticket=0) for rank in range(self.world_size))
+        alive = Generation(number=0, members=members, newcomers=frozenset(), tickets=0)
+        host.begin(alive, self.rank, self)
+
+    def _own_store(self) -> HashStore:
+        return _AskedStore(self, self.machine.common.store)  # type: ignore[return-value]  # as one of torch
+
+    def _beside(self, work: Callable[[], None]) -> Callable[[], None]:
+        def weightless_work() -> None:
+            with WeightlessReads(), torch.no_grad():
+                work()
+
+        begun = self.machine.begin(self.carry(weightless_work))
+
+        def until_over() -> Collective[None]:
+            yield SleepUntil(over=lambda: begun.over)
+
+        return lambda: self.run(until_over(), 0)
+
+    def _loader(self, policy: MegaBatchCallback, batch_size: int, steps: range) -> DispatchLoader:
+        """Of batches without content, in a pass over the data that `steps` do not end."""
+        policy.feed(batch_size, dict.fromkeys(range(self.world_size)))
+        size = policy.samples_of_mega_batch
+        loader = DispatchLoader(
+            _NoData(size * (batch_size * steps.stop // size + 3)),
+            log=ClaimLog(self._own_store()),
+            policy=policy,
+            seed=0,
+            shuffles=False,
+            rank=self.rank,
+            notify=lambda remark: None,
+            clock=lambda: self.now_s(0),
+        )
+        first = batch_size * steps.start // size - _MEGA_BATCHES_BEFORE
+        if steps.start > REMEMBERED_STEPS * self.world_size and first > 0:
+            place = {"epoch": 0, "mega_batch": first, "claims": (), "updates": 0, "busy_s": 0.0}
+            loader.load_state_dict({"local": place})
+            self.machine.common.before = first * size / batch_size
+        return loader
+
+    def _share_out(
+        self,
+        loader: DispatchLoader,
+        batch_size: int,
+        steps: range,
+        take_step: Callable[[float], None],
+        *,
+        is_equal: bool,
+    ) -> None:
+        """Train until the mega-batch behind `steps` is merged."""
+        common, machine = self.machine.common, self.machine
+
+        def note() -> None:
+            out = common.handed_out
+            done = common.before + (len(out) * min(out) if is_equal else sum(out))
+            machine.batch_begins(max(done, loader.num_samples_merged / batch_size))
+
+        note()
+        while loader.num_samples_merged <= batch_size * steps.stop:
+            for num_samples in loader.one_mega_batch(goes_on=True):
+                self._catch_up()
+                note()
+                common.handed_out[self.rank] += num_samples / batch_size
+                take_step(num_samples / batch_size)
+                self.step += 1
+        loader.end_merge()
+        note()
+
+
+class _AskedStore:
+    """The run's store, of which each answer takes its time."""
+
+    def __init__(self, rank: SimulatedRank, store: HashStore) -> None:
+        self._rank, self._store = rank, store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def answer(*asked: Any) -> Any:
+            self._rank.ask_store()
+            return getattr(self._store, name)(*asked)
+
+        return answer
+
+
+class _NoData(Fetcher):
+    """Gives the number of samples in the place of a batch."""
+
+    batches_ahead = 0
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    @override
+    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[int]:
+        return map(len, numbers)
 
 
 class _UsedTicket:

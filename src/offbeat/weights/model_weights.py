@@ -325,8 +325,12 @@ class Staging:
         return [self.read(tensors)]
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:
-        """A vector of its own, shape (num_elements,), with what `tensors` hold."""
+        """A vector of its own, shape (num_elements,), with what `tensors` hold; of those without
+        content, in a simulation, a tensor without content.
+        """
         vectors = self._pack.vectors(tensors)
+        if any(vector.is_meta for vector in vectors):
+            return torch.cat(vectors)  # type: ignore[return-value]  # as arithmetic they are alike
         if (
             len(vectors) == 1
             and vectors[0].device.type == "cpu"
@@ -341,7 +345,7 @@ class Staging:
 
     def write_(self, values: Values, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `values`, shape (num_elements,), into `tensors`."""
-        whole = torch.from_numpy(values)
+        whole = torch.as_tensor(values)
         if self._streams:
             pinned = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=True)
             whole = pinned.copy_(whole)

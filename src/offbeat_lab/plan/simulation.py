@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
+from offbeat.simulation.training import Common
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cluster import Cluster
@@ -32,6 +33,7 @@ from offbeat_lab.plan.cores import (
     MESSAGE_CPU_S_PER_BYTE,
     MESSAGE_WAKE_S,
     Cores,
+    Work,
 )
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.recorded_times import recorded_times
@@ -370,6 +372,8 @@ class Run:
             dense_ranks=setting.world_size,
         )
         self.cores = Cores(self.cluster, setting.cluster.cores)
+        # Who is woken when a message was carried, and the work of the last one.
+        self.sender, self.carrying = 0, Work(0, 0.0)
         period = method.steps_in_a_period
         if setting.steps is None:
             self.num_steps = max(1, -(-setting.num_steps // period)) * period
@@ -378,19 +382,22 @@ class Run:
             self.num_steps = setting.num_steps
             self.first = setting.steps[-self.num_steps]
         self.remembered: dict[object, tuple[float, float, float]] = {}
+        self.common = Common(num_workers)
+        # When how many batches of a common loader had been handed out.
+        self.marks: list[tuple[float, float]] = []
 
     def _carry(self, payload: Payload) -> float:
         """What a message weighs. What encrypts and carries it takes cores meanwhile."""
         num_bytes = len(payload)
-        self.cores.begin(0, self.setting.message_work_s(num_bytes))
+        self.carrying = self.cores.begin(self.sender, self.setting.message_work_s(num_bytes))
         return num_bytes
 
-    def forward(self, rank: int, number: int) -> Collective[None]:
-        """The forward pass, padded or not."""
+    def forward(self, rank: int, number: int, size: float) -> Collective[None]:
+        """The forward pass, padded or not, with a batch `size` times the profile's."""
         profile, factor = self.setting.profile, self.factor(rank, number)
         rank = self._slowest(rank, number)
-        duration_s = profile.batch.forward_s
-        work_s = (duration_s - profile.padding_s) * factor
+        duration_s = size * profile.batch.forward_s
+        work_s = (duration_s - size * profile.padding_s) * factor
         cluster = self.setting.cluster
         if profile.padding_s and cluster.straggling_record is None:
             # What computing takes longer once, padding takes less.

@@ -16,7 +16,6 @@ from offbeat_lab.options import Recipe
 from offbeat_lab.plan.methods.averages import PartialMean
 from offbeat_lab.plan.methods.background import Background
 from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
-from offbeat_lab.plan.methods.mega_batches import MegaBatches
 from offbeat_lab.plan.methods.phases import FirstSteps
 from offbeat_lab.plan.methods.strategy_steps import StrategySteps
 from offbeat_lab.plan.second_order import PLANS, OwnerFactors, SecondOrder
@@ -68,8 +67,6 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "eagersgd":
             solo = recipe.mode == "solo"
             method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
-        case "adaptive" | "elasticsgd":
-            method = MegaBatches(recipe.plan())
         case "dpkfac":
             method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
         case _ if name in PLANS:
@@ -99,7 +96,14 @@ def _local_sgd(recipe: LocalSGD) -> Method:
     )
 
 
-_EXTRA_BYTES: Final = {"localsgd": 1.0, "ddp-powersgd": 2.0, "dpsgd": 3.0, "sgp": 3.0}
+_EXTRA_BYTES: Final = {
+    "localsgd": 1.0,
+    "ddp-powersgd": 2.0,
+    "dpsgd": 3.0,
+    "sgp": 3.0,
+    "adaptive": 3.0,
+    "elasticsgd": 3.0,
+}
 """Of those that have vectors and messages in memory which a simulation does not make."""
 
 

@@ -20,11 +20,12 @@ from offbeat.codec.weightless import WeightlessSparse, WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
 from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
-from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import Collective, DenseOperation, Operation, Recv, Send
+from offbeat.transport.driver import Driver, Pending, Ticket
+from offbeat.transport.operations import Collective, DenseOperation, Operation, Recv, Send, Sleep
 from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat_lab.plan.profile import FLOAT_BYTES, TensorProfile
 from offbeat_lab.plan.simulation import (
+    FEW_WORKERS,
     ClosedForm,
     Method,
     Run,
@@ -38,6 +39,9 @@ _NAMES: Final[dict[Any, str]] = {
 
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
+
+_MERGES: Final = 48
+"""Of all ranks together, those that are simulated at most to see how long mega-batches take."""
 
 _LEAST_TENSORS, _MOST_TENSORS = 16, 1024
 
@@ -69,31 +73,52 @@ class StrategySteps(Method):
         return setting.simulated[self._strategy]
 
     def _simulate(self, setting: Setting) -> Simulated:
+        if self._strategy.shares_samples and setting.world_size > FEW_WORKERS:
+            return self._simulate_few(setting)
         # Workers that wait for each other in every step are as fast as the slowest in each.
         is_like_one = setting.is_steady or not self._strategy.replicas_differ
-        if not (setting.is_apart and is_like_one):
+        if self._strategy.shares_samples or not (setting.is_apart and is_like_one):
             return self._simulate_workers(setting, setting.world_size)
         try:
             return self._simulate_workers(setting, 1)
         except DeadlockError:  # since its peers do not do as it does
             return self._simulate_workers(setting, setting.world_size)
 
+    def _simulate_few(self, setting: Setting) -> Simulated:
+        """Workers of whom each does as much between merges as each of all would."""
+        cluster, pattern = setting.cluster, len(setting.cluster.speed_pattern)
+        workers = max(1, FEW_WORKERS // pattern) * pattern
+        size = max(1, round(self._strategy.mega_batch * workers / setting.world_size))
+        method = StrategySteps(
+            replace(self._strategy, mega_batch=size), extra_bytes=self.extra_bytes
+        )
+        few = replace(setting, cluster=cluster.left_with(workers))
+        note = f"as of {workers} workers: a merge of more of them takes little longer"
+        return replace(method._simulate_workers(few, workers), by_events=False, note=note)
+
     def _simulate_workers(self, setting: Setting, num_workers: int) -> Simulated:
         profile = setting.profile
         run = Run(setting, self, num_workers)
         most = max(_LEAST_TENSORS, _MOST_TENSORS // num_workers)
-        steps = range(run.first, run.first + run.num_steps)
+        steps, per_step = range(run.first, run.first + run.num_steps), 1
+        if self._strategy.shares_samples:
+            most, per_step = 1, setting.world_size
+            steps = self._batches(setting, steps)
         timeline = Timeline(
             tensors=profile.tensors if self._by_tensor else fused(profile.tensors, most),
             backward_s=profile.batch.backward_s,
             optimizer_s=profile.optimizer_s,
             moments=round(profile.moments),
+            batch_size=profile.batch.batch_size,
         )
-        machines = [_Machine(run, rank, steps) for rank in range(num_workers)]
+        kind = _SharingMachine if self._strategy.shares_samples else _Machine
+        machines = [kind(run, rank, steps) for rank in range(num_workers)]
         carry_out(
             run.cluster,
             [one.simulated.train(self._strategy, timeline, steps) for one in machines],
         )
+        for one in machines:
+            one.settle()
         is_exact = setting.is_steady or setting.by_closed_forms or not run.cluster.messages_sent[0]
         if num_workers < setting.world_size and not is_exact:
             # What the slowest receives is there before it has anything to send.
@@ -101,7 +126,7 @@ class StrategySteps(Method):
         exchange_s = sum(one.alpha_s + one.beta_s for one in machines)
 
         def mean(values: list[float]) -> float:
-            return float(np.mean(values)) / run.num_steps
+            return float(np.mean(values)) / len(steps) * per_step
 
         return Simulated(
             step_s=mean([one.ended_s - one.begun_s for one in machines]),
@@ -111,6 +136,17 @@ class StrategySteps(Method):
             by_events=not setting.by_closed_forms,
             kept_bytes=max(one.simulated.kept_bytes for one in machines),
         )
+
+    def _batches(self, setting: Setting, steps: range) -> range:
+        """The batches of all ranks together in `steps`; whole mega-batches, where any will do."""
+        workers = setting.world_size
+        batches = range(steps.start * workers, steps.stop * workers)
+        if setting.steps is not None:
+            return batches
+        size = self._strategy.mega_batch
+        first = -(-batches.start // size) * size
+        count = min(-(-len(batches) // size), max(1, _MERGES // workers))
+        return range(first, first + count * size)
 
 
 def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile]:
@@ -149,15 +185,28 @@ class _Machine(Driver):
         self._run, self._steps, self._counts = run, steps, False
         self._inner = run.cluster.drivers[rank]
         self._stands_for_all = run.cluster.world_size < self.world_size
+        self.common = run.common
+
+    def batch_begins(self, done: float) -> None:
+        """Of no consequence where ranks share no samples out."""
+
+    def settle(self) -> None:
+        """All that counts is over."""
 
     # What computes
 
-    def forward(self, step: int) -> Collective[None]:
+    def forward(self, step: int, size: float) -> Collective[None]:
         if step == self._steps.start:
             self._counts, self.begun_s = True, self._run.cluster.now_s
             self.encode_s = -self.simulated.encode_s
         yield from self._run.late(self.rank, step)
-        yield from self._run.forward(self.rank, step)
+        yield from self._run.forward(self.rank, step, size)
+
+    def asking(self) -> Collective[None]:
+        yield Sleep(2 * self._run.setting.network.messages.alpha_s)
+
+    def begin(self, work: Collective[None]) -> Pending[None]:
+        return self._run.cluster.begin(self.rank, work, channel=0)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
         return self._run.compute(self.rank, step, seconds)
@@ -246,6 +295,58 @@ class _Machine(Driver):
     @override
     def close(self) -> None:
         self._inner.close()
+
+
+class _SharingMachine(_Machine):
+    """One of ranks that share samples out, where a step is of all of them together: what counts is
+    from the moment at which the batches of `steps` begin to be handed out to that at which all are,
+    and another one is.
+    """
+
+    def __init__(self, run: Run, rank: int, steps: range) -> None:
+        super().__init__(run, rank, steps)
+        self._counts = True
+        self._marks: list[tuple[float, tuple[float, ...]]] = []
+
+    @override
+    def batch_begins(self, done: float) -> None:
+        so_far = self.simulated.encode_s, self.bytes_sent, self.alpha_s, self.beta_s
+        self._marks.append((done, so_far))
+        self._run.marks.append((done, self._run.cluster.now_s))
+
+    @override
+    def settle(self) -> None:
+        bounds = self._steps.start, self._steps.stop
+        self.begun_s, self.ended_s = (
+            next(now_s for done, now_s in self._run.marks if done >= bound) for bound in bounds
+        )
+        first, last = (next(mark for mark in self._marks if mark[0] >= bound) for bound in bounds)
+        if self._run.setting.steps is None:
+            # Mega-batches are all alike, and a merge may lie on both sides of a batch.
+            first, last = self._marks[0], self._marks[-1]
+        share = len(self._steps) / ((last[0] - first[0]) or 1)
+        self.encode_s, self.bytes_sent, self.alpha_s, self.beta_s = (
+            share * (after - before) for before, after in zip(first[1], last[1], strict=True)
+        )
+
+    @override
+    def forward(self, step: int, size: float) -> Collective[None]:
+        yield from self._run.late(self.rank, step)
+        yield from self._run.forward(self.rank, step, size)
+
+    @override
+    def step_ended(self, step: int) -> None:
+        """What a step is depends on all ranks."""
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        self._run.sender = self.rank
+        ticket = super().start(operation, channel)
+        if not isinstance(operation, Send):
+            return ticket
+        # A part of a model is encrypted as a whole before the next one is.
+        carrying = self._run.carrying
+        return _Both(ticket, lambda: carrying.over)
 
 
 def _alone(
