@@ -81,6 +81,10 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
 STRATEGIES |= {
     f"local sgd over {name}": offbeat.LocalSGD(period=2, codec=name) for name in WEIGHT_CODECS
 }
+STRATEGIES |= {
+    f"adaptive over {name}": offbeat.AdaptiveSGD(mega_batch=2, codec=name) for name in WEIGHT_CODECS
+}
+STRATEGIES |= {"elasticsgd over linear4": offbeat.ElasticSGD(mega_batch=2, codec="linear4")}
 
 
 @pytest.fixture(params=STRATEGIES)

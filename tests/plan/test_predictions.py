@@ -84,10 +84,11 @@ def test_every_named_schedule_is_predicted(period: str) -> None:
     assert 0.3 < step_s < 0.3 + 6.0
 
 
+@pytest.mark.parametrize("spec", [f"{LOCAL}:period=5", "elasticsgd"])
 @pytest.mark.parametrize("codec", WEIGHT_CODECS)
-def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str) -> None:
+def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str, spec: str) -> None:
     whole, coded = (
-        predict_step(f"{LOCAL}:period=5{option}", setting()).bytes_per_step
+        predict_step(f"{spec}{option}", setting()).bytes_per_step
         for option in ("", f":codec={codec}")
     )
     assert 0 < coded < whole / 2

@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
@@ -32,13 +33,14 @@ from offbeat.megabatch.batch_sizes import (
     square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
+from offbeat.megabatch.coded_merge import CodedChanges
 from offbeat.megabatch.merge import (
     MergedSnapshot,
     MergeOutcome,
     MergeProtocol,
     ModelSnapshot,
 )
-from offbeat.megabatch.merge_momentum import MergeMomentum
+from offbeat.megabatch.merge_momentum import GAMMA, MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
@@ -68,6 +70,7 @@ class MegaBatchPlan:
             grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
         overlap: the merges while which ranks go on training: all of them, those of whole
             mega-batches, or none.
+        codec: how changes of weights travel; None: weights travel whole.
     """
 
     mega_batch: int
@@ -77,6 +80,7 @@ class MegaBatchPlan:
     rate_scaling: RateScaling = "auto"
     warmup: int = 0
     overlap: Literal["all", "whole", "none"] = "none"
+    codec: WeightCodec | None = None
 
     def bounds(self, base: int, memory_limit: int | None = None) -> Bounds:
         """Of the batch size of a rank with this memory limit, where the base size is `base`."""
@@ -212,7 +216,12 @@ class MegaBatchCallback(Callback):
         self._pace_before = Pace()  # without what is being merged
         self._binding: Mapping[int, str] = {}
         self._said_that_rates_differ = self._said_what_stays_local = False
-        self._momentum = MergeMomentum(weights.parameters) if plan.rule == "published" else None
+        gamma = GAMMA if plan.rule == "published" else 0.0
+        has_codec = plan.codec is not None
+        self._momentum = (
+            MergeMomentum(weights.parameters, gamma=gamma) if gamma or has_codec else None
+        )
+        self._changes = None if plan.codec is None else CodedChanges(weights.parameters, plan.codec)
         self._protocol = MergeProtocol(
             weights,
             group=group,
@@ -224,6 +233,7 @@ class MegaBatchCallback(Callback):
                 if plan.merges_optimizer_state
                 else None
             ),
+            changes=self._changes,
         )
         self._generations: Generations | None = None
         if plan.overlap != "none":
@@ -711,7 +721,13 @@ class MegaBatchCallback(Callback):
             "busy_s": so_far.busy_s,
             "missed_rounds": self._missed_rounds,
         }
-        return {"replicated": counts | momentum, "local": pace | self._weights.counter_state()}
+        state: CallbackState = {
+            "replicated": counts | momentum,
+            "local": pace | self._weights.counter_state(),
+        }
+        if self._changes is not None:
+            state["additive"] = self._changes.state()
+        return state
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -722,6 +738,8 @@ class MegaBatchCallback(Callback):
             self._momentum.load(
                 {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
             )
+        if self._changes is not None:
+            self._changes.load(state.get("additive", {}))
         if self._under_way is not None:
             self._under_way.is_dropped = True  # It is of another model.
         self._taken = None

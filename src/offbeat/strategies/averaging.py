@@ -11,10 +11,12 @@ from typing import ClassVar, Literal
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.errors import UnsupportedError
+from offbeat.codec.topk_codec import WeightCodec
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.gradient_guard import GradientGuard
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import BufferNames, ModelWeights, choose_buffers
 
 
@@ -64,3 +66,16 @@ class AveragingStrategy(Strategy):
             rank=context.driver.rank,
         )
         return [*self.callbacks(context, weights), guard]
+
+
+def weight_codec_of(codec: WeightCodec | str | None) -> WeightCodec | None:
+    """What an option called `codec` is or names. Raises `ConfigError`."""
+    if isinstance(codec, str):
+        require_one_of("codec", codec, tuple(WEIGHT_CODECS))
+        return WEIGHT_CODECS[codec]
+    if codec is not None and not isinstance(codec, WeightCodec):
+        raise ConfigError(
+            "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
+            f" {', '.join(map(repr, WEIGHT_CODECS))}, got {codec!r}"
+        )
+    return codec

@@ -57,7 +57,7 @@ from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError, nearest
 from offbeat.strategies.allreduce import AllReduce
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, weight_codec_of
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import (
     refuse_idle,
@@ -161,13 +161,7 @@ class LocalSGD(AveragingStrategy):
             require_one_of("period", self.period, tuple(SCHEDULES))
         elif not isinstance(self.period, AveragingSchedule):
             require_at_least("period", self.period, 1)
-        if isinstance(self.codec, str):
-            require_one_of("codec", self.codec, tuple(WEIGHT_CODECS))
-        elif self.codec is not None and not isinstance(self.codec, WeightCodec):
-            raise ConfigError(
-                "codec must be a WeightCodec, such as offbeat.WeightCodec(density=0.01), or of"
-                f" {', '.join(map(repr, WEIGHT_CODECS))}, got {self.codec!r}"
-            )
+        weight_codec_of(self.codec)
         chosen = self.chosen_exchange
         if isinstance(chosen, Streaming):
             self._check_streaming(chosen)
@@ -306,7 +300,7 @@ class LocalSGD(AveragingStrategy):
     @property
     def weight_codec(self) -> WeightCodec | None:
         """How changes of weights travel; None: weights travel whole."""
-        return WEIGHT_CODECS[self.codec] if isinstance(self.codec, str) else self.codec
+        return weight_codec_of(self.codec)
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
