@@ -96,6 +96,10 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
 STRATEGIES |= {
     f"local sgd over {name}": offbeat.LocalSGD(period=2, codec=name) for name in WEIGHT_CODECS
 }
+STRATEGIES |= {
+    f"adaptive over {name}": offbeat.AdaptiveSGD(mega_batch=2, codec=name) for name in WEIGHT_CODECS
+}
+STRATEGIES |= {"elasticsgd over linear4": offbeat.ElasticSGD(mega_batch=2, codec="linear4")}
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -456,7 +460,8 @@ def test_complex_parameters(strategy: AveragingStrategy) -> None:
     for model in (net, plain):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         if model is net:
-            has_codec = isinstance(strategy, offbeat.LocalSGD) and strategy.codec is not None
+            refuses = offbeat.LocalSGD | offbeat.AdaptiveSGD | offbeat.ElasticSGD
+            has_codec = isinstance(strategy, refuses) and strategy.codec is not None
             if has_codec or isinstance(strategy, offbeat.A2SGD):
                 with pytest.raises(UnsupportedError, match="not real-valued"):
                     offbeat.attach(net, optimizer, strategy)

@@ -11,16 +11,27 @@ from typing import Any, cast
 
 import pytest
 import torch
+from typing_extensions import override
 
-from offbeat.errors import ConfigError, MismatchError, NonFiniteError, OffbeatError, WireError
+from offbeat.codec.topk_codec import AllChanges, WeightCodec
+from offbeat.errors import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    NonFiniteError,
+    OffbeatError,
+    PeerError,
+    WireError,
+)
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
+from offbeat.megabatch.coded_merge import MergedChanges
 from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.atomic_group import AtomicGroup, GroupWork
-from offbeat.transport.driver import Counting
-from offbeat.transport.operations import Collective
+from offbeat.transport.driver import Counting, Ticket, Wrapper
+from offbeat.transport.operations import Collective, Operation
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 from offbeat.weights.optimizer_state import OptimizerStates
@@ -118,6 +129,7 @@ class Rank:
         *,
         is_new: bool,
         gamma: float = 0.0,
+        codec: WeightCodec | None = None,
         make: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, momentum=0.9),
     ) -> None:
         self.number = number
@@ -132,7 +144,9 @@ class Rank:
         )
         self.optimizer = make(parameters.values(), lr=0.1)
         self.group = VirtualGroup(is_new=is_new)
-        self.momentum = MergeMomentum(parameters, gamma=gamma) if gamma else None
+        has_momentum = gamma or codec is not None
+        self.momentum = MergeMomentum(parameters, gamma=gamma) if has_momentum else None
+        self.changes = None if codec is None else MergedChanges(parameters, codec)
         self.protocol = protocol_of(self)
 
     @property
@@ -190,6 +204,7 @@ def protocol_of(rank: Rank) -> MergeProtocol:
         momentum=rank.momentum,
         rank=rank.number,
         states=OptimizerStates(rank.optimizer, list(rank.parameters.values())),
+        changes=rank.changes,
     )
 
 
@@ -197,7 +212,22 @@ def make_ranks(size: int, *, new: Sequence[int] = (), **options: Any) -> list[Ra
     return [Rank(number, is_new=number in new, **options) for number in range(size)]
 
 
-def together(ranks: Sequence[Rank], calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], int]:
+class Dying(Wrapper):
+    """Fails with its third operation, which is within the exchange of models."""
+
+    operations = 0
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        self.operations += 1
+        if self.operations == 3:
+            raise PeerError("the rank dies")
+        return super().start(operation, channel)
+
+
+def together(
+    ranks: Sequence[Rank], calls: Sequence[Callable[[], Any]], *, dies: int | None = None
+) -> tuple[list[Any], int]:
     """What the ranks' calls return, or raise, and how many bytes were sent."""
     generation = Generation(
         number=0,
@@ -209,7 +239,7 @@ def together(ranks: Sequence[Rank], calls: Sequence[Callable[[], Any]]) -> tuple
     drivers: list[Counting] = []
 
     def wrap(driver: Any) -> Counting:
-        drivers.append(Counting(driver))
+        drivers.append(Counting(Dying(driver) if driver.rank == dies else driver))
         return drivers[-1]
 
     outcomes = cluster.outcomes(
@@ -667,3 +697,126 @@ def test_all_wait_for_a_merge_or_none_does() -> None:
     with pytest.raises(MismatchError, match="some ranks wait for this merge"):
         agreed_kind([waits, goes_on])
     assert MergeProposal.from_bytes(goes_on.to_bytes()) == goes_on
+
+
+CODECS = {
+    "linear4": AllChanges("linear4"),
+    "sign": AllChanges("sign"),
+    "sparse": WeightCodec(density=0.1, entries="bfloat16"),
+}
+
+
+def begun(size: int, codec: WeightCodec) -> list[Rank]:
+    """Ranks that hold the same model."""
+    ranks = make_ranks(size, codec=codec)
+    for rank in ranks:
+        rank.begin_at_zero()
+        assert rank.momentum is not None
+        rank.momentum.begin()
+    return ranks
+
+
+def train_apart(ranks: Sequence[Rank], seed: int) -> None:
+    for rank in ranks:
+        draw = torch.Generator().manual_seed(100 * seed + rank.number)
+        for parameter in rank.parameters.values():
+            parameter.detach().add_(torch.randn(parameter.shape, generator=draw))
+
+
+def owed_by(ranks: Sequence[Rank]) -> dict[str, torch.Tensor]:
+    """In all."""
+    states = [rank.changes.state() for rank in ranks if rank.changes is not None]
+    return {
+        name: torch.stack([state[f"owed/{name}"] for state in states]).sum(0)
+        for name in ("rows", "dense")
+    }
+
+
+def mean_of(ranks: Sequence[Rank], weights: Sequence[float]) -> dict[str, torch.Tensor]:
+    return {
+        name: sum(
+            weight / sum(weights) * rank.parameters[name].detach().float()
+            for rank, weight in zip(ranks, weights, strict=True)
+        )
+        for name in ("rows", "dense")
+    }  # type: ignore[return-value]  # there is at least one rank
+
+
+def merged_of(rank: Rank) -> dict[str, torch.Tensor]:
+    """In the type in which means are computed."""
+    assert rank.momentum is not None
+    return dict(zip(rank.parameters, rank.momentum.latest, strict=True))
+
+
+def assert_nothing_is_lost(ranks: Sequence[Rank], weights: list[int], seed: int) -> None:
+    """Train, and merge: merged + owed == mean + what was owed before, on replicas that agree."""
+    train_apart(ranks, seed)
+    mean, before = mean_of(ranks, weights), owed_by(ranks)
+    outcomes, _ = together(ranks, merging(ranks, weights))
+    assert not [one for one in outcomes if isinstance(one, BaseException)]
+    after, merged = owed_by(ranks), merged_of(ranks[0])
+    for name in merged:
+        torch.testing.assert_close(merged[name] + after[name], mean[name] + before[name])
+    assert all(rank.state == ranks[0].state for rank in ranks)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_coded_merges_lose_nothing(size: int, codec: WeightCodec) -> None:
+    ranks = begun(size, codec)
+    for seed in range(3):
+        assert_nothing_is_lost(ranks, [2, 1, 3, 0, 2][:size], seed)
+    assert any(owed.any() for owed in owed_by(ranks).values())
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_coded_merge_that_a_death_makes_void_changes_nothing(
+    size: int, codec: WeightCodec
+) -> None:
+    ranks = begun(size, codec)
+    assert_nothing_is_lost(ranks, [1] * size, seed=0)
+    before = owed_by(ranks[:-1])
+    outcomes, _ = together(ranks, merging(ranks, [1] * size), dies=size - 1)
+    assert all(isinstance(outcome, PeerError) for outcome in outcomes)
+    torch.testing.assert_close(owed_by(ranks[:-1]), before, rtol=0, atol=0)
+    assert_nothing_is_lost(ranks[:-1], [1] * (size - 1), seed=1)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_one_that_joins_coded_merges_has_the_model_of_its_peers(codec: WeightCodec) -> None:
+    ranks = begun(3, codec)
+    assert_nothing_is_lost(ranks[:2], [1, 1], seed=0)
+    ranks[2].group.is_new = True
+    train_apart(ranks, seed=1)
+    together(ranks, merging(ranks, [1, 1, 0]))
+    assert ranks[2].state == ranks[0].state == ranks[1].state
+    assert_nothing_is_lost(ranks, [1, 1, 1], seed=2)
+
+
+def test_what_is_owed_is_saved_and_fits_the_model_alone() -> None:
+    codec = CODECS["sparse"]
+    saved, other = begun(2, codec), MergedChanges({"rows": torch.zeros(20, 3)}, codec)
+    assert_nothing_is_lost(saved, [1, 1], seed=0)
+    resumed = begun(2, codec)
+    for one, two in zip(saved, resumed, strict=True):
+        assert one.changes is not None
+        assert two.changes is not None
+        two.changes.load(one.changes.state())
+    torch.testing.assert_close(owed_by(resumed), owed_by(saved), rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="another model or codec"):
+        resumed[0].changes.load(other.state())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_a_frozen_parameter_travels_whole_and_owes_what_it_has_owed(codec: WeightCodec) -> None:
+    ranks = begun(3, codec)
+    assert_nothing_is_lost(ranks, [1, 1, 1], seed=0)
+    for rank in ranks:
+        rank.rows.requires_grad_(False)
+    before = owed_by(ranks)["rows"]
+    train_apart(ranks, seed=1)
+    mean = mean_of(ranks, [1, 1, 2])["rows"]
+    together(ranks, merging(ranks, [1, 1, 2]))
+    torch.testing.assert_close(ranks[1].rows.detach(), mean)
+    torch.testing.assert_close(owed_by(ranks)["rows"], before, rtol=0, atol=0)

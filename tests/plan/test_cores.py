@@ -100,7 +100,7 @@ def test_padded_passes_leave_cores_to_others() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "work_s"),
-    [("allreduce", 0.32), ("elasticsgd:mega_batch=1", 2.6)],
+    [("allreduce", 0.32), ("elasticsgd:mega_batch=4", 2.6)],
     ids=["gloo", "encrypted messages"],
 )
 def test_bytes_take_cores_as_well(strategy: str, work_s: float) -> None:

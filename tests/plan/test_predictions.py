@@ -98,10 +98,11 @@ def test_an_adam_of_signs_is_predicted_to_send_less_in_each_of_its_phases() -> N
     assert 0 < local < dense / 32 / 8
 
 
+@pytest.mark.parametrize("spec", [f"{LOCAL}:period=5", "elasticsgd"])
 @pytest.mark.parametrize("codec", WEIGHT_CODECS)
-def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str) -> None:
+def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str, spec: str) -> None:
     whole, coded = (
-        predict_step(f"{LOCAL}:period=5{option}", setting()).bytes_per_step
+        predict_step(f"{spec}{option}", setting()).bytes_per_step
         for option in ("", f":codec={codec}")
     )
     assert 0 < coded < whole / 2
@@ -149,6 +150,10 @@ def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
     assert named == cut, "a profile knows no names of layers"
 
 
+WITH_PROPOSALS = 2e-3
+"""A merge begins with what each rank tells of its claims, and ends with a commit."""
+
+
 def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
     """Mega-batches are of 25 steps of four ranks; a merge takes as long as an all-reduce."""
     spec = "adaptive:optimizer_state=local:overlap=false:warmup="
@@ -157,11 +162,13 @@ def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
         return predict_step(f"{spec}{warmup}", replace(setting(), steps=steps)).step_s
 
     # After each of 6 steps, then after every second one.
-    assert step_s(6, range(12)) == pytest.approx(0.3 + 6.0 * 9 / 12)
-    assert step_s(6, range(6, 12)) == pytest.approx(0.3 + 6.0 * 3 / 6)
-    assert step_s(6, range(1000, 1025)) == pytest.approx(0.3 + 6.0 / 25)
-    assert step_s(0, range(12)) == pytest.approx(0.3)
-    assert predict_step(f"{spec}6", setting()).step_s == pytest.approx(0.3 + 6.0 / 25)
+    assert step_s(6, range(12)) == pytest.approx(0.3 + 6.0 * 9 / 12, rel=WITH_PROPOSALS)
+    assert step_s(6, range(6, 12)) == pytest.approx(0.3 + 6.0 * 3 / 6, rel=WITH_PROPOSALS)
+    assert step_s(6, range(1000, 1025)) == pytest.approx(0.3 + 6.0 / 25, rel=WITH_PROPOSALS)
+    assert step_s(0, range(12)) == pytest.approx(0.3, rel=WITH_PROPOSALS)
+    assert predict_step(f"{spec}6", setting()).step_s == pytest.approx(
+        0.3 + 6.0 / 25, rel=WITH_PROPOSALS
+    )
 
 
 def test_merges_beside_training_take_what_training_leaves_of_them() -> None:
@@ -172,11 +179,14 @@ def test_merges_beside_training_take_what_training_leaves_of_them() -> None:
     def step_s(option: str, steps: range) -> float:
         return predict_step(spec + option, replace(setting(), steps=steps)).step_s
 
+    def close(step_s: float) -> float:
+        return pytest.approx(step_s, rel=WITH_PROPOSALS)  # type: ignore[return-value]
+
     assert step_s("", first) == step_s(":overlap=false", first)
-    assert step_s("", later) == step_s(":overlap=true", later) == pytest.approx(0.3)
-    assert step_s(":rule=published", later) == step_s(":overlap=false", later) > 0.5
-    # 9 merges of 6 s in 12 steps of 0.3 s.
-    assert step_s(":overlap=true", first) == pytest.approx(0.3 + (9 * 6.0 - 12 * 0.3) / 12)
+    assert step_s("", later) == step_s(":overlap=true", later) == close(0.3)
+    assert step_s(":rule=published", later) == close(0.3 + 6.0 / 25)
+    # A step of 0.3 s, and then one beside each of 8 merges of 6 s; the ninth goes on behind them.
+    assert step_s(":overlap=true", first) == close((0.3 + 8 * 6.0) / 12)
 
 
 @pytest.mark.parametrize("moments", [0, 1, 2])
@@ -187,7 +197,7 @@ def test_an_averaged_state_is_sent_with_the_model(name: str, moments: int) -> No
         predict_step(f"{name}:optimizer_state={state}", where).bytes_per_step
         for state in ("averaged", "local")
     )
-    assert averaged == pytest.approx((1 + moments) * local, rel=WITH_TALLIES)
+    assert averaged == pytest.approx((1 + moments) * local, rel=WITH_PROPOSALS)
 
 
 @pytest.mark.parametrize(

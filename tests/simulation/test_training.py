@@ -21,16 +21,19 @@ from offbeat.errors import WireError
 from offbeat.kfac.curvature import Curvature
 from offbeat.simulation.training import (
     REMEMBERED_STEPS,
+    Common,
     SimulatedRank,
     Timeline,
     carry_out,
     with_lead_in,
 )
+from offbeat.strategies.adaptive import AdaptiveSGD
 from offbeat.strategies.adpsgd import ADPSGD
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.dpsgd import DPSGD
 from offbeat.strategies.eagersgd import EagerSGD
 from offbeat.strategies.ef21 import EF21
+from offbeat.strategies.elasticsgd import ElasticSGD
 from offbeat.strategies.kfac import DKFAC, DPKFAC, MPDKFAC, SPDKFAC, KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.sgp import SGP
@@ -51,7 +54,12 @@ class Tensor:
 
 
 TIMELINE = Timeline(
-    tensors=[Tensor(1.0), Tensor(0.5)], forward_s=1.0, backward_s=2.0, optimizer_s=0.25, moments=1
+    tensors=[Tensor(1.0), Tensor(0.5)],
+    forward_s=1.0,
+    backward_s=2.0,
+    optimizer_s=0.25,
+    moments=1,
+    batch_size=12,
 )
 
 
@@ -60,19 +68,26 @@ class Device:
 
     shared = 0.0
 
-    def __init__(self, cluster: VirtualCluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: VirtualCluster, rank: int, common: Common, speed: float) -> None:
+        self.cluster, self.rank, self.common, self.speed = cluster, rank, common, speed
         self.ends_s: dict[int, float] = {}
         self.beside_s = 0.0
+        self.begun: list[tuple[float, float]] = []
+
+    def batch_begins(self, done: float) -> None:
+        self.begun.append((done, self.cluster.now_s))
+
+    def asking(self) -> Collective[None]:
+        yield Sleep(2**-10)
 
     def step_begins(self, step: int) -> Collective[None]:
         yield Sleep(0.0)
 
-    def forward_ended(self, step: int, coming_s: float) -> Collective[None]:
+    def forward_ended(self, step: int, size: float, coming_s: float) -> Collective[None]:
         yield Sleep(0.0)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
-        yield Sleep(seconds)
+        yield Sleep(seconds / self.speed)
 
     def copying_s(self, num_bytes: float) -> float:
         return num_bytes / 1e9
@@ -112,10 +127,16 @@ def trained(
     workers: int = 2,
     link: VirtualLink | None = None,
     timeline: Timeline = TIMELINE,
+    speeds: Sequence[float] = (1.0,) * 4,
 ) -> tuple[list[SimulatedRank], VirtualCluster]:
     cluster = VirtualCluster(workers, link=link, weightless=True)
-    ranks = [SimulatedRank(driver, Device(cluster)) for driver in cluster.drivers]
-    carry_out(cluster, [rank.train(strategy, timeline, with_lead_in(steps)) for rank in ranks])
+    common = Common(workers)
+    ranks = [
+        SimulatedRank(driver, Device(cluster, driver.rank, common, speeds[driver.rank]))
+        for driver in cluster.drivers
+    ]
+    taken = steps if strategy.shares_samples else with_lead_in(steps)
+    carry_out(cluster, [rank.train(strategy, timeline, taken) for rank in ranks])
     return ranks, cluster
 
 
@@ -339,3 +360,41 @@ def test_factors_take_their_time_where_layers_are_seen(
     inverted_s = 0.5 * num_inverted
     expected_s = [3.25 + looked_s + inverted_s, 3.25, 3.25 + looked_s, 3.25]
     assert durations_s == pytest.approx(expected_s, abs=1e-3)
+
+
+def _handed_out(ranks: Sequence[SimulatedRank]) -> list[list[float]]:
+    """When each rank was handed a batch, or came to the end, since the last mega-batches began."""
+    devices = [rank.machine for rank in ranks]
+    return [
+        [when_s for done, when_s in device.begun if done >= 4000]
+        for device in devices
+        if isinstance(device, Device)
+    ]
+
+
+def test_batches_and_merges_of_a_simulation_are_those_of_the_loader() -> None:
+    """A rank of three times the speed has batches of 18 samples where the other one has 6."""
+    steps, speeds = range(4000, 4004), (3.0, 1.0)
+    strategy = AdaptiveSGD(mega_batch=4, warmup=0, overlap=False, optimizer_state="local")
+    link = VirtualLink(bytes_per_s=2**22)  # 2 s for a merge of 8 MiB
+    fast, slow = _handed_out(trained(strategy, steps, speeds=speeds, link=link)[0])
+    # Two batches each, then a merge. A step of the optimizer takes as long for any batch.
+    assert np.diff(slow) == pytest.approx([1.75, 1.75 + 2.0] * 2, rel=0.02)
+    assert np.diff(fast) == pytest.approx([4.75 / 3, 5.5 - 4.75 / 3] * 2, rel=0.02)
+
+
+def test_a_merge_that_is_overlapped_goes_on_beside_batches() -> None:
+    steps, link = range(4000, 4004), VirtualLink(bytes_per_s=2**22)
+    strategy = AdaptiveSGD(mega_batch=4, warmup=0, optimizer_state="local")
+    ranks, cluster = trained(strategy, steps, link=link)
+    *begun, end = _handed_out(ranks)[0]
+    assert np.diff(begun) == pytest.approx([3.25] * 3, rel=0.02)
+    assert end - begun[-1] == pytest.approx(3.25 + 2.0, rel=0.02)  # it waits for the last one
+    assert cluster.bytes_sent[0] == pytest.approx(4 * 2 * NUM_ELEMENTS * 4, rel=0.01)
+
+
+def test_equal_shares_wait_for_the_slowest_at_each_merge() -> None:
+    strategy = ElasticSGD(mega_batch=4)
+    begun = _handed_out(trained(strategy, range(4000, 4004), speeds=(3.0, 1.0))[0])
+    assert np.diff(begun[1]) == pytest.approx([3.25] * 4, rel=0.02)
+    assert np.diff(begun[0])[:2] == pytest.approx([3.25 / 3, 6.5 - 3.25 / 3], rel=0.02)

@@ -167,7 +167,12 @@ def test_a_thread_of_a_rank_waits_for_what_another_one_does_beside_it() -> None:
     def job() -> None:
         changed = thread.condition()
         receiving = Pending(thread, receive(), 7)
-        join = thread.beside(receiving, lambda: seen.append("over"), name="receiver", levels=0)
+
+        def beside() -> None:
+            receiving.wait()
+            seen.append("over")
+
+        join = thread.beside(beside, name="receiver")
         with changed:
             seen.append((changed.wait_for(lambda: bool(came), 0.5), thread.now_s(0)))
             seen.append((changed.wait_for(lambda: bool(came)), thread.now_s(0)))

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
+import torch
 
 from offbeat.codec.model_wire import Values
+from offbeat.codec.weightless import WeightlessVector
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
@@ -35,7 +38,8 @@ def weighted_mean(
         rank: this rank.
         weights: of each rank, >= 0, not all zero; the same on all ranks.
         values: this rank's, shape (num_elements,); not read, and may be None, where its weight is
-            0. They must not change before all ranks have the result.
+            0. They must not change before all ranks have the result. In a simulation a tensor
+            without content, on all ranks.
         num_elements: the same on all ranks.
         dtype: of all values, float32 or float64.
 
@@ -54,8 +58,12 @@ def weighted_mean(
     if weights[rank]:
         assert values is not None
         for peer in peers:
-            yield Send(peer, _bytes_of(values[regions[peer]]))
-    own = np.zeros(bounds[rank + 1] - bounds[rank], dtype)
+            yield Send(peer, _bytes_of(values[regions[peer]], num_elements))
+    if isinstance(values, torch.Tensor):
+        own, result = values[regions[rank]], values
+    else:
+        own = np.zeros(bounds[rank + 1] - bounds[rank], dtype)
+        result = np.empty(num_elements, dtype)
     # In the order of the ranks, not of arrival, since floating-point sums depend on it.
     for sender in (sender for sender, weight in enumerate(weights) if weight):
         if sender == rank:
@@ -64,10 +72,9 @@ def weighted_mean(
         else:
             part = _read((yield Recv(sender)), dtype, own.size, sender)
         own += part * dtype.type(weights[sender] / total)
-    result = np.empty(num_elements, dtype)
     result[regions[rank]] = own
     for peer in peers:
-        yield Send(peer, _bytes_of(own))
+        yield Send(peer, _bytes_of(own, num_elements))
     for peer in peers:
         result[regions[peer]] = _read(
             (yield Recv(peer)), dtype, bounds[peer + 1] - bounds[peer], peer
@@ -75,11 +82,17 @@ def weighted_mean(
     return result
 
 
-def _bytes_of(values: Values) -> memoryview:
+def _bytes_of(values: Values, num_elements: int) -> memoryview:
+    """As they travel: those of a vector of so many."""
+    if isinstance(values, torch.Tensor):
+        whole = num_elements * values.itemsize
+        return cast(memoryview, WeightlessVector(values.nbytes, values, whole))
     return values.view(np.uint8).data
 
 
 def _read(payload: Payload, dtype: np.dtype[np.floating], count: int, sender: int) -> Values:
+    if isinstance(payload, WeightlessVector):
+        return cast(Values, payload.content)
     num_bytes = memoryview(payload).nbytes
     if num_bytes != count * dtype.itemsize:
         raise WireError(

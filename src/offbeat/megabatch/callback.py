@@ -5,7 +5,6 @@ sizes and learning rates follow the workers' speeds.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,8 +15,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
@@ -32,16 +32,18 @@ from offbeat.megabatch.batch_sizes import (
     square_root_rate,
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
+from offbeat.megabatch.coded_merge import MergedChanges
 from offbeat.megabatch.merge import (
     MergedSnapshot,
     MergeOutcome,
     MergeProtocol,
     ModelSnapshot,
 )
-from offbeat.megabatch.merge_momentum import MergeMomentum
+from offbeat.megabatch.merge_momentum import GAMMA, MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import Generations
+from offbeat.transport.driver import Driver
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
@@ -69,6 +71,7 @@ class MegaBatchPlan:
             grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
         overlap: the merges while which ranks go on training: all of them, those of whole
             mega-batches, or none.
+        codec: how changes of weights travel; None: weights travel whole.
     """
 
     mega_batch: int
@@ -78,6 +81,7 @@ class MegaBatchPlan:
     rate_scaling: RateScaling = "auto"
     warmup: int = 0
     overlap: Literal["all", "whole", "none"] = "none"
+    codec: WeightCodec | None = None
 
     def bounds(self, base: int, memory_limit: int | None = None) -> Bounds:
         """Of the batch size of a rank with this memory limit, where the base size is `base`."""
@@ -195,7 +199,7 @@ class MegaBatchCallback(Callback):
         self.start_step = 0
         self._weights, self._plan, self._rank = weights, plan, rank
         self._notices, self._optimizer = context.notices, optimizer
-        self.group, self._record_wait = group, context.record_wait
+        self.group, self._record_wait, self._driver = group, context.record_wait, context.driver
         self.device = next((p.device for p in weights.parameters.values()), torch.device("cpu"))
         self._on_merge = context.on_merge
         self._memory_limit: int | None = None
@@ -213,7 +217,14 @@ class MegaBatchCallback(Callback):
         self._pace_before = Pace()  # without what is being merged
         self._binding: Mapping[int, str] = {}
         self._said_that_rates_differ = self._said_what_stays_local = False
-        self._momentum = MergeMomentum(weights.parameters) if plan.rule == "published" else None
+        gamma = GAMMA if plan.rule == "published" else 0.0
+        has_codec = plan.codec is not None
+        self._momentum = (
+            MergeMomentum(weights.parameters, gamma=gamma) if gamma or has_codec else None
+        )
+        self._changes = (
+            None if plan.codec is None else MergedChanges(weights.parameters, plan.codec)
+        )
         self._protocol = MergeProtocol(
             weights,
             group=group,
@@ -225,10 +236,12 @@ class MegaBatchCallback(Callback):
                 if plan.merges_optimizer_state
                 else None
             ),
+            changes=self._changes,
         )
         self._generations: Generations | None = None
         if plan.overlap != "none":
-            warm(parameter.dtype for parameter in weights.parameters.values())
+            # On other devices the arithmetic is torch's.
+            warm(p.dtype for p in weights.parameters.values() if p.device.type == "cpu")
         try:
             self._generations = context.enter(group)
             if group.is_new:
@@ -488,7 +501,7 @@ class MegaBatchCallback(Callback):
             self._momentum.begin()
         with torch.no_grad():
             snapshot = self._protocol.freeze(report)
-        self._under_way = _MergeUnderWay(self._protocol, snapshot)
+        self._under_way = _MergeUnderWay(self._protocol, snapshot, self._driver)
 
     def _end_merge(self) -> None:
         """Wait for the merge that is under way, if any, and take it over."""
@@ -711,7 +724,13 @@ class MegaBatchCallback(Callback):
             "busy_s": so_far.busy_s,
             "missed_rounds": self._missed_rounds,
         }
-        return {"replicated": counts | momentum, "local": pace | self._weights.counter_state()}
+        state: CallbackState = {
+            "replicated": counts | momentum,
+            "local": pace | self._weights.counter_state(),
+        }
+        if self._changes is not None:
+            state["additive"] = self._changes.state()
+        return state
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -722,6 +741,8 @@ class MegaBatchCallback(Callback):
             self._momentum.load(
                 {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
             )
+        if self._changes is not None:
+            self._changes.load(state.get("additive", {}))
         if self._under_way is not None:
             self._under_way.is_dropped = True  # It is of another model.
         self._taken = None
@@ -767,19 +788,18 @@ class _MergeUnderWay:
     Args:
         protocol: of this rank.
         snapshot: that is merged.
+        driver: beside whose training it goes on.
 
     Attributes:
         is_dropped: whether nobody wants its outcome any more.
     """
 
-    def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot) -> None:
+    def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot, driver: Driver) -> None:
         self.is_dropped = False
         self._protocol, self._snapshot = protocol, snapshot
         self._merged: Future[MergedSnapshot] = Future()
-        self._thread: threading.Thread | None = None
-        if snapshot.report.following is not None:
-            self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
-            self._thread.start()
+        goes_on = snapshot.report.following is not None
+        self._join = driver.beside(self._run, name="offbeat-merge") if goes_on else None
 
     def is_over(self) -> bool:
         """Whether `merged` would return, or raise, at once."""
@@ -787,8 +807,8 @@ class _MergeUnderWay:
 
     def wait(self) -> float:
         """Returns the seconds that the caller has spent on laying vectors out."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._join is not None:
+            self._join()
             return 0.0
         if not self._merged.done():
             self._run()

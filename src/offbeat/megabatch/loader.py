@@ -645,16 +645,16 @@ class DispatchLoader(Callback):
         for begin, end in claim.spans:
             passes = begin // self._num_samples
             first = passes * self._num_samples
-            order = self._order_of(self.epoch + passes)
-            found += order[begin - first : end - first].tolist()
+            if self._shuffles:
+                order = self._order_of(self.epoch + passes)
+                found += order[begin - first : end - first].tolist()
+            else:
+                found += range(begin - first, end - first)
         return found
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
-            order = order_of(
-                self._num_samples, seed=self._seed, epoch=epoch, shuffles=self._shuffles
-            )
-            self._order = epoch, order
+            self._order = epoch, order_of(self._num_samples, seed=self._seed, epoch=epoch)
         return self._order[1]
 
     # State

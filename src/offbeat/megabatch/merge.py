@@ -43,6 +43,7 @@ from offbeat.codec.model_wire import Counters, Values
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import ConfigError, PeerError
+from offbeat.megabatch.coded_merge import MergedChanges, Owed
 from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import (
     MergeProposal,
@@ -88,6 +89,7 @@ class ModelMean:
         weights: of each member's model in the mean, by position in the generation.
         joiner_state: what a member that is new needs besides the model; None elsewhere.
         encode_s: seconds that were spent on laying vectors out.
+        owed: what this member owes then, where changes are coded.
     """
 
     values: Values
@@ -101,6 +103,7 @@ class ModelMean:
     weights: Sequence[float]
     joiner_state: Payload | None
     encode_s: float
+    owed: Owed | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -155,6 +158,7 @@ class ModelSnapshot:
         rows_known_since: number of the merge that `copies` are from; None: there are none.
         copies: of the sparse parameters, as the last merge left them, by position.
         sparse: positions of the parameters whose gradient has been sparse here.
+        frozen: positions of the parameters that do not train.
     """
 
     report: TrainerReport
@@ -168,6 +172,7 @@ class ModelSnapshot:
     rows_known_since: int | None
     copies: Mapping[int, torch.Tensor]
     sparse: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -201,6 +206,8 @@ class MergeProtocol:
         momentum: added in each merge; None: none.
         rank: this rank.
         states: of the optimizer, merged with the model; None: they stay each rank's own.
+        changes: in place of which models travel; None: they travel whole. Needs a momentum, which
+            may be 0, for the model that they begin with.
 
     Attributes:
         rows: those that have changed since the last merge.
@@ -218,6 +225,7 @@ class MergeProtocol:
         momentum: MergeMomentum | None,
         rank: int,
         states: OptimizerStates | None = None,
+        changes: MergedChanges | None = None,
     ) -> None:
         self._parameters = list(weights.parameters.values())
         self.rows = TouchedRows(self._parameters)
@@ -225,7 +233,7 @@ class MergeProtocol:
         self.encode_s = 0.0
         self._weights, self._group, self._weigh = weights, group, weigh
         self._momentum, self._rank = momentum, rank
-        self._states = states
+        self._states, self._changes = states, changes
         self._layout = Staging(weights.tensors())
 
     # What a trainer can ask for
@@ -318,6 +326,7 @@ class MergeProtocol:
             rows_known_since=self.rows.known_since,
             copies=self.rows.copies,
             sparse=tuple(sorted(self.rows.sparse)),
+            frozen=tuple(n for n, p in enumerate(self._parameters) if not p.requires_grad),
         )
         _synchronize(snapshot.tensors)
         self.encode_s += time.perf_counter() - begin_s
@@ -425,6 +434,8 @@ class MergeProtocol:
         self._weights.write_counters(counters)
         if self._momentum is not None:
             self._momentum.move_to(over.merged)
+        if self._changes is not None and mean.owed is not None:
+            self._changes.owed = mean.owed
         self.num_merges = outcome.reference.num_merges + 1
         self.num_exchanges += 1
         self.rows.keep(over.copies, self.num_merges)
@@ -537,7 +548,7 @@ class MergeProtocol:
             [each.states for each in proposals], weights, num_parameters=len(self._parameters)
         )
         if outcome.kind in ("merge", own.proposal.kind):
-            if outcome.kind == "merge":
+            if outcome.kind == "merge" and self._changes is None:
                 rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
             whole = own.model.tensors
@@ -561,24 +572,31 @@ class MergeProtocol:
             layout = Staging(tensors) if rows or names else own.model.layout
             num_elements, dtype = layout.num_elements, layout.dtype
             encode_s += time.perf_counter() - begin_s
-        values = None
+        begin_s = time.perf_counter()
+        values = None if layout is None else layout.read(tensors)
         if weights[position]:
-            assert layout is not None, "a member with a weight has proposed what is done"
-            begin_s = time.perf_counter()
-            values = layout.read(tensors)
+            assert values is not None, "a member with a weight has proposed what is done"
             # Checked before anything is sent: one bad model would spoil the models of all peers.
-            require_finite([torch.from_numpy(values)], rank=self._rank)
-            encode_s += time.perf_counter() - begin_s
-        mean = yield from weighted_mean(
-            position, weights, values, num_elements=num_elements, dtype=dtype
-        )
+            require_finite([torch.as_tensor(values)], rank=self._rank)
+        encode_s += time.perf_counter() - begin_s
+        joiner_state, owed = (yield from self._send_to_joiners(outcome, position)), None
+        if outcome.kind == "merge" and self._changes is not None:
+            assert layout is not None, "what is merged is laid out"
+            if joiner_state is not None and self._momentum is not None:
+                self._momentum.from_bytes(joiner_state)
+            mean, owed = yield from self._merge_changes(
+                position, weights, own.model, tensors, layout, is_new=own.proposal.is_new
+            )
+        else:
+            mean = yield from weighted_mean(
+                position, weights, values, num_elements=num_elements, dtype=dtype
+            )
         if layout is not None and states:
             first = len(whole) - sum(map(len, states.values()))
             _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
         counters = own.model.counters
         if outcome.reference.num_counters:
             counters = yield from gather_largest(position, parties, own.model.counters)
-        joiner_state = yield from self._send_to_joiners(outcome, position)
         return ModelMean(
             values=mean,
             staging=layout,
@@ -591,7 +609,55 @@ class MergeProtocol:
             weights=weights,
             joiner_state=joiner_state,
             encode_s=encode_s,
+            owed=owed,
         )
+
+    def _merge_changes(
+        self,
+        position: int,
+        weights: Sequence[float],
+        model: ModelSnapshot,
+        tensors: Sequence[torch.Tensor],
+        layout: Staging,
+        *,
+        is_new: bool,
+    ) -> Collective[tuple[Values, Owed]]:
+        """The mean by changes of parameters, and what this member owes then. What else is merged
+        travels whole.
+
+        Args:
+            position: of this member.
+            weights: of each member's model.
+            model: this member's.
+            tensors: its own, and the optimizer's states.
+            layout: of them.
+            is_new: whether the model counts for nothing.
+        """
+        assert self._changes is not None, "asked before"
+        assert self._momentum is not None, "it has the model that changes begin with"
+        number = len(self._parameters)
+        merged, owed = yield from self._changes.merged(
+            position,
+            weights,
+            base=self._momentum.latest,
+            mine=None if is_new else model.tensors[:number],
+            frozen=model.frozen,
+        )
+        merged += tensors[number:]
+        if others := [*model.frozen, *range(number, len(tensors))]:
+            staging = Staging([tensors[other] for other in others])
+            values = yield from weighted_mean(
+                position,
+                weights,
+                staging.read([tensors[other] for other in others]),
+                num_elements=staging.num_elements,
+                dtype=staging.dtype,
+            )
+            for other in others:
+                kind = torch.promote_types(tensors[other].dtype, torch.float32)
+                merged[other] = torch.empty_like(tensors[other], dtype=kind)
+            staging.write_(values, [merged[other] for other in others])
+        return layout.read(merged), owed
 
     def _union_of_rows(
         self, outcome: MergeOutcome, touched: Mapping[int, RowSet], position: int

@@ -39,7 +39,7 @@ def with_momentum(
     >>> with_momentum(3.0, 2.0, 1.0, gamma=0.5), with_momentum(3.0, 2.0, None)
     (3.5, 3.0)
     """
-    return merged if before is None else merged + gamma * (latest - before)
+    return merged if before is None or not gamma else merged + gamma * (latest - before)
 
 
 class MergeMomentum:
@@ -47,7 +47,7 @@ class MergeMomentum:
 
     Args:
         parameters: by name.
-        gamma: in [0, 1).
+        gamma: in [0, 1); 0: only the latest model is kept.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float = GAMMA) -> None:
@@ -65,6 +65,11 @@ class MergeMomentum:
                 name: _widened(parameter).clone() for name, parameter in self._parameters.items()
             }
 
+    @property
+    def latest(self) -> list[torch.Tensor]:
+        """The model of the last merge, or with which the first mega-batch began."""
+        return [*self._latest.values()]
+
     def added_to(self, merged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What becomes of the merged parameters, in the model's order, in the type in which means
         are computed. One that was frozen meanwhile stays at the mean.
@@ -78,7 +83,7 @@ class MergeMomentum:
 
     def move_to(self, merged: Sequence[torch.Tensor]) -> None:
         """A merge is final, and `merged` is what it has made of the parameters."""
-        self._before = self._latest
+        self._before = self._latest if self._gamma else {}
         self._latest = {
             name: model.clone() for name, model in zip(self._parameters, merged, strict=False)
         }

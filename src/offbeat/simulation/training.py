@@ -3,6 +3,7 @@ without content, on a virtual cluster.
 
     build the strategy, as a session does
     for each step
+        where ranks share samples out: the strategy's loader says how many this rank's batch has
         the forward pass takes its time; who looks into layers sees one after the other
         gradients become ready, one after the other, as long after each other as a profile says
         the optimizer's step takes its time
@@ -16,12 +17,14 @@ Products and decompositions of matrices take their time when a callback makes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
+from torch.distributed import HashStore
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
@@ -38,7 +41,12 @@ from offbeat.codec.weightless import (
 )
 from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError
+from offbeat.megabatch.callback import MegaBatchCallback
+from offbeat.megabatch.claims import ClaimLog
+from offbeat.megabatch.fetching import Fetcher
+from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
+from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import GenerationHost
 from offbeat.simulation.codec import WeightlessCodec
 from offbeat.simulation.memory import kept_bytes
@@ -53,7 +61,7 @@ from offbeat.transport.operations import (
     Send,
 )
 from offbeat.transport.virtual import VirtualCluster
-from offbeat.transport.virtual_driver import VirtualThread
+from offbeat.transport.virtual_driver import Job, VirtualThread
 
 T = TypeVar("T")
 
@@ -65,8 +73,27 @@ before it are: what is chosen in the first steps has been chosen by then.
 LEAD_IN: Final = 3
 """Steps before one in the middle of a run, so that what is measured in steps has been."""
 
+_MEGA_BATCHES_BEFORE: Final = 2
+"""Of a late one, so that batch sizes follow speeds, and a merge is under way."""
+
 _CHOICES_EVERY: Final = 500  # exchanges, by which numbers of measured exchanges are rounded
 _COUNTS, _LEFT = frozenset({"num_steps", "num_averages", "exchanges", "step"}), "num_left"
+
+
+class Common:
+    """What the ranks of a run share.
+
+    Attributes:
+        store: the run's.
+        handed_out: how many batches of the usual size the loader of each rank has handed out, if
+            ranks share samples out.
+        before: those of all ranks before the simulation.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.store = HashStore()
+        self.handed_out = [0.0] * world_size
+        self.before = 0.0
 
 
 class Machine(Protocol):
@@ -74,17 +101,30 @@ class Machine(Protocol):
 
     Attributes:
         shared: which part of one rank's largest entries another rank has too, 0 to 1.
+        common: the same on all ranks.
     """
 
     shared: float
+    common: Common
+
+    def batch_begins(self, done: float) -> None:
+        """The rank is about to train, or to be handed a batch of its loader's, or has done with
+        them. So many of the usual size have been handed out to all ranks; where shares are equal,
+        to so many times the slowest.
+        """
+        ...
+
+    def asking(self) -> Collective[None]:
+        """The way to the run's store, and back."""
+        ...
 
     def step_begins(self, step: int) -> Collective[None]:
         """The rank begins a step, counted from 0, once it is not delayed any longer."""
         ...
 
-    def forward_ended(self, step: int, coming_s: float) -> Collective[None]:
-        """Whatever comes between the passes, where callbacks are going to compute for `coming_s` in
-        the backward pass.
+    def forward_ended(self, step: int, size: float, coming_s: float) -> Collective[None]:
+        """Whatever comes between the passes of a batch `size` times the usual one, where callbacks
+        are going to compute for `coming_s` in the backward pass.
         """
         ...
 
@@ -186,7 +226,7 @@ class Timeline:
         moments: what the optimizer keeps of each parameter, in tensors of its size.
         layers: whose inputs and outputs callbacks may look at, in the order of the forward pass.
         looks_s: what it takes to multiply all inputs and all outputs of layers by themselves.
-        batch_size: samples.
+        batch_size: of the usual batch, in samples.
     """
 
     tensors: Sequence[Sized]
@@ -227,12 +267,12 @@ class SimulatedRank(VirtualThread):
         self.step = 0
         self._published = -1
         self._coded: WeightlessCode | None = None
-        self._owed_s = 0.0
+        self._owed_s: defaultdict[Job | None, float] = defaultdict(float)
         self._look_s: float | None = None
 
     def compute(self, seconds: float) -> None:
         """The clock goes on when this rank does something that others see."""
-        self._owed_s += seconds
+        self._owed_s[self.job] += seconds
 
     def encode(self, seconds: float) -> None:
         """Compute for the exchange."""
@@ -308,21 +348,26 @@ class SimulatedRank(VirtualThread):
     def _publish(self, num_bytes: int) -> None:
         self.encode(self.machine.publishing_s(num_bytes))
 
+    def ask_store(self) -> None:
+        """Wait for an answer of the run's store. One within a collective takes no time here."""
+        if self.is_awake:
+            self.run(self.machine.asking(), 0)
+
     @override
     def catch_up(self) -> None:
-        if self._owed_s and self.is_awake:
-            seconds, self._owed_s = self._owed_s, 0.0
+        if self.is_awake and (seconds := self._owed_s.pop(self.job, 0.0)):
             self.run(self.machine.computing(self.step, seconds), 0)
 
     def train(
-        self, strategy: Buildable, timeline: Timeline, steps: Iterable[int]
+        self, strategy: Buildable, timeline: Timeline, steps: Collection[int]
     ) -> Collective[None]:
         """Take `steps`, and no others.
 
         Args:
             strategy: whose callbacks get the events.
             timeline: of a step.
-            steps: counted from 0, ascending; see `with_lead_in`.
+            steps: counted from 0, ascending; see `with_lead_in`. Where ranks share samples out,
+                batches of all ranks together, of the usual size.
         """
         weightless = with_codecs(strategy, self._without_content)
         return self.carry(lambda: self._train(weightless, timeline, steps))
@@ -337,7 +382,7 @@ class SimulatedRank(VirtualThread):
             codec, selected=selected, shared=machine.shared, lay_out=machine.lay_out
         )
 
-    def _train(self, strategy: Buildable, timeline: Timeline, steps: Iterable[int]) -> None:
+    def _train(self, strategy: Buildable, timeline: Timeline, steps: Collection[int]) -> None:
         computes: dict[str, Callable[..., None]] = {
             "mm": self._multiply_thin,
             "addmm_": self._multiply_thin,
@@ -359,25 +404,33 @@ class SimulatedRank(VirtualThread):
                 optimizer=optimizer,
                 model=model,
                 enter=lambda host: self._enter(host, parameters.values()),
+                own_store=self._own_store,
             )
-            callbacks = strategy.build(context)
+            callbacks = list(strategy.build(context))
             gradients = [parameter.detach() for parameter in model.tensors]
-            taken = 0
-            for self.step in steps:
-                if self.step != taken:
-                    _go_on_from(callbacks, self.step)
-                taken = self.step + 1
-                self._take_step(callbacks, model, gradients, timeline)
-            for callback in callbacks:  # of ranks that go on, none must wait for this one
-                callback.on_finish()
+            take_step = partial(self._take_step, callbacks, model, gradients, timeline)
+            policy = next((one for one in callbacks if isinstance(one, MegaBatchCallback)), None)
+            if policy is not None:
+                batches = range(min(steps), max(steps) + 1)
+                loader = self._loader(policy, timeline.batch_size, batches)
+                callbacks.append(loader)
+                self._share_out(
+                    loader,
+                    timeline.batch_size,
+                    batches,
+                    take_step,
+                    is_equal=policy.shares_equally,
+                )
+            else:
+                taken = 0
+                for self.step in steps:
+                    if self.step != taken:
+                        _go_on_from(callbacks, self.step)
+                    taken = self.step + 1
+                    take_step()
+                for callback in callbacks:  # of ranks that go on, none must wait for this one
+                    callback.on_finish()
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
-
-    def _enter(self, host: GenerationHost, parameters: Iterable[torch.Tensor]) -> None:
-        """Make `host` a member of the only generation."""
-        num_elements = sum(parameter.numel() for parameter in parameters)
-        host.begin(
-            Generation.of_founders(self.world_size), self.rank, _Miniatures(self, num_elements)
-        )
 
     def _take_step(
         self,
@@ -385,26 +438,27 @@ class SimulatedRank(VirtualThread):
         model: _Model,
         gradients: Sequence[torch.Tensor],
         timeline: Timeline,
+        size: float = 1.0,
     ) -> None:
         for callback in callbacks:
             callback.on_forward_begins(trains=True)
         self.catch_up()
         self.run(self.machine.step_begins(self.step), 0)
-        model()
+        model(size)
         self.catch_up()
-        self.run(self.machine.forward_ended(self.step, model.coming_s), 0)
+        self.run(self.machine.forward_ended(self.step, size, model.coming_s), 0)
         for callback in callbacks:
             callback.on_backward_begins(synchronised=True)
-        tensors, now = timeline.tensors, 0.0
+        tensors, now, backward_s = timeline.tensors, 0.0, size * timeline.backward_s
         # Those of the last layers come first.
         for index in sorted(range(len(tensors)), key=lambda index: (tensors[index].ready, -index)):
-            self.compute((tensors[index].ready - now) * timeline.backward_s)
+            self.compute((tensors[index].ready - now) * backward_s)
             now = tensors[index].ready
             model.backward(index)
             model.tensors[index].grad = gradients[index]
             for callback in callbacks:
                 callback.on_gradient_ready(index, synchronised=True)
-        self.compute((1 - now) * timeline.backward_s)
+        self.compute((1 - now) * backward_s)
         for callback in callbacks:
             callback.on_backward_done(synchronised=True)
         for callback in callbacks:
@@ -412,12 +466,109 @@ class SimulatedRank(VirtualThread):
         for callback in callbacks:
             callback.on_before_update()
         self.compute(timeline.optimizer_s)
+        self.catch_up()  # it matters what peers have done by then
         for callback in callbacks:
             callback.on_after_step()
         for parameter in model.tensors:
             parameter.grad = None
         self.catch_up()
         self.machine.step_ended(self.step)
+
+    def _enter(self, host: GenerationHost, parameters: Iterable[torch.Tensor]) -> None:
+        """Make `host` a member of the only generation."""
+        driver: Driver = self
+        if not isinstance(host, AtomicGroup):  # which computes with what it sends
+            driver = _Miniatures(self, sum(parameter.numel() for parameter in parameters))
+        host.begin(Generation.of_founders(self.world_size), self.rank, driver)
+
+    def _own_store(self) -> HashStore:
+        return _AskedStore(self, self.machine.common.store)  # type: ignore[return-value]  # as one of torch
+
+    @override
+    def beside(
+        self, job: Callable[[], None], *, name: str, levels: int = 0
+    ) -> Callable[[], object]:
+        def weightless_job() -> None:
+            with WeightlessReads(), torch.no_grad():
+                job()
+
+        return super().beside(weightless_job, name=name, levels=levels)
+
+    def _loader(self, policy: MegaBatchCallback, batch_size: int, steps: range) -> DispatchLoader:
+        """Of batches without content, in a pass over the data that `steps` do not end."""
+        policy.feed(batch_size, dict.fromkeys(range(self.world_size)))
+        size = policy.samples_of_mega_batch
+        loader = DispatchLoader(
+            _NoData(size * (batch_size * steps.stop // size + 3)),
+            log=ClaimLog(self._own_store()),
+            policy=policy,
+            seed=0,
+            shuffles=False,
+            rank=self.rank,
+            notify=lambda remark: None,
+            clock=lambda: self.now_s(0),
+        )
+        first = batch_size * steps.start // size - _MEGA_BATCHES_BEFORE
+        if steps.start > REMEMBERED_STEPS * self.world_size and first > 0:
+            place = {"epoch": 0, "mega_batch": first, "claims": (), "updates": 0, "busy_s": 0.0}
+            loader.load_state_dict({"local": place})
+            self.machine.common.before = first * size / batch_size
+        return loader
+
+    def _share_out(
+        self,
+        loader: DispatchLoader,
+        batch_size: int,
+        steps: range,
+        take_step: Callable[[float], None],
+        *,
+        is_equal: bool,
+    ) -> None:
+        """Train until the mega-batch behind `steps` is merged."""
+        common, machine = self.machine.common, self.machine
+
+        def note() -> None:
+            out = common.handed_out
+            done = common.before + (len(out) * min(out) if is_equal else sum(out))
+            machine.batch_begins(max(done, loader.num_samples_merged / batch_size))
+
+        note()
+        while loader.num_samples_merged <= batch_size * steps.stop:
+            for num_samples in loader.one_mega_batch(goes_on=True):
+                self.catch_up()
+                note()
+                common.handed_out[self.rank] += num_samples / batch_size
+                take_step(num_samples / batch_size)
+                self.step += 1
+        loader.end_merge()
+        note()
+
+
+class _AskedStore:
+    """The run's store, of which each answer takes its time."""
+
+    def __init__(self, rank: SimulatedRank, store: HashStore) -> None:
+        self._rank, self._store = rank, store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def answer(*asked: Any) -> Any:
+            self._rank.ask_store()
+            return getattr(self._store, name)(*asked)
+
+        return answer
+
+
+class _NoData(Fetcher):
+    """Gives the number of samples in the place of a batch."""
+
+    batches_ahead = 0
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    @override
+    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[int]:
+        return map(len, numbers)
 
 
 class _Model(torch.nn.Module):
@@ -450,7 +601,8 @@ class _Model(torch.nn.Module):
         self._look_s = timeline.looks_s / (looks or 1)
 
     @override
-    def forward(self) -> torch.Tensor | None:
+    def forward(self, size: float) -> torch.Tensor | None:
+        """With a batch `size` times the usual one."""
         rank, timeline, self.coming_s = self._rank, self._timeline, 0.0
         output: torch.Tensor | None = None
         for layer, linear in zip(timeline.layers, self.linears, strict=True):
@@ -463,9 +615,10 @@ class _Model(torch.nn.Module):
                 output_s = look_s * layer.g_dim**2
                 self._outputs[layer.tensor] = output, output_s
                 self.coming_s += output_s
-            rank.compute(self._product_s * layer.num_positions * layer.a_dim * layer.g_dim)
+            product_s = size * self._product_s * layer.num_positions
+            rank.compute(product_s * layer.a_dim * layer.g_dim)
         if output is None:
-            rank.compute(timeline.forward_s)
+            rank.compute(size * timeline.forward_s)
         return output
 
     def backward(self, tensor: int) -> None:

@@ -36,17 +36,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.megabatch.batch_sizes import RateScaling
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.membership.atomic_group import AtomicGroup
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
 from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.strategies.registry import WEIGHT_CODECS
+from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -62,6 +66,9 @@ class MegaBatchStrategy(AveragingStrategy):
             0: only after whole mega-batches.
         optimizer_state: "averaged": momenta, second moments and numbers of steps are merged with
             the weights, which multiplies the bytes; "local": they stay the rank's own.
+        codec: how changes of weights since the last merge travel: the name of a codec, or a
+            `WeightCodec`; what it drops is owed. None: weights travel whole, as what else is merged
+            does anyway.
     """
 
     survives_death = True
@@ -70,12 +77,19 @@ class MegaBatchStrategy(AveragingStrategy):
     mega_batch: int = 100
     warmup: int = 0
     optimizer_state: Literal["local", "averaged"] = "local"
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        chosen_codec(self.codec)
         require_at_least("mega_batch", self.mega_batch, 1)
         require_at_least("warmup", self.warmup, 0)
         require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.codec is not None:
+            require_real(model)
 
     @override
     def samples_between_merges(self, batch_size: int) -> int:
@@ -84,6 +98,11 @@ class MegaBatchStrategy(AveragingStrategy):
     @abstractmethod
     def plan(self) -> MegaBatchPlan:
         """How mega-batches are shared out and merged."""
+
+    @property
+    def weight_codec(self) -> WeightCodec | None:
+        """How changes of weights travel; None: weights travel whole."""
+        return chosen_codec(self.codec)
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         group = AtomicGroup(context.own_store(), count=context.count, notify=context.notices.notify)
@@ -136,6 +155,7 @@ class AdaptiveSGD(MegaBatchStrategy):
             rate_scaling=self.rate_scaling,
             warmup=self.warmup,
             overlap=self._overlap,
+            codec=self.weight_codec,
         )
 
     @property

@@ -62,7 +62,7 @@ class ADPSGD(AveragingStrategy):
         require_one_of("values", self.values, ("float32", "bfloat16"))
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(weights.tensors())
+        staging = Staging(weights.tensors(), in_miniature=True)
         statistics = tuple(staging.spans(weights.positions_of_statistics()))
         averager = BackgroundAverager(
             context,

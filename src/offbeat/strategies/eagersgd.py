@@ -78,7 +78,7 @@ class EagerSGD(AveragingStrategy):
         return [guard, *exchanges]
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging = Staging(weights.tensors())
+        staging = Staging(weights.tensors(), in_miniature=True)
         num_parameters = len(context.parameters)
         ledger = GradientLedger(
             staging.num_elements,

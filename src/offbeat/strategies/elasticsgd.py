@@ -37,4 +37,5 @@ class ElasticSGD(MegaBatchStrategy):
             smallest=1,
             merges_optimizer_state=self.optimizer_state == "averaged",
             warmup=self.warmup,
+            codec=self.weight_codec,
         )

@@ -176,7 +176,7 @@ class WAGMA(AveragingStrategy):
             )
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        staging, values = Staging(weights.tensors()), self.change_values
+        staging, values = Staging(weights.tensors(), in_miniature=True), self.change_values
         rule: Callable[[Values], MergeRule] = PaperMerge
         if self.merge == "delta":
             rule = delta_merge(staging, weights, has_anchor=values is not None)

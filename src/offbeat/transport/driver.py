@@ -148,11 +148,11 @@ class Driver(ABC):
         return threading.Condition()
 
     def beside(
-        self, pending: Pending[Any], job: Callable[[], None], *, name: str, levels: int
+        self, job: Callable[[], None], *, name: str, levels: int = 0
     ) -> Callable[[], object]:
-        """Run `job`, which waits for `pending` before anything else, beside the caller: in a thread
-        called `name`. It and those that send and receive come after all others by so many `levels`
-        of priority. Returns what waits for its end.
+        """Run `job`, which may wait for peers, beside the caller: in a thread called `name`. It and
+        those that send and receive come after all others by so many `levels` of priority. Returns
+        what waits for its end.
         """
 
         def run() -> None:
@@ -290,10 +290,13 @@ class Wrapper(Driver):
     def condition(self) -> Condition:
         return self.inner.condition()
 
+    def complete(self, pending: Pending[Any]) -> None:
+        self.inner.complete(pending)
+
     def beside(
-        self, pending: Pending[Any], job: Callable[[], None], *, name: str, levels: int
+        self, job: Callable[[], None], *, name: str, levels: int = 0
     ) -> Callable[[], object]:
-        return self.inner.beside(pending, job, name=name, levels=levels)
+        return self.inner.beside(job, name=name, levels=levels)
 
 
 def total_of(one: Traffic, other: Traffic) -> Traffic:

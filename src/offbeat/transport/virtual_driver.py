@@ -100,24 +100,20 @@ class VirtualDriver(Driver):
 
 
 class VirtualThread(Driver):
-    """A driver for code that waits for its collectives, as training does, and the thread that runs
+    """A driver for code that waits for its collectives, as training does, and the threads that run
     it. One thread of all is awake, so nothing depends on how an operating system schedules them.
 
     Args:
         inner: a driver of a virtual cluster, or a wrapper of one.
 
     Attributes:
-        is_awake: whether the code runs, and does not wait for a collective.
+        job: whose code runs, or whose collective goes on.
     """
 
     def __init__(self, inner: Driver) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
-        self.is_awake = True
+        self.job: Job | None = None
         self._inner = inner
-        self._awaited: Pending[Any] | None = None
-        self._error: BaseException | None = None
-        self._is_over = self._is_dropped = False
-        self._may_go_on, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         return self._inner.start(operation, channel)
@@ -130,50 +126,91 @@ class VirtualThread(Driver):
 
     def complete(self, pending: Pending[Any]) -> None:
         if not pending.poll():
-            self._awaited, self.is_awake = pending, False
-            self._has_stopped.release()
-            self._may_go_on.acquire()
-            self.is_awake = True
-            if self._is_dropped:
-                raise SystemExit
+            assert self.job is not None, "whoever waits is carried"
+            self.job.wait_for(pending)
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether code runs, and not a collective that it waits for."""
+        return self.job is not None and self.job.is_awake
 
     def condition(self) -> Condition:
         return _ThreadCondition(self)
 
     def beside(
-        self, pending: Pending[Any], job: Callable[[], None], *, name: str, levels: int
+        self, job: Callable[[], None], *, name: str, levels: int = 0
     ) -> Callable[[], object]:
-        return self.launch(_once(_Beside(work=_then(pending, job))), 0).wait
+        return self.launch(_once(_Beside(work=self.carry(job))), 0).wait
 
     def catch_up(self) -> None:
         """Let the clock reach the moment at which the code is: now."""
 
-    def carry(self, job: Callable[[], None]) -> Collective[None]:
-        """Run `job`, which uses this driver, for `VirtualCluster.run`. Raises what it raises."""
-        thread = threading.Thread(target=self._run, args=(job,), daemon=True)
-        thread.start()
+    def carry(self, work: Callable[[], None]) -> Collective[None]:
+        """Run `work`, which uses this driver, for `VirtualCluster.run`. Raises what it raises."""
+        job = self.job = Job(work)
+        job.thread.start()
         try:
-            while (awaited := self._next_awaited()) is not None:
-                yield from _until_over(awaited)
-                self._may_go_on.release()
+            while (awaited := job.next_awaited()) is not None:
+                while not awaited.over:
+                    if not awaited.ready():
+                        yield SleepUntil(over=awaited.ready)
+                        self.job = job  # others of this rank have gone on meanwhile
+                    with suppress(OffbeatError):  # which `work` gets
+                        awaited.advance()
+                job.go_on()
         finally:
-            if not self._is_over:
-                self._is_dropped = True
-                self._may_go_on.release()
-            thread.join()
-        if self._error is not None:
-            raise self._error
+            job.drop()
+        if job.error is not None:
+            raise job.error
 
-    def _next_awaited(self) -> Pending[Any] | None:
-        """What the thread waits for, once it does; None: its job is over."""
+
+class Job:
+    """Code that runs in a thread of its own, while the cluster waits for it.
+
+    Attributes:
+        thread: its own.
+        is_awake: whether it runs, and does not wait for a collective.
+        error: what it has raised.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.is_awake = True
+        self.error: BaseException | None = None
+        self._awaited: Pending[Any] | None = None
+        self._is_over = self._is_dropped = False
+        self._may_go_on, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait_for(self, pending: Pending[Any]) -> None:
+        """Called by the code itself: let the cluster go on until `pending` is over."""
+        self._awaited, self.is_awake = pending, False
+        self._has_stopped.release()
+        self._may_go_on.acquire()
+        self.is_awake = True
+        if self._is_dropped:
+            raise SystemExit
+
+    def next_awaited(self) -> Pending[Any] | None:
+        """What the code waits for, once it does; None: it has come to its end."""
         self._has_stopped.acquire()
         return None if self._is_over else self._awaited
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def go_on(self) -> None:
+        """What the code has waited for is over."""
+        self._may_go_on.release()
+
+    def drop(self) -> None:
+        """Nobody waits for the code any more."""
+        if not self._is_over:
+            self._is_dropped = True
+            self._may_go_on.release()
+        self.thread.join()
+
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            job()
+            work()
         except BaseException as error:  # noqa: BLE001 - is raised where the cluster runs
-            self._error = error
+            self.error = error
         self._is_over = True
         self._has_stopped.release()
 
@@ -207,20 +244,6 @@ class _ThreadCondition:
 
 def _once(operation: Operation) -> Collective[None]:
     yield operation
-
-
-def _until_over(pending: Pending[Any]) -> Collective[None]:
-    """Carry `pending` out. Whoever waits for it gets what it raises."""
-    while not pending.over:
-        if not pending.ready():
-            yield SleepUntil(over=pending.ready)
-        with suppress(OffbeatError):
-            pending.advance()
-
-
-def _then(pending: Pending[Any], job: Callable[[], None]) -> Collective[None]:
-    yield from _until_over(pending)
-    job()
 
 
 class _VirtualSleep:

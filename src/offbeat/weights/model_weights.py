@@ -276,20 +276,22 @@ class Staging:
     """Lays tensors side by side in one vector: of float32, or of float64 if any of them is.
 
     What lives on a CUDA device goes through pinned memory, copied on a stream of its own, so that
-    kernels that are under way there go on. Tensors of a simulation, which have no content, give a
-    vector of few elements that stands for them.
+    kernels that are under way there go on. Tensors of a simulation have no content, and neither has
+    their vector.
 
     Args:
         like: tensors of the shapes, types and devices that all later ones have.
+        in_miniature: whether what stands for tensors without content is a vector of few numbers,
+            for protocols that compute with them.
 
     Attributes:
         num_elements: of the vector.
-        scale: how many elements of tensors each of them stands for, 1 where they have content.
+        scale: how many elements of tensors each of them stands for, 1 but in miniature.
         dtype: its type.
         exact: whether the tensors hold what the vector does; those of half precision round.
     """
 
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+    def __init__(self, like: Sequence[torch.Tensor], *, in_miniature: bool = False) -> None:
         # Vectors are made anew in each step.
         keep_freed_memory()
         self._pack = Pack(like)
@@ -301,7 +303,9 @@ class Staging:
         )
         self._device_sizes = [vector.numel() for vector in self._pack.vectors(like)]
         num_whole, self.scale, self._sizes = sum(self._device_sizes), 1.0, self._device_sizes
-        if any(tensor.is_meta for tensor in like) and num_whole > MINIATURE:
+        is_weightless = any(tensor.is_meta for tensor in like)
+        self._is_weightless = is_weightless and not in_miniature
+        if is_weightless and in_miniature and num_whole > MINIATURE:
             self._sizes = [MINIATURE * size // num_whole or 1 for size in self._device_sizes]
             self.scale = num_whole / sum(self._sizes)
         self._streams = {
@@ -339,8 +343,12 @@ class Staging:
         return [self.read(tensors)]
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:
-        """A vector of its own, shape (num_elements,), with what `tensors` hold."""
+        """A vector of its own, shape (num_elements,), with what `tensors` hold; or a tensor of this
+        shape, if they hold nothing.
+        """
         vectors = self._pack.vectors(tensors)
+        if self._is_weightless:
+            return torch.cat(vectors)  # type: ignore[return-value]  # as arithmetic they are alike
         if (
             len(vectors) == 1
             and vectors[0].device.type == "cpu"
@@ -355,7 +363,7 @@ class Staging:
 
     def write_(self, values: Values, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `values`, shape (num_elements,), into `tensors`."""
-        whole = torch.from_numpy(values)
+        whole = torch.as_tensor(values)
         if self._streams:
             pinned = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=True)
             whole = pinned.copy_(whole)

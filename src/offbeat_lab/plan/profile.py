@@ -298,10 +298,6 @@ class ModelProfile:
         """Of the model in float32."""
         return FLOAT_BYTES * self.num_elements
 
-    def averaged_bytes(self, *, with_state: bool) -> int:
-        """Of what an average of models takes, with the optimizer's state or without."""
-        return round((1 + self.moments * with_state) * self.num_bytes)
-
     def selection_s(self, num_elements: int, selector: str) -> float:
         """What residual and selection take by the selector called `selector`."""
         known = {one.name: one.s_per_element for one in self.selectors}

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
-from offbeat.simulation.training import LEAD_IN, with_lead_in
+from offbeat.simulation.training import LEAD_IN, Common, with_lead_in
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cluster import Cluster
@@ -34,6 +34,7 @@ from offbeat_lab.plan.cores import (
     MESSAGE_CPU_S_PER_BYTE,
     MESSAGE_WAKE_S,
     Cores,
+    Work,
 )
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.recorded_times import recorded_times
@@ -46,9 +47,6 @@ equal and many steps are needed.
 """
 
 FEW_WORKERS: Final = 16
-
-MINIATURE: Final = 1024
-"""Elements of a model that stands for the real one where protocols compute with their messages."""
 
 PAYLOAD_SHARE: Final = 0.95
 """What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
@@ -240,21 +238,12 @@ class Setting:
     @cached_property
     def crowding(self) -> float:
         """How much longer a worker of speed 1 computes since all of them share cores, >= 1, when
-        all compute at once.
-        """
-        return self._crowding(self.work_s / self.profile.compute_s)
-
-    @cached_property
-    def factor_crowding(self) -> float:
-        """Likewise of what all workers compute at once without padding, >= 1."""
-        return self._crowding(1.0)
-
-    def _crowding(self, busy: float) -> float:
-        """Likewise where a worker of speed 1 that is alone keeps a core for the part `busy` of its
-        time. All get equal shares of the cores, but nobody gets more than its speed.
+        all compute at once. All get equal shares of the cores, but nobody gets more than its speed.
         """
         if self.cluster.cores is None:
             return 1.0
+        # A worker of speed 1 that is alone keeps a core for this part of its time.
+        busy = self.work_s / self.profile.compute_s
         left = self.cluster.cores / busy
         for number, speed in enumerate(sorted(self.cluster.speeds)):
             share = left / (self.world_size - number)
@@ -359,6 +348,7 @@ class Run:
     Attributes:
         weights: the steps that are taken, in their order, and how much each counts: 0 for those
             that are taken because others depend on them.
+        looked_at: those that count.
     """
 
     def __init__(self, setting: Setting, method: Method, num_workers: int | None = None) -> None:
@@ -377,10 +367,15 @@ class Run:
             dense_ranks=setting.world_size,
         )
         self.cores = Cores(self.cluster, setting.cluster.cores)
+        # Who is woken when a message was carried, and the work of the last one.
+        self.sender, self.carrying = 0, Work(0, 0.0)
         self.weights = self._weights()
-        looked_at = [step for step, weight in self.weights.items() if weight]
-        self._first, self._rows = looked_at[0], {step: row for row, step in enumerate(looked_at)}
+        self.looked_at = [step for step, weight in self.weights.items() if weight]
+        self._rows = {step: row for row, step in enumerate(self.looked_at)}
         self.remembered: dict[object, tuple[float, float, float]] = {}
+        self.common = Common(num_workers)
+        # When how many batches of a common loader had been handed out.
+        self.marks: list[tuple[float, float]] = []
 
     def _weights(self) -> dict[int, float]:
         setting, method = self.setting, self.method
@@ -412,16 +407,17 @@ class Run:
     def _carry(self, payload: Payload) -> float:
         """What a message weighs. What encrypts and carries it takes cores meanwhile."""
         num_bytes = len(payload)
-        self.cores.begin(0, self.setting.message_work_s(num_bytes))
+        self.carrying = self.cores.begin(self.sender, self.setting.message_work_s(num_bytes))
         return num_bytes
 
     def pad(
-        self, rank: int, number: int, *, computed_s: float, coming_s: float
+        self, rank: int, number: int, size: float, *, computed_s: float, coming_s: float
     ) -> Collective[None]:
         """Sleep behind a forward pass, if the cluster wants it to be longer.
 
         Args:
             rank, number: of the worker and of the step.
+            size: of the batch, as a multiple of the profile's.
             computed_s: how long the forward pass took.
             coming_s: what will be computed in the backward pass besides it.
         """
@@ -430,7 +426,7 @@ class Run:
             # What computing takes longer once, padding takes less.
             is_recorded, factor = cluster.straggling_record is not None, self.factor(rank, number)
             speed = cluster.speeds[self._slowest(rank, number)]
-            whole_s = profile.batch.forward_s * (factor if is_recorded else 1 / speed)
+            whole_s = size * profile.batch.forward_s * (factor if is_recorded else 1 / speed)
             yield Sleep(max(0.0, whole_s - computed_s - coming_s * factor))
 
     def compute(self, rank: int, number: int, seconds: float) -> Collective[None]:
@@ -460,7 +456,7 @@ class Run:
 
     def _row(self, number: int) -> int:
         """Of what is drawn for each step."""
-        return self._rows.get(number, number - self._first) % self.setting.num_steps
+        return self._rows.get(number, number - self.looked_at[0]) % self.setting.num_steps
 
     def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
         """All ranks together, for as long as a closed form says."""

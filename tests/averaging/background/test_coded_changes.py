@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from group_support.training import NUM_ELEMENTS, PARAMETERS, Training, TrainingWorld
-from offbeat.arithmetic.groups import VersionGroup, group_of_version
+from group_support.training import PARAMETERS, Trainer, Training, trained
+from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import Contribution, Piece, ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge, merge_delta
 from offbeat.averaging.background.rounds import DirectRound, GroupRound, ScatteredRound
@@ -20,7 +20,9 @@ from offbeat.codec.model_wire import ModelMessage
 from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.codec.value_codecs import Float8Values, Float64Values, ValueCodec
 from offbeat.errors import WireError
+from offbeat.strategies.wagma import WAGMA
 
+NUM_ELEMENTS = 7
 NAMED = {
     "exact": None,
     "float8": Float8Values(),
@@ -34,39 +36,30 @@ CODECS = pytest.mark.parametrize(
 
 
 def run(
-    num_ranks: int, values: ValueCodec | None, *, period: int = 5, late: int = -1
-) -> TrainingWorld:
-    def group_of(version: int, rank: int) -> VersionGroup:
-        return group_of_version(
-            version, rank, range(num_ranks), group_size=2, period=period, max_ahead=2 * period
-        )
-
-    world = TrainingWorld(
+    num_ranks: int, values: ValueCodec | str, *, period: int = 5, late: int = -1
+) -> list[Trainer]:
+    return trained(
         Training(
             seed=num_ranks,
             world_size=num_ranks,
             num_steps=24,
-            group_of=group_of,
+            strategy=WAGMA(group_size=2, period=period, max_ahead=2 * period, values=values),
             compute_s=lambda rank, step: 7.3 if (rank, step) == (late, 11) else 1 + rank / 8,
-            rounds=True,
-            values=values,
         )
     )
-    world.run()
-    return world
 
 
-def ends(world: TrainingWorld) -> np.ndarray:
-    return np.array([rank.published.own_model().values[PARAMETERS] for rank in world.ranks])
+def ends(ranks: list[Trainer]) -> np.ndarray:
+    return np.array([rank.model[PARAMETERS] for rank in ranks])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("late", [-1, 0])
 @CODECS
 def test_the_mean_is_that_of_all_steps(num_ranks: int, values: ValueCodec, late: int) -> None:
-    world = run(num_ranks, values, late=late)
-    moved = np.mean([np.sum(rank.pushes, axis=0) for rank in world.ranks], axis=0)
-    np.testing.assert_allclose(ends(world).mean(axis=0), moved, atol=1e-9)
+    ranks = run(num_ranks, values, late=late)
+    moved = np.mean([np.sum(rank.pushes, axis=0) for rank in ranks], axis=0)
+    np.testing.assert_allclose(ends(ranks).mean(axis=0), moved, atol=1e-9)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 5])
@@ -77,10 +70,10 @@ def test_groups_bring_ranks_together(num_ranks: int, values: ValueCodec) -> None
         name: np.linalg.norm(found - found.mean(axis=0))
         for name, found in (
             ("coded", ends(run(num_ranks, values, period=40))),
-            ("whole", ends(run(num_ranks, None, period=40))),
+            ("whole", ends(run(num_ranks, "bfloat16", period=40))),
         )
     }
-    alone = np.array([np.sum(rank.pushes, axis=0) for rank in run(num_ranks, None).ranks])
+    alone = np.array([np.sum(rank.pushes, axis=0) for rank in run(num_ranks, "bfloat16")])
     assert apart["coded"] < apart["whole"] + 0.5 * np.linalg.norm(alone - alone.mean(axis=0))
 
 

@@ -361,7 +361,6 @@ class ServedGeneration:
         work = self.serve(self.position, self.settings, self.model, self.counts)
         pending = Pending(self._stoppable, work, CHANNEL)
         self.join = self._stoppable.beside(
-            pending,
             partial(self._run, pending),
             name=f"offbeat-progress-{self.position}",
             levels=YIELDED_LEVELS if self.yields else 0,

@@ -13,7 +13,6 @@ from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat_lab.options import Recipe
 from offbeat_lab.plan.methods.background import BackgroundSteps
 from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
-from offbeat_lab.plan.methods.mega_batches import MegaBatches
 from offbeat_lab.plan.methods.strategy_steps import StrategySteps
 from offbeat_lab.plan.simulation import Method
 
@@ -47,8 +46,6 @@ def _method_of(name: str, recipe: Any) -> Method:
             method = _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
         case "wagma" | "adpsgd" | "eagersgd":
             method = BackgroundSteps(recipe)
-        case "adaptive" | "elasticsgd":
-            method = MegaBatches(recipe.plan())
         case _ if isinstance(recipe, Strategy):
             method = _by_itself(recipe)
         case _:
@@ -56,7 +53,14 @@ def _method_of(name: str, recipe: Any) -> Method:
     return method
 
 
-_EXTRA_BYTES: Final = {"localsgd": 1.0, "ddp-powersgd": 2.0, "dpsgd": 3.0, "sgp": 3.0}
+_EXTRA_BYTES: Final = {
+    "localsgd": 1.0,
+    "ddp-powersgd": 2.0,
+    "dpsgd": 3.0,
+    "sgp": 3.0,
+    "adaptive": 3.0,
+    "elasticsgd": 3.0,
+}
 """Of those that have vectors and messages in memory which a simulation does not make."""
 
 

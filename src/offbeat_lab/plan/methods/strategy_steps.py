@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -32,10 +32,12 @@ from offbeat.transport.operations import (
     Recv,
     RecvAny,
     Send,
+    Sleep,
 )
 from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile, TensorProfile
 from offbeat_lab.plan.simulation import (
+    FEW_WORKERS,
     ClosedForm,
     Method,
     Run,
@@ -49,6 +51,9 @@ _NAMES: Final[dict[Any, str]] = {
 
 _LATE: Final = 1 << 40
 """A number of steps after which no period grows any more."""
+
+_MERGES: Final = 48
+"""Of all ranks together, those that are simulated at most to see how long mega-batches take."""
 
 LEAST_TENSORS: Final = 16
 _MOST_TENSORS = 1024
@@ -90,19 +95,35 @@ class StrategySteps(Method):
         return setting.simulated[self._strategy]
 
     def _simulate(self, setting: Setting) -> Simulated:
+        if self._strategy.shares_samples and setting.world_size > FEW_WORKERS:
+            return self._simulate_few(setting)
         # Workers that wait for each other in every step are as fast as the slowest in each.
         is_like_one = setting.is_steady or not self._strategy.replicas_differ
-        if not (setting.is_apart and is_like_one):
+        if self._strategy.shares_samples or not (setting.is_apart and is_like_one):
             return self._simulate_workers(setting, setting.world_size)
         try:
             return self._simulate_workers(setting, 1)
         except DeadlockError:  # since its peers do not do as it does
             return self._simulate_workers(setting, setting.world_size)
 
+    def _simulate_few(self, setting: Setting) -> Simulated:
+        """Workers of whom each does as much between merges as each of all would."""
+        cluster, pattern = setting.cluster, len(setting.cluster.speed_pattern)
+        workers = max(1, FEW_WORKERS // pattern) * pattern
+        size = max(1, round(self._strategy.mega_batch * workers / setting.world_size))
+        method = StrategySteps(
+            replace(self._strategy, mega_batch=size), extra_bytes=self.extra_bytes
+        )
+        few = replace(setting, cluster=cluster.left_with(workers))
+        note = f"as of {workers} workers: a merge of more of them takes little longer"
+        return replace(method._simulate_workers(few, workers), by_events=False, note=note)
+
     def _simulate_workers(self, setting: Setting, num_workers: int) -> Simulated:
         profile = setting.profile
         run = Run(setting, self, num_workers)
-        most = max(LEAST_TENSORS, self.most_tensors // num_workers)
+        shares = self._strategy.shares_samples
+        most = 1 if shares else max(LEAST_TENSORS, self.most_tensors // num_workers)
+        steps: Collection[int] = run.weights
         tensors: Sequence[TensorProfile] = profile.tensors
         layers: Sequence[Layer] = ()
         if self._strategy.hooks_layers:
@@ -119,11 +140,18 @@ class StrategySteps(Method):
             looks_s=profile.factors_s,
             batch_size=profile.batch.batch_size,
         )
-        machines = [_Machine(run, rank) for rank in range(num_workers)]
+        machines: list[_Machine] = []
+        if shares:
+            steps = batches = self._batches(run)
+            machines += [_SharingMachine(run, rank, batches) for rank in range(num_workers)]
+        else:
+            machines += [_Machine(run, rank) for rank in range(num_workers)]
         carry_out(
             run.cluster,
-            [one.simulated.train(self._strategy, timeline, run.weights) for one in machines],
+            [one.simulated.train(self._strategy, timeline, steps) for one in machines],
         )
+        for one in machines:
+            one.settle()
         is_exact = setting.is_steady or setting.by_closed_forms or not run.cluster.messages_sent[0]
         if num_workers < setting.world_size and not is_exact:
             # What the slowest receives is there before it has anything to send.
@@ -141,6 +169,19 @@ class StrategySteps(Method):
             by_events=not setting.by_closed_forms,
             kept_bytes=max(one.simulated.kept_bytes for one in machines),
         )
+
+    def _batches(self, run: Run) -> range:
+        """The batches of all ranks together in the steps that `run` looks at; whole mega-batches,
+        where any will do.
+        """
+        workers, steps = run.setting.world_size, run.looked_at
+        batches = range(workers * steps[0], workers * (steps[-1] + 1))
+        if run.setting.steps is not None:
+            return batches
+        size = self._strategy.mega_batch
+        first = -(-batches.start // size) * size
+        count = min(-(-len(batches) // size), max(1, _MERGES // workers))
+        return range(first, first + count * size)
 
 
 def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
@@ -209,6 +250,7 @@ class _Machine(Wrapper):
         self._run, self._weight = run, 0.0
         self._begun_s = self._encoded_s = self._forward_s = 0.0
         self._stands_for_all = run.cluster.world_size < self.world_size
+        self.common = run.common
         # Of all gradients and inverses, as factors are cut.
         products = sum(
             each.a_dim * each.g_dim * (_rows_of_pieces(each.a_dim) + _rows_of_pieces(each.g_dim))
@@ -216,17 +258,29 @@ class _Machine(Wrapper):
         )
         self._product_s = self.profile.precondition_s / (products or 1)
 
+    def batch_begins(self, done: float) -> None:
+        """Of no consequence where ranks share no samples out."""
+
+    def settle(self) -> None:
+        """All that counts is over."""
+
     # What computes
+
+    def asking(self) -> Collective[None]:
+        yield Sleep(2 * self._run.setting.network.messages.alpha_s)
 
     def step_begins(self, step: int) -> Collective[None]:
         self._weight = self._run.weights[step]
         self._begun_s, self._encoded_s = self._run.cluster.now_s, self.simulated.encode_s
+        yield from self._late(step)
+
+    def _late(self, step: int) -> Collective[None]:
         yield from self._run.late(self.rank, step)
         self._forward_s = self._run.cluster.now_s
 
-    def forward_ended(self, step: int, coming_s: float) -> Collective[None]:
+    def forward_ended(self, step: int, size: float, coming_s: float) -> Collective[None]:
         computed_s = self._run.cluster.now_s - self._forward_s
-        return self._run.pad(self.rank, step, computed_s=computed_s, coming_s=coming_s)
+        return self._run.pad(self.rank, step, size, computed_s=computed_s, coming_s=coming_s)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
         return self._run.compute(self.rank, step, seconds)
@@ -324,6 +378,58 @@ def _rows_of_pieces(dim: int) -> int:
     """Of what a factor of `dim` rows is cut into."""
     shape = factor_shape(1, dim, Curvature().max_dim)
     return 1 if shape.is_diagonal else shape.dim
+
+
+class _SharingMachine(_Machine):
+    """One of ranks that share samples out, where a step is of all of them together: what counts is
+    from the moment at which `batches` begin to be handed out to that at which all are, and another
+    one is.
+    """
+
+    def __init__(self, run: Run, rank: int, batches: range) -> None:
+        super().__init__(run, rank)
+        self._batches, self._weight = batches, 1.0
+        self._marks: list[tuple[float, tuple[float, ...]]] = []
+
+    @override
+    def batch_begins(self, done: float) -> None:
+        so_far = self.simulated.encode_s, self.bytes_sent, self.alpha_s, self.beta_s
+        self._marks.append((done, so_far))
+        self._run.marks.append((done, self._run.cluster.now_s))
+
+    @override
+    def settle(self) -> None:
+        bounds, per_step = (self._batches.start, self._batches.stop), self.world_size
+        begun_s, ended_s = (
+            next(now_s for done, now_s in self._run.marks if done >= bound) for bound in bounds
+        )
+        self.step_s = (ended_s - begun_s) / len(self._batches) * per_step
+        first, last = (next(mark for mark in self._marks if mark[0] >= bound) for bound in bounds)
+        if self._run.setting.steps is None:
+            # Mega-batches are all alike, and a merge may lie on both sides of a batch.
+            first, last = self._marks[0], self._marks[-1]
+        share = per_step / ((last[0] - first[0]) or 1)
+        self.encode_s, self.bytes_sent, self.alpha_s, self.beta_s = (
+            share * (after - before) for before, after in zip(first[1], last[1], strict=True)
+        )
+
+    @override
+    def step_begins(self, step: int) -> Collective[None]:
+        return self._late(step)
+
+    @override
+    def step_ended(self, step: int) -> None:
+        """What a step is depends on all ranks."""
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        self._run.sender = self.rank
+        ticket = super().start(operation, channel)
+        if not isinstance(operation, Send):
+            return ticket
+        # A part of a model is encrypted as a whole before the next one is.
+        carrying = self._run.carrying
+        return _Both(ticket, lambda: carrying.over)
 
 
 def _alone(
