@@ -33,7 +33,7 @@ from _paired import Contestant, Result, Runs, add_options, compared, keep, sourc
 from _results import Figure, ResultFile
 from links import STEPS
 from links import compared as compared_steps
-from offbeat_lab.analysis import between
+from offbeat_lab.findings import between
 
 BASELINE: Final = parity.BASELINE
 RELATIVES: Final = (
@@ -44,10 +44,15 @@ RELATIVES: Final = (
     Contestant(label="PowerSGD of rank 4", spec="powersgd:rank=4"),
     Contestant(label="torch's PowerSGD of rank 1", spec="ddp-powersgd:rank=1:start_step=2"),
     Contestant(label="torch's PowerSGD of rank 4", spec="ddp-powersgd:rank=4:start_step=2"),
-    Contestant(label="GTopK at 0.01", spec="gtopk:density=0.01"),
-    Contestant(label="GTopK at 0.01, 4 bits", spec="gtopk:density=0.01:codec=linear4"),
+    Contestant(label="GTopK at 0.01", spec="gtopk:density=0.01:collective=all_gather"),
+    Contestant(
+        label="GTopK at 0.01, 4 bits",
+        spec="gtopk:density=0.01:collective=all_gather:codec=linear4",
+    ),
     Contestant(label="DeMo", spec="demo", slower={"images": 50.0}),
+    Contestant(label="DEF-SGD at 1/64", spec="defsgd:ratio=64", slower={"images": 10.0}),
     Contestant(label="SparseLoCo", spec="localsgd:period=20:codec=sparseloco"),
+    Contestant(label="SparseLoCo of 4 steps", spec="localsgd:period=4:codec=sparseloco"),
     Contestant(
         label="Streaming DiLoCo",
         spec="localsgd:period=20:outer=diloco:codec=e3m0:exchange=4x2x0.5",
