@@ -7,7 +7,7 @@ STAMP = $(VENV)/.stamp
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check $$([ -t 1 ] || echo -qq) install -c constraints.txt
 
 # Processes that run tests side by side. Much of their time they wait for ranks that they start.
-TEST_WORKERS = 2
+TEST_WORKERS = 4
 
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp

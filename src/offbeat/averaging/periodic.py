@@ -476,7 +476,8 @@ class PeriodicAverage(Callback):
     ) -> None:
         self.state_key = exchange.state_key  # type: ignore[misc]  # each its own
         self.exchange = exchange
-        self.averages_models = self.averages_unconnected = exchange.averages_models
+        self.averages_unconnected = exchange.averages_models
+        self.averages_models = self.averages_models or exchange.averages_models
         self._schedule, self._schedule_state = schedule, dict(schedule.initial_state())
         self._start_step = self._averaged_at_step = start_step
         self._num_steps = self._num_averages = 0
