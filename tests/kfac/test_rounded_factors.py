@@ -83,7 +83,8 @@ def test_steps_are_nearly_those_of_exact_factors(kind: type[KFACStrategy], num_r
     assert all(torch.equal(weights, found[0][0]) for weights, _ in found)
     (mine, sent), (theirs, whole) = found[0], expected[0]
     assert 0 < (mine - theirs).norm() < 0.01 * (theirs - start).norm()
-    assert num_ranks == 1 or sent < 0.9 * whole  # gradients and inverses are as large as before
+    if kind is offbeat.DKFAC and num_ranks > 1:  # others send inverses where measured times say so
+        assert sent < 0.9 * whole  # gradients are as large as before
 
 
 @pytest.mark.parametrize(

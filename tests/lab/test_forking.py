@@ -37,7 +37,8 @@ DEADLINE_S = 60.0
 
 
 def environment(**variables: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    return os.environ | own | variables
 
 
 @pytest.fixture
