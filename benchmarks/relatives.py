@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from offbeat_lab.findings import between
 
 import parity
 from _measure import Ratio, Row, figure_of, print_rows
@@ -33,7 +34,6 @@ from _paired import Contestant, Result, Runs, add_options, compared, keep, sourc
 from _results import Figure, ResultFile
 from links import STEPS
 from links import compared as compared_steps
-from offbeat_lab.findings import between
 
 BASELINE: Final = parity.BASELINE
 RELATIVES: Final = (
