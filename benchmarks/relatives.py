@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from offbeat_lab.findings import between
+from offbeat_lab.analysis import between
 
 import parity
 from _measure import Ratio, Row, figure_of, print_rows
