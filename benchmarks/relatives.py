@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from offbeat_lab.analysis import between
 
 import parity
 from _measure import Ratio, Row, figure_of, print_rows
@@ -34,6 +33,7 @@ from _paired import Contestant, Result, Runs, add_options, compared, keep, sourc
 from _results import Figure, ResultFile
 from links import STEPS
 from links import compared as compared_steps
+from offbeat_lab.analysis import between
 
 BASELINE: Final = parity.BASELINE
 RELATIVES: Final = (
