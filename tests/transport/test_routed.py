@@ -112,6 +112,31 @@ def test_a_rank_that_has_left_early_is_named_at_once() -> None:
     assert raised.value.rank == 2
 
 
+class LateMessages(Messages):
+    """Rank 2 fails because of rank 1, and closes. What it says of both arrives when this rank has
+    begun to ask.
+    """
+
+    has_arrived = False
+
+    def dead(self) -> dict[int, str]:
+        return {1: "failed, says rank 2", 2: "aborted"} if self.has_arrived else {}
+
+    def left(self) -> list[int]:
+        self.has_arrived = True
+        return [2]
+
+
+def test_a_rank_that_fails_and_leaves_while_it_is_asked_about_is_not_blamed_for_it() -> None:
+    dense: Any = Broken()
+    messages: Any = LateMessages()
+    with closing(Routed(dense, messages)) as routed:
+        ticket = routed.start(AllReduceTensor(torch.zeros(1)), 0)
+        with pytest.raises(PeerError, match="rank 1 failed, says rank 2") as raised:
+            ticket.wait()
+    assert raised.value.rank == 1
+
+
 class Waiting:
     """Waits, for as long as it is told."""
 

@@ -330,10 +330,11 @@ def _with_cause(error: PeerError, messages: Peers) -> PeerError:
     if error.rank is not None:
         return error
     # One that has left says so before its connections close, so there is nothing to wait for.
-    departed = messages.dead() or _in_good_order(messages)
+    departed = _departed(messages)
     if not departed:
         # gloo may see the broken connection before the heartbeats of ZeroMQ have given it up.
-        departed = messages.wait_for_death(CAUSE_TIMEOUT_S) or _in_good_order(messages)
+        messages.wait_for_death(CAUSE_TIMEOUT_S)
+        departed = _departed(messages)
     if not departed:
         return error
     rank, reason = next(iter(departed.items()))
@@ -343,10 +344,15 @@ def _with_cause(error: PeerError, messages: Peers) -> PeerError:
     )
 
 
-def _in_good_order(messages: Peers) -> dict[int, str]:
-    """The ranks that have ended their training or left, and what an error says of them."""
+def _departed(messages: Peers) -> dict[int, str]:
+    """The ranks that are dead and why; if there are none, those that have ended their training or
+    left, and what an error says of them.
+    """
     ended = dict.fromkeys(messages.ended(), SESSION_ENDED)
-    return ended | dict.fromkeys(messages.left(), FINISHED)
+    in_good_order = ended | dict.fromkeys(messages.left(), FINISHED)
+    # Asked last: a rank that fails says so, and whom it blames, before it leaves; what it said may
+    # arrive between two of these calls.
+    return messages.dead() or in_good_order
 
 
 class Watch:

@@ -22,7 +22,7 @@ from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.tally import is_finite
 from offbeat.collectives.dense import dense_all_reduce
-from offbeat.collectives.gather import all_gather
+from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.transport.driver import Driver, Stream
@@ -539,8 +539,7 @@ def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collec
     )
     counters = mine.counters
     if counters.size:
-        every = yield from all_gather(rank, world_size, counters.tobytes(), _read_counters)
-        counters = np.maximum.reduce(every)
+        counters = yield from gather_largest(rank, [True] * world_size, counters)
     return FinalModel(values=values, counters=counters, weight=mine.weight)
 
 
@@ -573,7 +572,3 @@ def average_at_the_end(
 def _read_summary(payload: Payload) -> dict[str, float | str | bool]:
     summary: dict[str, float | str | bool] = json.loads(bytes(payload))
     return summary
-
-
-def _read_counters(payload: Payload) -> Counters:
-    return np.frombuffer(payload, np.int64)
