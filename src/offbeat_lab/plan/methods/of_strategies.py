@@ -10,27 +10,22 @@ from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
-from offbeat_lab.options import Recipe
 from offbeat_lab.plan.methods.background import BackgroundSteps
 from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
 from offbeat_lab.plan.methods.strategy_steps import StrategySteps
 from offbeat_lab.plan.simulation import Method
 
 
-def method_of(name: str, recipe: Recipe) -> Method:
+def method_of(name: str, recipe: Any) -> Method:
     """What a strategy does in a step.
 
     Args:
         name: of the strategy.
-        recipe: with its options.
+        recipe: with its options, one of `offbeat_lab.options.Recipe`.
 
     Raises:
         ConfigError: it cannot be predicted.
     """
-    return _method_of(name, recipe)
-
-
-def _method_of(name: str, recipe: Any) -> Method:
     match name:
         case "alone":
             method: Method = _by_itself(SoloSteps())
