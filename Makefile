@@ -12,13 +12,14 @@ TEST_WORKERS = 4
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp
 
-.PHONY: help setup setup-docs docs package demo test test-slow test-outside setup-integrations test-integrations test-clusters check bench chaos clean
+.PHONY: help gpu-site test-gpu bench-gpu setup setup-docs docs package demo test test-slow test-outside setup-integrations test-integrations test-clusters check bench chaos clean
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
 	@echo "make demo    compare DDP, gTop-k and PowerSGD on four workers behind a slow link"
 	@echo "make test    run the tests; make test-slow runs the long schedules, which take minutes"
 	@echo "make test-outside        run what PyTorch's own tests list, of which make test runs a part"
+	@echo "make test-gpu    run the tests that need a GPU; make bench-gpu measures on one"
 	@echo "make test-integrations   run the tests against Lightning, transformers and Accelerate"
 	@echo "make test-clusters       train on a SLURM of two nodes on this machine, which needs root, and on Ray"
 	@echo "make check   lint, formatting, types and the order of imports"
@@ -59,6 +60,23 @@ test-slow: setup
 
 test-outside: setup
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal tests/outside
+
+# For a machine with a GPU, perhaps without a network: GPU_PYTHON names a Python that has torch, and
+# WHEELS a folder with the packages that it lacks, such as pyzmq.
+GPU_PYTHON = $(BIN)/python
+WHEELS =
+GPU_SITE = build/gpu-site
+GPU_ENV = PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/$(GPU_SITE) OMP_NUM_THREADS=1
+gpu-site:
+	@mkdir -p $(GPU_SITE)
+	@test -z "$(WHEELS)" || $(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade \
+	    --target $(GPU_SITE) $(WHEELS)/*.whl
+
+test-gpu: gpu-site
+	OFFBEAT_TEST_DEVICE=cuda $(GPU_ENV) $(GPU_PYTHON) -m pytest -q -n 8 --dist worksteal tests/gpu
+
+bench-gpu: gpu-site
+	$(GPU_ENV) $(GPU_PYTHON) benchmarks/gpu.py
 
 setup-integrations: $(INTEGRATIONS_STAMP)
 

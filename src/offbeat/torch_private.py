@@ -7,6 +7,7 @@ function has a test of its own, which fails when a new version of PyTorch change
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -20,6 +21,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_NCCL_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 NO_BACKWARD_PASS: Final = -1
 """What `current_backward_pass` returns outside of any backward pass."""
@@ -214,11 +217,20 @@ def new_nccl_backend(
     """An NCCL process group of our own, for the current CUDA device, in which a collective may take
     `wait_limit`.
 
-    The reasons are those of `new_gloo_backend`.
+    The reasons are those of `new_gloo_backend`. Its watchdog would end the process when a peer
+    dies, before anybody has said which; an environment variable alone tells it not to, and it is
+    read while the process group is made.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = wait_limit
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    before = os.environ.get(_NCCL_ERROR_HANDLING)
+    os.environ[_NCCL_ERROR_HANDLING] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        del os.environ[_NCCL_ERROR_HANDLING]
+        if before is not None:
+            os.environ[_NCCL_ERROR_HANDLING] = before
 
 
 def unscales_gradients_itself(optimizer: torch.optim.Optimizer) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offbeat.codec.device_copies import on_device
 from offbeat.codec.jit import kernel
 from offbeat.codec.selectors import Selection, Selector
 from offbeat.codec.sparse import Sparse
@@ -102,9 +103,9 @@ class ErrorFeedback:
 
     def stage_all(
         self, flat: torch.Tensor, *, weight: float = 1.0, gradient: torch.Tensor | None = None
-    ) -> bool:
-        """Leave all of acc in `flat`, to be sent densely. Returns whether it is finite. Only what
-        rounding to half precision loses will be owed.
+    ) -> torch.Tensor:
+        """Leave all of acc in `flat`, to be sent densely. Returns whether it is finite, as
+        `is_finite` does. Only what rounding to half precision loses will be owed.
 
         Args:
             flat: see `stage`.
@@ -188,8 +189,8 @@ def add_owed(flat: torch.Tensor, owed: Sparse) -> None:
     else:
         flat.index_add_(
             0,
-            torch.from_numpy(owed.indices).to(flat.device),
-            torch.from_numpy(owed.values).to(flat),
+            on_device(torch.from_numpy(owed.indices), flat.device),
+            on_device(torch.from_numpy(owed.values).to(flat.dtype), flat.device),
         )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offbeat.codec.device_copies import put
 from offbeat.errors import WireError
 
 _HEAD = struct.Struct("<dIII")
@@ -28,13 +29,14 @@ class Tally:
     Attributes:
         weight: sum of the ranks' averaging weights; one rank alone counts 1.0 unless told
             otherwise.
-        num_nonfinite: ranks whose gradient held an infinity or a NaN.
+        num_nonfinite: ranks whose gradient held an infinity or a NaN. Of one rank alone it may be a
+            bool tensor of one element, which the host has not waited for.
         num_failed: ranks that raised inside backward and joined only so that nobody hangs.
         used: bool array, shape (number of parameters,): which ones got a gradient on some rank.
     """
 
     weight: float
-    num_nonfinite: int
+    num_nonfinite: int | torch.Tensor
     num_failed: int
     used: NDArray[np.bool_]
 
@@ -47,7 +49,7 @@ class Tally:
     @property
     def good(self) -> bool:
         """Whether the step may be applied."""
-        return self.num_nonfinite == 0 and self.num_failed == 0
+        return int(self.num_nonfinite) == 0 and self.num_failed == 0
 
     def merge(self, other: Tally) -> Tally:
         """The tally of both sets of ranks, which must be disjoint."""
@@ -59,7 +61,7 @@ class Tally:
         )
 
     def to_bytes(self) -> bytes:
-        head = _HEAD.pack(self.weight, self.num_nonfinite, self.num_failed, self.used.size)
+        head = _HEAD.pack(self.weight, int(self.num_nonfinite), self.num_failed, self.used.size)
         return head + np.packbits(self.used).tobytes()
 
     @staticmethod
@@ -101,10 +103,13 @@ class Tally:
 
     def write_to(self, tail: torch.Tensor) -> None:
         """Lay the tally out as the numbers of `tail`, shape (NUM_COUNTERS + number of parameters,),
-        to be summed.
+        to be summed. The host does not wait for the device.
         """
-        counters = (self.weight, self.num_nonfinite, self.num_failed)
-        tail.copy_(torch.from_numpy(np.concatenate([counters, self.used])))
+        is_late = isinstance(self.num_nonfinite, torch.Tensor)
+        counters = (self.weight, 0 if is_late else self.num_nonfinite, self.num_failed)
+        put(torch.from_numpy(np.concatenate([counters, self.used])), tail)
+        if is_late:
+            tail[1] = self.num_nonfinite
 
     @classmethod
     def read_from(cls, tail: torch.Tensor) -> Tally:
@@ -118,11 +123,11 @@ class Tally:
         )
 
 
-def is_finite(flat: torch.Tensor) -> bool:
-    """Whether every element is finite, at the price of a sum.
-
-    An infinity or NaN anywhere makes the sum non-finite; only a sum that overflows needs a second,
-    slower look.
+def is_finite(flat: torch.Tensor) -> torch.Tensor:
+    """Whether every element is finite, of one element on the device of `flat`, at the price of a
+    sum: a NaN is both the least and the greatest.
     """
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return bool(torch.isfinite(flat.sum(dtype=wide))) or bool(torch.isfinite(flat).all())
+    if not flat.numel():
+        return flat.new_ones((), dtype=torch.bool)
+    numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+    return torch.stack(numbers.aminmax()).isfinite().all()

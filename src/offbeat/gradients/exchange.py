@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
 import numpy as np
@@ -86,6 +87,30 @@ class LaunchOrder:
             # The position moves on first: `ready` may itself hand something over.
             self._next += 1
             ready()
+
+
+class PutOff:
+    """Work on a bucket for which the host has to wait for the device. Within backward that would
+    keep it from queueing the rest of the pass, so it is done after it, on a stream of its own: that
+    waits for what was queued before this object was made, and not for the rest.
+    """
+
+    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._ready = torch.cuda.current_stream(device).record_event()
+
+    def carry_out(self) -> None:
+        aside = _stream_aside(self._device)
+        aside.wait_event(self._ready)
+        with torch.cuda.stream(aside):
+            self._work()
+        torch.cuda.current_stream(self._device).wait_stream(aside)
+
+
+@cache
+def _stream_aside(device: torch.device) -> torch.cuda.Stream:
+    # One and the same, because PyTorch keeps freed memory for the stream that had it.
+    return torch.cuda.Stream(device)
 
 
 class ExchangeListener:
@@ -292,6 +317,7 @@ class GradientExchange(Callback):
         ]
         self._stashed: list[torch.Tensor | None] = [None] * len(self._pairs)
         self._num_launched = 0
+        self._put_off = list[PutOff]()
         self._num_accumulated = 0
         self._synchronised = True
         self._exchanged_since_step = False
@@ -428,6 +454,8 @@ class GradientExchange(Callback):
             self._clip_gradients()
         while self._num_launched < len(self._pairs):
             self._launch_next(failed=failed)
+        while self._put_off:
+            self._put_off.pop(0).carry_out()
         # All buckets are waited for before any is committed: the step counts only if it is good on
         # every rank in every bucket.
         tallies = [reduction.wait() for _, reduction in self._pairs]
@@ -449,7 +477,7 @@ class GradientExchange(Callback):
                     " This step was discarded on every rank"
                 )
         elif not is_good:
-            self._skip(max(tally.num_nonfinite for tally in tallies))
+            self._skip(max(int(tally.num_nonfinite) for tally in tallies))
         else:
             self.counts.skipped_in_a_row = 0
             for b, tally in enumerate(tallies):
@@ -493,9 +521,12 @@ class GradientExchange(Callback):
             grad_scale=grad_scale,
             continues=continues,
         )
+        begin = partial(reduction.launch, gradient, tally, weight=weight, grad_scale=grad_scale)
         self._launch_order.launch(
             ("gradients", b),
-            lambda: reduction.launch(gradient, tally, weight=weight, grad_scale=grad_scale),
+            begin
+            if reduction.only_queues or not bucket.flat.is_cuda
+            else partial(self._put_off.append, PutOff(begin, bucket.flat.device)),
         )
 
     def _weight_now(self) -> float:

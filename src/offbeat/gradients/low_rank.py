@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -105,6 +105,8 @@ class LowRankReduction(ResidualReduction):
         stream: this bucket's channels.
         rights: brings Q.
     """
+
+    only_queues: ClassVar[bool] = True
 
     def __init__(
         self, bucket: Bucket, *, rank: int, driver: Driver, stream: Stream, rights: RightFactors

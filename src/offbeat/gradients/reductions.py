@@ -8,13 +8,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.codec.device_copies import on_device
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
@@ -82,6 +83,8 @@ class EntryAges:
 class Reduction:
     """Turns each rank's bucket into the ranks' weighted mean.
 
+    Its `launch` may wait for the device, unless `only_queues`.
+
     Args:
         bucket: what is reduced; fixes sizes and names of the state.
         driver: carries the collective out.
@@ -93,6 +96,7 @@ class Reduction:
         residual: what is owed, shape (n,); None where nothing ever is.
     """
 
+    only_queues: ClassVar[bool] = False
     ages: EntryAges | None = None
     encode_s: float = 0.0
 
@@ -208,7 +212,7 @@ class ResidualReduction(Reduction):
             mine.zero_()
             return tally
         torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
-        return replace(tally, num_nonfinite=int(not is_finite(mine)))
+        return replace(tally, num_nonfinite=~is_finite(mine))
 
     def _show(self, total: torch.Tensor) -> torch.Tensor:
         """The buffer of the bucket with the mean, after `_residual` has become what is owed. What
@@ -253,6 +257,8 @@ class DenseReduction(Reduction):
     afterwards.
     """
 
+    only_queues: ClassVar[bool] = True
+
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         super().__init__(bucket, driver, stream)
         self._sums: list[Pending[torch.Tensor]] = []
@@ -263,13 +269,13 @@ class DenseReduction(Reduction):
             self._tail = self._message[bucket.num_elements :]
             bucket.flat = self._message[: bucket.num_elements]
         else:  # sums of weights and counts are not exact in half precision
-            self._tail = torch.zeros(size, dtype=torch.float64)
+            self._tail = bucket.flat.new_zeros(size, dtype=torch.float64)
 
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=int(not is_finite(gradient)))
+            tally = replace(tally, num_nonfinite=~is_finite(gradient))
             gradient.mul_(tally.weight / self._driver.world_size)
         tally.write_to(self._tail)
         rides = self._tail.dtype == self._message.dtype
@@ -335,7 +341,7 @@ class SparseReduction(Reduction):
         self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
         self._sums: list[Pending[torch.Tensor]] = []
         self._joined: torch.Tensor | None = None
-        self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
+        self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
         self._picked: NDArray[np.int64] | None = None
         self._staged = False
@@ -373,7 +379,7 @@ class SparseReduction(Reduction):
         flat = self._bucket.flat
         if self._staged:
             finite = self._feedback.stage_all(flat, weight=weight, gradient=gradient)
-            tally = replace(tally, num_nonfinite=int(not finite))
+            tally = replace(tally, num_nonfinite=~finite)
         tally.write_to(self._tail)
         self._joined = None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
@@ -400,9 +406,9 @@ class SparseReduction(Reduction):
         if self._pending is not None:
             exchanged = self._pending.wait()  # which is over
             flat, kept = self._feedback.commit(exchanged.owed), exchanged.kept
-            indices = torch.from_numpy(kept.indices).to(flat.device)
+            indices = on_device(torch.from_numpy(kept.indices), flat.device)
             mean = torch.from_numpy(kept.values * factor).to(flat.dtype)
-            flat[indices] = mean.to(flat.device)
+            flat[indices] = on_device(mean, flat.device)
             if mean.dtype not in _EXACT:
                 self._owe_rounding(kept, mean, factor)
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1

@@ -180,8 +180,9 @@ def attach_through(
         refusal = error
     if refusal is not None and (world_size == 1 or returns):
         raise refusal
-    cuda = isinstance(model, torch.nn.Module) and any(p.is_cuda for p in model.parameters())
-    connection = reconnect() if returns else connect(group, cuda=cuda)
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    device = next((p.device for p in parameters if p.is_cuda), None)
+    connection = reconnect() if returns else connect(group, device=device)
     try:
         return Session(
             model,

@@ -122,7 +122,7 @@ class _TwoMeansReduction(Reduction):
     ) -> None:
         self._weight = tally.weight
         if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=int(not is_finite(gradient)))
+            tally = replace(tally, num_nonfinite=~is_finite(gradient))
         self._own = two_means(gradient)
         mine = self._own.cpu() * tally.weight
         self._sum = TalliedSum([mine], tally, self._driver, self._stream)

@@ -136,13 +136,18 @@ class Connection:
     network: Network | None
 
 
-def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Connection:
+def connect(
+    group: dist.ProcessGroup | None = None, *, device: torch.device | None = None
+) -> Connection:
     """A driver over the ranks of `group` (default: all ranks), and their network. Collective: every
     rank of the group calls it.
 
+    CUDA tensors travel by NCCL where the process group has it and each rank has a device of its
+    own, which NCCL demands; else by gloo, which copies them through the host.
+
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
-        cuda: whether CUDA tensors will be reduced, so that an NCCL backend is worth making.
+        device: of the tensors that will be reduced; None: the CPU.
 
     Raises:
         PeerError: a rank has ended, on every rank that lives.
@@ -179,13 +184,14 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     with answering_within(store, limit_s), ExitStack() as stack:
         stack.callback(presence.close)
         stack.callback(closed_in_children(store_sockets(store)))
-        device = gloo_device(address)
+        gloo = gloo_device(address)
         said = rendezvous.register(
             {
                 "silence_s": limit_s,
                 "cipher": cipher,
                 "token": secrets.token_hex(8),
-                "gloo": device.listens_at,
+                "gloo": gloo.listens_at,
+                "nccl": _nccl_device(group, device),
             },
             presence=presence.address,
             serves_store=serves(store),
@@ -197,10 +203,11 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         proof = proof_of(given, token).decode() if given else ""
         _compare_secrets(given, rendezvous.exchange("secret", proof, limit_s=limit_s))
         try:
-            backend = _connected_gloo(store, rendezvous, rank, world_size, device, limit_s=limit_s)
+            backend = _connected_gloo(store, rendezvous, rank, world_size, gloo, limit_s=limit_s)
+            devices = {entry.nccl for entry in entries} - {""}
             nccl = (
                 nccl_backend(PrefixStore("nccl", store), rank, world_size)
-                if cuda and dist.is_nccl_available()
+                if len(devices) == world_size
                 else None
             )
             dense = C10d(backend, nccl, sockets=_gloo_sockets(entries, rank))
@@ -317,12 +324,14 @@ class _Entry:
         cipher: that of its messages.
         token: drawn by it; that of rank 0 is the session's.
         gloo: where its gloo device listens; None where it could not find out.
+        nccl: the device that NCCL would use, by its UUID; empty where it may not.
     """
 
     silence_s: float
     cipher: str
     token: str
     gloo: Address | None
+    nccl: str
 
     @classmethod
     def read(cls, rank: int, said: Mapping[str, Any]) -> _Entry:
@@ -338,9 +347,17 @@ class _Entry:
                 cipher=str(said["cipher"]),
                 token=token,
                 gloo=gloo,
+                nccl=str(said["nccl"]),
             )
         except MALFORMED as error:
             raise unreadable(f"what rank {rank} says of itself", said) from error
+
+
+def _nccl_device(group: dist.ProcessGroup | None, device: torch.device | None) -> str:
+    """As of `_Entry.nccl`: the process group says whether its user wants NCCL."""
+    if device is None or device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _require_same(variable: str, values: Sequence[str]) -> None:

@@ -61,8 +61,6 @@ _LOOK_S: Final = 0.25
 not of gloo's: the work goes on.
 """
 
-_NCCL_POLL_S: Final = 0.0002
-
 
 class C10d(Driver):
     """Dense collectives over `cpu` (gloo) and, for CUDA tensors, over `cuda` (NCCL).
@@ -215,13 +213,12 @@ class C10d(Driver):
                 if begin_s >= give_up_s:
                     self._close(work)
                     raise PeerError(str(self._cause), rank=self._cause.rank)
-            # NCCL's own wait only orders streams, and a stream goes on after an abort as if all
-            # were well. So this thread waits itself.
-            if self._cuda is not None and not work.is_completed():
-                time.sleep(_NCCL_POLL_S)
-                continue
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
+                if self._cuda is not None:
+                    # NCCL's own wait only orders streams, and a stream goes on after an abort as if
+                    # all were well. So this thread waits itself: an abort ends that, too.
+                    torch.cuda.current_stream().synchronize()
                 return
             except RuntimeError:
                 # Not every kind of work tells by `is_completed` that it has failed.

@@ -521,7 +521,7 @@ def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collec
     """
     summary = {
         "weight": mine.weight,
-        "finite": is_finite(torch.from_numpy(mine.values)),
+        "finite": bool(is_finite(torch.from_numpy(mine.values))),
         "digest": mine.digest(),
     }
     summaries = yield from all_gather(rank, world_size, json.dumps(summary).encode(), _read_summary)

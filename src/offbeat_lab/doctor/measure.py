@@ -84,7 +84,7 @@ def measure() -> Measurement:
     opened["process group"] = own_sockets()
     has_device = int(os.environ.get("LOCAL_RANK", coordinator.rank)) < torch.cuda.device_count()
     device = "cuda" if set(coordinator.all_gather("cuda", str(has_device))) == {"True"} else "cpu"
-    driver = connect(cuda=device == "cuda").driver
+    driver = connect(device=torch.device(device)).driver
     try:
         opened["offbeat"] = own_sockets()
         network, pairs, busy_pairs = _probe(driver, device)

@@ -1,0 +1,348 @@
+"""What a GPU is asked for: selection against the speed of its memory, steps of a model of 125 M
+parameters against DDP, waits of the host, and K-FAC of ResNet-50.
+
+One process on one GPU, a world of one, so that nothing but offbeat's own work is added; and two
+processes on one GPU, whose messages go over loopback.
+
+    python benchmarks/gpu.py [--json] [--quick] [--results DIR]
+
+`--quick` takes small sizes, and the CPU where there is no GPU: only to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from _measure import Row, add_output_options, interleave, present, ratio
+from _ranks import run_ranks
+from _results import Figure
+from offbeat.codec import cuda
+from offbeat.strategies.base import Strategy
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BYTES_AN_ELEMENT = 12
+"""Read the residual and the gradient, write their sum."""
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "AllReduce": lambda: offbeat.AllReduce(),
+    "GTopK": lambda: offbeat.GTopK(density=0.001, collective="reduce_scatter", warmup=None),
+    "PowerSGD": lambda: offbeat.PowerSGD(rank=1),
+    "LocalSGD": lambda: offbeat.LocalSGD(period=16),
+    "WAGMA": lambda: offbeat.WAGMA(),
+}
+
+
+def wait_for_device() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(function: Callable[[], object]) -> float:
+    wait_for_device()
+    begin_s = time.perf_counter()
+    function()
+    wait_for_device()
+    return time.perf_counter() - begin_s
+
+
+class Block(torch.nn.Module):
+    """One layer of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.attend, self.join = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.attend(self.norms[0](x)).view(batch, length, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.join(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(torch.nn.Module):
+    """A language model of GPT-2's shape: 124 M parameters with 12 layers of width 768."""
+
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(vocabulary, width)
+        self.blocks = torch.nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm = torch.nn.LayerNorm(width)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.blocks(self.words(words)))
+        return torch.nn.functional.linear(hidden, self.words.weight)
+
+
+def transformer(quick: bool) -> Transformer:
+    torch.manual_seed(0)
+    shape = (2, 64, 500) if quick else (12, 768, 50_304)
+    return Transformer(*shape).to(DEVICE)
+
+
+def trainer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, quick: bool, batch: int = 8
+) -> Callable[[], None]:
+    """A step in bfloat16 autocast."""
+    length, vocabulary = (32, 500) if quick else (512, 50_304)
+    words = torch.randint(vocabulary, (batch, length + 1), device=DEVICE)
+
+    def step() -> None:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            logits = model(words[:, :-1])
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), words[:, 1:].flatten()
+            )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=DEVICE.type == "cuda")
+
+
+def selection(quick: bool) -> Iterator[Row]:
+    """The largest .1% of 10^8 entries, against a copy of as many bytes."""
+    n = 200_000 if quick else 100_000_000
+    k = n // 1000
+    flat, residual = (torch.randn(n, device=DEVICE) for _ in range(2))
+    other = torch.empty_like(flat)
+    picked = cuda.exact(flat.clone(), residual, k=k, weight=1.0).sparse
+    threshold = float(abs(picked.values).min())
+    # A selection overwrites the gradient, which then holds sums with the residual: so many rounds
+    # keep them finite.
+    measured = {
+        "copy": lambda: timed(lambda: other.copy_(flat)),
+        "exact": lambda: timed(lambda: cuda.exact(flat, residual, k=k, weight=1.0)),
+        "reuse": lambda: timed(
+            lambda: cuda.reuse(flat.normal_(), residual, k=k, weight=1.0, threshold=threshold)
+        ),
+        "draw": lambda: timed(lambda: flat.normal_()),
+        "torch.topk": lambda: timed(
+            lambda: torch.add(residual, flat, out=flat).abs().topk(k, sorted=False)
+        ),
+    }
+    times = interleave(measured, num_rounds=3 if quick else 11)
+    bound = [each * BYTES_AN_ELEMENT / 8 for each in times["copy"]]
+    reuse = [max(a - b, 1e-9) for a, b in zip(times["reuse"], times["draw"], strict=True)]
+    for name, seconds in {**times, "reuse": reuse}.items():
+        if name != "draw":
+            yield Figure(
+                case=name,
+                table="selection",
+                column="ms",
+                value=1e3 * sorted(seconds)[len(seconds) // 2],
+                bound=None if name == "copy" else 1e3 * sorted(bound)[len(bound) // 2],
+            )
+    for name, seconds in (("exact", times["exact"]), ("reuse", reuse)):
+        yield ratio(
+            f"{name} selection over the memory's bound",
+            list(zip(seconds, bound, strict=True)),
+            bound=1.0,
+            at_most=1.5,
+        )
+
+
+def steps(quick: bool) -> Iterator[Row]:
+    """A step of each strategy over one of DDP, a world of one."""
+    directory = tempfile.mkdtemp()
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{Path(directory) / 'store'}", rank=0, world_size=1
+    )
+    try:
+        plain, ddp = transformer(quick), DistributedDataParallel(transformer(quick))
+        alone = trainer(plain, adam(plain), quick=quick)
+        wrapped = trainer(ddp, adam(ddp), quick=quick)
+        times: dict[str, dict[str, list[float]]] = {}
+        for name, make in STRATEGIES.items():
+            model = transformer(quick)
+            optimizer = adam(model)
+            step = trainer(model, optimizer, quick=quick)
+            with offbeat.attach(model, optimizer, make()):
+                for _ in range(3):
+                    step(), wrapped(), alone()
+                times[name] = interleave(
+                    {
+                        "plain": lambda: timed(alone),
+                        "DDP": lambda: timed(wrapped),
+                        name: lambda step=step: timed(step),
+                    },
+                    num_rounds=3 if quick else 15,
+                )
+            del model, optimizer, step
+    finally:
+        dist.destroy_process_group()
+    for name, each in times.items():
+        for column in ("plain", "DDP", name):
+            yield Figure(
+                case=name,
+                table="steps",
+                column="offbeat, ms" if column == name else f"{column}, ms",
+                value=1e3 * sorted(each[column])[len(each[column]) // 2],
+            )
+    for name, each in times.items():
+        yield ratio(
+            f"{name}, a step over DDP's",
+            list(zip(each[name], each["DDP"], strict=True)),
+            bound=1.0,
+            at_most=1.05 if name in ("AllReduce", "LocalSGD") else 1.2,
+        )
+
+
+def two_ranks(quick: bool) -> Iterator[Row]:
+    """Two ranks on one device, a step of each strategy over one of DDP by gloo."""
+    times: Mapping[str, list[float]] = run_ranks(_two_ranks, 2, quick)
+    for name, seconds in times.items():
+        yield Figure(
+            case=name,
+            table="two ranks on one GPU, over loopback",
+            column="ms a step",
+            value=1e3 * sorted(seconds)[len(seconds) // 2],
+        )
+
+
+def _two_ranks(rank: int, world_size: int, quick: bool) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    num_steps = 3 if quick else 8
+    for name, make in {"DDP by gloo": None, **STRATEGIES}.items():
+        model: torch.nn.Module = transformer(quick)
+        optimizer = adam(model)
+        session: Any = None
+        if make is None:
+            model = DistributedDataParallel(model)
+        else:
+            session = offbeat.attach(model, optimizer, make())
+        step = trainer(model, optimizer, quick=quick, batch=4)
+        found[name] = [timed(step) for _ in range(num_steps + 2)][2:]
+        if session is not None:
+            session.close()
+        del model, optimizer, step
+    return found
+
+
+def waits(quick: bool) -> Iterator[Row]:
+    """How often the host waits for the device in one step, and where."""
+    if DEVICE.type != "cuda":
+        return
+    for name, make in STRATEGIES.items():
+        model = transformer(quick)
+        optimizer = adam(model)
+        step = trainer(model, optimizer, quick=quick)
+        with offbeat.attach(model, optimizer, make()):
+            step(), step()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                step()
+                torch.cuda.set_sync_debug_mode("default")
+        lines = Counter(
+            f"{Path(each.filename).parent.name}/{Path(each.filename).name}:{each.lineno}"
+            for each in caught
+            if "synchroniz" in str(each.message)
+        )
+        yield Figure(
+            case=name, table="waits", column="waits a step", value=sum(lines.values()), decimals=0
+        )
+        yield Figure(
+            case=name,
+            table="waits",
+            column="where",
+            value=", ".join(f"{line} ({count})" for line, count in lines.most_common())
+            or "nowhere",
+        )
+
+
+def kfac(quick: bool) -> Iterator[Row]:
+    """ResNet-50 under SPD-KFAC, with factors and inverses of every step and of every tenth."""
+    try:
+        from torchvision.models import resnet50  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        if not quick:
+            raise
+    size, batch = (16, 2) if quick else (224, 32)
+
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        if quick:
+            layers = (torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(784, 10))
+            return torch.nn.Sequential(*layers).to(DEVICE)
+        return resnet50(num_classes=1000).to(DEVICE)
+
+    images = torch.randn(batch, 3, size, size, device=DEVICE)
+    labels = torch.randint(10, (batch,), device=DEVICE)
+
+    def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def step() -> None:
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    plain = network()
+    alone = step_of(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+    for interval in (1, 10):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = step_of(model, optimizer)
+        strategy = offbeat.SPDKFAC(factor_interval=interval, inverse_interval=interval)
+        with offbeat.attach(model, optimizer, strategy):
+            for _ in range(2 if quick else 5):
+                step(), alone()
+            times = interleave(
+                {
+                    "SGD": lambda: sum(timed(alone) for _ in range(10)) / 10,
+                    "K-FAC": lambda step=step: sum(timed(step) for _ in range(10)) / 10,
+                },
+                num_rounds=2 if quick else 4,
+            )
+        for name, seconds in times.items():
+            yield Figure(
+                case=f"ResNet-50, every {interval}" if interval > 1 else "ResNet-50, every step",
+                table="kfac",
+                column=f"{name}, ms",
+                value=1e3 * sorted(seconds)[len(seconds) // 2],
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_output_options(parser)
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: only to see that it runs"
+    )
+    parser.add_argument("--cells", default="", help="some of them, separated by commas")
+    asked = parser.parse_args()
+    cells = {
+        "selection": lambda: selection(asked.quick),
+        "waits": lambda: waits(asked.quick),
+        "steps": lambda: steps(asked.quick),
+        "two ranks": lambda: two_ranks(asked.quick),
+        "kfac": lambda: kfac(asked.quick),
+    }
+    wanted = [each for each in asked.cells.split(",") if each] or list(cells)
+    present({name: cells[name] for name in wanted}, asked)
+
+
+if __name__ == "__main__":
+    main()

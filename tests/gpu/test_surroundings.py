@@ -1,0 +1,151 @@
+"""Training beside what people use with GPUs: mixed precision, a compiler, other streams; and
+how often the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from gpu.conftest import DEVICE
+from offbeat.strategies.base import Strategy
+from offbeat.transport.backends import nccl_backend
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "allreduce": lambda: offbeat.AllReduce(),
+    "gtopk": lambda: offbeat.GTopK(density=0.1, collective="reduce_scatter", warmup=None),
+    "powersgd": lambda: offbeat.PowerSGD(rank=2),
+    "localsgd": lambda: offbeat.LocalSGD(period=2),
+}
+
+
+def net(device: torch.device) -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(64, 64), torch.nn.ReLU()] * 1 + [torch.nn.Linear(64, 64)]
+    return torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(device)
+
+
+def batches(device: torch.device, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        inputs = torch.randn(32, 64, generator=draw)
+        yield inputs.to(device), inputs[:, :8].to(device)
+
+
+@pytest.mark.parametrize("name", STRATEGIES if DEVICE == "cuda" else ["gtopk"])
+def test_half_precision_with_a_scaler_learns(device: torch.device, name: str) -> None:
+    model = net(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    half = torch.float16 if device.type == "cuda" else torch.bfloat16
+    scaler = torch.amp.GradScaler(device.type)
+    losses = []
+    with offbeat.attach(model, optimizer, STRATEGIES[name](), scaler=scaler):
+        for inputs, wanted in batches(device, 40):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, half):
+                loss = (model(inputs) - wanted).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", STRATEGIES if DEVICE == "cuda" else ["allreduce"])
+def test_a_bfloat16_model_learns(device: torch.device, name: str) -> None:
+    model = net(device).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    with offbeat.attach(model, optimizer, STRATEGIES[name]()):
+        for inputs, wanted in batches(device, 30):
+            optimizer.zero_grad()
+            loss = (model(inputs.bfloat16()) - wanted).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_compiled_model_on_a_stream_of_its_own_trains_as_a_plain_one(
+    device: torch.device, name: str
+) -> None:
+    ended = []
+    for special in (False, True):
+        model = net(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = torch.compile(model) if special else model
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with (
+            torch.cuda.stream(stream if special else torch.cuda.current_stream(device)),
+            offbeat.attach(model, optimizer, STRATEGIES[name]()),
+        ):
+            for inputs, wanted in batches(device, 8):
+                optimizer.zero_grad()
+                (call(inputs) - wanted).square().mean().backward()
+                optimizer.step()
+        torch.cuda.synchronize(device)
+        ended.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ended[0], ended[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_host_never_waits_for_the_device_within_backward(
+    device: torch.device, name: str
+) -> None:
+    model = net(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = batches(device, 4)
+    with offbeat.attach(model, optimizer, STRATEGIES[name]()):
+        for step, (inputs, wanted) in enumerate(steps):
+            loss = (model(inputs) - wanted).square().mean()
+            last = next(iter(model.parameters()))
+            # This gradient is among the last, so what comes after it is the end of the pass.
+            hook = last.register_hook(lambda grad: torch.cuda.set_sync_debug_mode("default"))
+            try:
+                if step > 1:
+                    torch.cuda.set_sync_debug_mode("error")
+                loss.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                hook.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
+def test_the_host_waits_once_a_step(device: torch.device, name: str) -> None:
+    model = net(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, STRATEGIES[name]()):
+        for step, (inputs, wanted) in enumerate(batches(device, 4)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn" if step > 1 else "default")
+                (model(inputs) - wanted).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.cuda.set_sync_debug_mode("default")
+            waits = [each for each in caught if "synchroniz" in str(each.message)]
+            assert len(waits) <= 1, [f"{each.filename}:{each.lineno}" for each in waits]
+
+
+@pytest.mark.needs_gpu
+def test_nccl_sums_and_can_be_aborted(device: torch.device) -> None:
+    backend = nccl_backend(dist.HashStore(), 0, 1)
+    tensor = torch.arange(4.0, device=device)
+    work = backend.allreduce([tensor], dist.AllreduceOptions())
+    work.wait(timedelta(seconds=0.25))
+    torch.cuda.current_stream().synchronize()
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
+    backend.abort()
