@@ -4,12 +4,10 @@ so that nobody is the first to run them on a machine that is rented by the minut
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-DEVICE = os.environ.get("OFFBEAT_TEST_DEVICE", "cpu")
+from gpu_support import DEVICE
 
 
 @pytest.fixture(scope="session")

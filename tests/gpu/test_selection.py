@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from codec.test_select import DISTRIBUTIONS
-from gpu.conftest import DEVICE
+from gpu_support import DEVICE
 from offbeat.codec import cuda, selectors
 from offbeat.codec.topk_codec import SELECTORS
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from gpu.conftest import DEVICE
+from gpu_support import DEVICE
 from offbeat.strategies.base import Strategy
 from offbeat.transport.backends import nccl_backend
 
