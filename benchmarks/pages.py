@@ -64,7 +64,8 @@ def written(page: Path) -> str:
     Raises:
         PageError: a mark names a table that does not exist.
     """
-    told: list[str] = []
+    last: list[str] = []
+    told: set[str] = set()
 
     def table(mark: re.Match[str]) -> str:
         name, title = mark[1] or page.stem, mark[2]
@@ -72,11 +73,14 @@ def written(page: Path) -> str:
         if results is None:
             raise PageError(f"{page.name} asks for {name}/{title}, which no result file has")
         opening = mark[0].partition("\n")[0]
-        origins = [*_origins(results)]
-        # What the table above says of itself need not be said again.
-        lines = [] if origins == told else origins
-        told[:] = origins
-        return "\n".join([opening, *_table(results), "", *lines, _END])
+        # What the table above says of itself, or any above of the machine, need not be said again.
+        commands, machines = _commands(results), _machines(results)
+        lines = [] if commands == last else commands
+        lines = [*lines, *(machine for machine in machines if machine not in told)]
+        last[:] = commands
+        told.update(machines)
+        below = [line for text in lines for line in _wrapped(f"- {text}", "  ")]
+        return "\n".join([opening, *_table(results), "", *below, *[""] * bool(below), _END])
 
     def column(mark: re.Match[str]) -> str:
         results = tables_of(_results(mark[1])).get(mark[2], [])
@@ -119,20 +123,23 @@ def _markdown(rows: Iterable[Sequence[str]]) -> Iterator[str]:
             yield "|---" * len(row) + "|"
 
 
-def _origins(results: Sequence[Result]) -> Iterator[str]:
-    """Below a table: what measured which rows, and then what all rows have in common."""
+def _commands(results: Sequence[Result]) -> list[str]:
+    """What measured which rows of a table."""
     numbers = {case: place for place, case in enumerate(_cases(results), start=1)}
     rows: dict[str, set[int]] = {}
     for result in results:
         rows.setdefault(_measured_by(result.origin), set()).add(numbers[result.figure.case])
-    for told, those in rows.items():
-        word = "Row" if len(those) == 1 else "Rows"
-        which = f"{word} {_ranges(sorted(those))}: " if len(rows) > 1 else ""
-        yield from _wrapped(f"- {which}{told}", "  ")
-    yield from _wrapped(
-        f"- {'; '.join(dict.fromkeys(_measured_on(result.origin) for result in results))}.", "  "
-    )
-    yield ""
+    if len(rows) == 1:
+        return [*rows]
+    return [
+        f"{'Row' if len(those) == 1 else 'Rows'} {_ranges(sorted(those))}: {told}"
+        for told, those in rows.items()
+    ]
+
+
+def _machines(results: Sequence[Result]) -> list[str]:
+    """What a table was measured on, and when."""
+    return [*dict.fromkeys(f"{_measured_on(result.origin)}." for result in results)]
 
 
 def _cases(results: Sequence[Result]) -> list[str]:

@@ -86,7 +86,7 @@ def _options(name: str, other: str | None) -> Iterator[str]:
         entry = REGISTRY.entries[other]
         names = ", ".join(f"`{option}`" for option in alike)
         yield ""
-        told = f"These are options as of [`{entry.class_name}`]({other}.md#options): {names}."
+        told = f"[`{entry.class_name}`]({other}.md#options) has these options, too: {names}."
         yield from textwrap.wrap(told, 100, break_on_hyphens=False)
 
 
@@ -116,11 +116,14 @@ def _object_rows(name: str) -> Iterator[str]:
     yield "| option | name | what it is |"
     yield "|---|---|---|"
     for option in describe_options(REGISTRY[name]):
+        names: dict[str, list[str]] = {}
         for hint in typing.get_args(option.hint):
             named = typing.get_args(hint)[-1] if typing.get_origin(hint) is Annotated else {}
             for key in named:
                 text = re.sub(r"\s+", " ", (inspect.getdoc(named[key]) or "").split("\n\n", 1)[0])
-                yield f'| `{option.name}` | `"{key}"` | {text} |'
+                names.setdefault(text, []).append(f'`"{key}"`')
+        for text, keys in names.items():
+            yield f"| `{option.name}` | {', '.join(keys)} | {text} |"
 
 
 def _strategy_rows() -> Iterator[str]:

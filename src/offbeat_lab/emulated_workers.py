@@ -4,28 +4,41 @@ faults.
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
 from typing_extensions import override
 
 from offbeat.errors import PeerError
-from offbeat.run.config import RunConfig
+from offbeat.run.config import RunConfig, ScriptCommand
 from offbeat.run.coordination import RunStore, serve_store
-from offbeat.run.local_worker import LocalWorker, Placement
+from offbeat.run.local_worker import (
+    LocalWorker,
+    Placement,
+    WorkerProcess,
+    WorkerProgram,
+    WorkerStart,
+    start_process,
+)
 from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE
+from offbeat.run.supervise import script_program
 from offbeat.run.supervisor import WorkerGroup
 from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
-from offbeat_lab.forking import worker_program
+from offbeat_lab.forking import WORKER_FORKS, ForkServerError
 from offbeat_lab.options import build_strategy
+
+WORKER: Final = "offbeat_lab.worker"
 
 SIGNALS: Final[Mapping[str, signal.Signals]] = {
     "kill": signal.SIGKILL,
@@ -281,3 +294,64 @@ def hint(run_directory: Path) -> str:
         f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume"
         f" {run_directory}"
     )
+
+
+def forking(imports: Sequence[str] = ()) -> Callable[[WorkerStart], WorkerProcess]:
+    """Starts workers by forking, or as fresh interpreters where that cannot be done. Both behave
+    alike, but what a forked worker sets before it imports torch it sets too late.
+
+    Args:
+        imports: what the process from which workers are forked imports for all of them.
+    """
+
+    def start(wanted: WorkerStart) -> WorkerProcess:
+        output = sys.stdout.fileno() if wanted.log is None else wanted.log.fileno()
+        try:
+            return WORKER_FORKS.fork(
+                [wanted.module, *wanted.arguments],
+                environment=wanted.environment,
+                stdin=wanted.stdin,
+                output=output,
+                pipe=wanted.pipe,
+                namespace=wanted.placement.namespace,
+                imports=imports,
+            )
+        except ForkServerError as error:
+            with suppress(OSError):  # a full disk takes no log
+                os.write(output, f"not forked: {error}\n".encode())
+        return start_process(wanted)
+
+    return start
+
+
+def worker_program(config: RunConfig) -> WorkerProgram:
+    """What the workers of a run are: each trains a task, or runs a user's script."""
+    if config.script is None:
+        return WorkerProgram(module=WORKER, start=forking())
+    start = forking(first_imports(config.script))
+    return script_program(config.workers, module=WORKER, start=start)
+
+
+def first_imports(script: ScriptCommand) -> list[str]:
+    """What `script` begins by importing, up to its first statement that is no import: names such
+    as "sklearn.datasets.load_digits". Modules in the script's own directory are left out, as they
+    may be anything; of what runs as a module, or is no Python, there is nothing.
+    """
+    path = Path(script.path)
+    try:
+        statements = [] if script.as_module else ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    if statements and isinstance(statements[0], ast.Expr):  # its docstring
+        del statements[0]
+    names: list[str] = []
+    for statement in statements:
+        match statement:
+            case ast.Import(names=imported):
+                names += [each.name for each in imported]
+            case ast.ImportFrom(module=str(module), names=imported, level=0):
+                names += [f"{module}.{each.name}".removesuffix(".*") for each in imported]
+            case _:
+                break
+    beside = [str(path.resolve().parent)]
+    return [name for name in names if PathFinder.find_spec(name.partition(".")[0], beside) is None]

@@ -27,7 +27,6 @@ allow it, as a child can enter its namespace by itself. These forbid it:
 
 from __future__ import annotations
 
-import ast
 import atexit
 import ctypes
 import gc
@@ -40,16 +39,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from offbeat.run.config import RunConfig, ScriptCommand
-from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
-from offbeat.run.supervise import script_program
 from offbeat_lab.network_namespace import enter
 
 _PATIENCE_S = 120.0
@@ -404,7 +399,6 @@ def _become(message: dict[str, Any], descriptors: Sequence[int], printed: bytes)
         enter(Path(message["namespace"]))
 
 
-WORKER: Final = "offbeat_lab.worker"
 _SERVER: Final = "offbeat_lab.worker_server"
 
 _READ_LATE: Final = frozenset(
@@ -564,64 +558,3 @@ def _inherited() -> tuple[str, ...]:
 
 WORKER_FORKS: Final = WorkerForks()
 """Those of this process."""
-
-
-def forking(imports: Sequence[str] = ()) -> Callable[[WorkerStart], WorkerProcess]:
-    """Starts workers by forking, or as fresh interpreters where that cannot be done. Both behave
-    alike, but what a forked worker sets before it imports torch it sets too late.
-
-    Args:
-        imports: what the process from which workers are forked imports for all of them.
-    """
-
-    def start(wanted: WorkerStart) -> WorkerProcess:
-        output = sys.stdout.fileno() if wanted.log is None else wanted.log.fileno()
-        try:
-            return WORKER_FORKS.fork(
-                [wanted.module, *wanted.arguments],
-                environment=wanted.environment,
-                stdin=wanted.stdin,
-                output=output,
-                pipe=wanted.pipe,
-                namespace=wanted.placement.namespace,
-                imports=imports,
-            )
-        except ForkServerError as error:
-            with suppress(OSError):  # a full disk takes no log
-                os.write(output, f"not forked: {error}\n".encode())
-        return start_process(wanted)
-
-    return start
-
-
-def worker_program(config: RunConfig) -> WorkerProgram:
-    """What the workers of a run are: each trains a task, or runs a user's script."""
-    if config.script is None:
-        return WorkerProgram(module=WORKER, start=forking())
-    start = forking(first_imports(config.script))
-    return script_program(config.workers, module=WORKER, start=start)
-
-
-def first_imports(script: ScriptCommand) -> list[str]:
-    """What `script` begins by importing, up to its first statement that is no import: names such
-    as "sklearn.datasets.load_digits". Modules in the script's own directory are left out, as they
-    may be anything; of what runs as a module, or is no Python, there is nothing.
-    """
-    path = Path(script.path)
-    try:
-        statements = [] if script.as_module else ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    if statements and isinstance(statements[0], ast.Expr):  # its docstring
-        del statements[0]
-    names: list[str] = []
-    for statement in statements:
-        match statement:
-            case ast.Import(names=imported):
-                names += [each.name for each in imported]
-            case ast.ImportFrom(module=str(module), names=imported, level=0):
-                names += [f"{module}.{each.name}".removesuffix(".*") for each in imported]
-            case _:
-                break
-    beside = [str(path.resolve().parent)]
-    return [name for name in names if PathFinder.find_spec(name.partition(".")[0], beside) is None]

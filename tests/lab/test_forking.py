@@ -19,13 +19,8 @@ import pytest
 
 from lab_support import fork_server
 from offbeat.run.config import ScriptCommand
-from offbeat_lab.forking import (
-    ForkedProcess,
-    ForkServer,
-    ForkServerError,
-    WorkerForks,
-    first_imports,
-)
+from offbeat_lab.emulated_workers import first_imports
+from offbeat_lab.forking import ForkedProcess, ForkServer, ForkServerError, WorkerForks
 
 pytestmark = [
     pytest.mark.ranks,

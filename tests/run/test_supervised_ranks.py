@@ -23,7 +23,7 @@ from offbeat.transport.interface import PORTS_VARIABLE
 from offbeat_lab.cli.comparing import comparison_display
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
-from offbeat_lab.forking import forking
+from offbeat_lab.emulated_workers import forking
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
 from rank_jobs.script import name_of_ddps_reducer, step_around_the_wrapper, step_by_hand
