@@ -12,7 +12,6 @@ from offbeat.kfac.factors import FactorShape
 from offbeat.kfac.inverse_exchange import InverseExchange
 from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.plans import InverseBatch
-from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 
@@ -76,7 +75,6 @@ def phase(inverter: Noting) -> InverseExchange:
         driver=SingleRank(),
         stream=Stream(1),
         inverter=inverter,
-        spans=SpanRecorder(),
     )
 
 

@@ -13,5 +13,5 @@ Where to read, in the order of a training step:
 - `factors`, `inverses`, `precondition`: the linear algebra, which knows of no other rank.
 - `plans`, `placement`, `overlap`: which factors share a message, which rank inverts what, and in
   which order. Pure functions; `costs` measures what they depend on.
-- `curvature`: what a user can set; `spans` notes what happened.
+- `curvature`: what a user can set.
 """

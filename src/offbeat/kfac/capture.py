@@ -116,7 +116,7 @@ class Capture:
         warn: is told of layers that cannot be watched any more.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
         added: is called with a block's index and a side whenever something was added to that
-            factor, and when, on the monotonic clock, that began.
+            factor.
         room: for a block's index and a side, where to sum that factor until it is taken: the
             message that it leaves in. None: in memory of its own.
     """
@@ -129,11 +129,13 @@ class Capture:
         *,
         warn: Callable[[str], None],
         grad_scale: Callable[[], float] = lambda: 1.0,
-        added: Callable[[int, Side, float], None] = lambda index, side, began_s: None,
+        added: Callable[[int, Side], None] = lambda index, side: None,
         room: Callable[[int, Side], torch.Tensor | None] = lambda index, side: None,
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
+        self.spent_s = 0.0
+        """Seconds spent so far on computing factors."""
         self.phase: int | None = None
         """How many steps with factors came before this one; None: nothing is summed now."""
         self._blocks = list(blocks)
@@ -401,7 +403,8 @@ class Capture:
         )
         # A pass has as many terms as the widest of its calls.
         sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
-        self._added(watched.block_index, watched.side("input"), began_s)
+        self.spent_s += time.monotonic() - began_s
+        self._added(watched.block_index, watched.side("input"))
 
     def _add_gradient(
         self,
@@ -419,7 +422,8 @@ class Capture:
                 # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
             sums.outputs = self._plus(place, "output", sums.outputs, moment)
-        self._added(watched.block_index, watched.side("output"), began_s)
+        self.spent_s += time.monotonic() - began_s
+        self._added(watched.block_index, watched.side("output"))
 
     def _plus(self, place: int, own_side: Side, sum_: Moment | None, moment: Moment) -> Moment:
         """`moment` added to what use `place` has summed. The first one is copied to where it will

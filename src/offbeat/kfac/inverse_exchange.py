@@ -26,7 +26,6 @@ from offbeat.collectives.dense import dense_broadcast
 from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.inverses import MOST_AT_ONCE, InversionTask, Inverter, is_asynchronous
 from offbeat.kfac.plans import InverseBatch
-from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -42,7 +41,6 @@ class InverseExchange:
         driver: carries broadcasts out.
         stream: of the broadcasts.
         inverter: inverts.
-        spans: notes what is done when.
 
     Attributes:
         packed: what stands for the inverse of each slot; zeros stand for none. None where this rank
@@ -61,9 +59,8 @@ class InverseExchange:
         driver: Driver,
         stream: Stream,
         inverter: Inverter,
-        spans: SpanRecorder,
     ) -> None:
-        self.invert_s, self.wait_s, self._spans = 0.0, 0.0, spans
+        self.invert_s = self.wait_s = 0.0
         self._driver, self._stream, self._inverter = driver, stream, inverter
         self._travels, self._slots = travels, slots
         self.packed: list[torch.Tensor | None] = [None] * len(slots)
@@ -119,10 +116,8 @@ class InverseExchange:
             if self._travels:
                 # Every rank launches every broadcast here, in the planned order: one that inverts
                 # nothing waits for its peers' inverses already while they are being made.
-                launched_s = time.monotonic()
-                pending = self._driver.launch(dense_broadcast(flat, owner), self._stream.next())
-                self._pending.append(pending)
-                self._spans.launched("broadcast", f"from worker {owner}", launched_s, [pending])
+                broadcast = dense_broadcast(flat, owner)
+                self._pending.append(self._driver.launch(broadcast, self._stream.next()))
 
     def fill(self, is_over: Callable[[], bool]) -> None:
         """Until `is_over`, invert of what every rank inverts whatever has arrived.
@@ -141,9 +136,7 @@ class InverseExchange:
         self.fill(lambda: False)
         begin_s = time.perf_counter()
         for broadcast in self._pending:
-            with self._spans.timed("wait for inverses"):
-                broadcast.wait()
-            self._spans.arrived()
+            broadcast.wait()
         self.wait_s += time.perf_counter() - begin_s
         self._pending = []
 
@@ -157,7 +150,6 @@ class InverseExchange:
             for room, inverse in zip(rooms, inverses, strict=True):
                 room.copy_(inverse)
         self.invert_s += time.monotonic() - begin_s
-        self._spans.add("invert", f"{len(slots)} factors", begin_s)
 
     def _portions(self, slots: Sequence[int]) -> Iterator[list[int]]:
         """`slots`, as many at a time as are inverted in one call."""

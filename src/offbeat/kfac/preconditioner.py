@@ -26,7 +26,6 @@ from offbeat.kfac.inverses import InverseForm, Inverter, dtype_of
 from offbeat.kfac.placement import Owner
 from offbeat.kfac.plans import FactorPlan, InverseBatch
 from offbeat.kfac.precondition import InversePair, graft_, kl_scale, precondition_, share_of
-from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Stream
 
 _WINDOW: Final = 50
@@ -46,7 +45,6 @@ class Preconditioner:
         plan: which inverses this rank has, and whether owners send preconditioned gradients.
         order: in which order inverses are made and sent.
         stream: the channels of the broadcasts.
-        spans: notes what is done when.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
@@ -66,7 +64,6 @@ class Preconditioner:
         plan: FactorPlan,
         order: Sequence[InverseBatch],
         stream: Stream,
-        spans: SpanRecorder,
     ) -> None:
         assert context.optimizer is not None
         optimizer, notify = context.optimizer, context.notices.notify
@@ -74,7 +71,7 @@ class Preconditioner:
         self.precondition_s = 0.0
         self._blocks, self._slots, self._form, self._settings = blocks, slots, form, settings
         self._optimizer, self._driver = optimizer, context.driver
-        self._stream, self._spans = stream, spans
+        self._stream = stream
         self._inverter = Inverter(notify, form)
         self.step_scale = StepScale(optimizer, notify)
         self._short_layers = ShortLayers(optimizer, settings.grafting, notify)
@@ -106,7 +103,6 @@ class Preconditioner:
             driver=self._driver,
             stream=self._stream,
             inverter=self._inverter,
-            spans=self._spans,
         )
 
     def precondition(self, retired: Collection[int], step: int) -> None:
@@ -114,8 +110,7 @@ class Preconditioner:
         gradients. Collective where owners send them.
         """
         began_s = time.perf_counter()
-        with self._spans.timed("precondition"):
-            self._precondition(retired, step)
+        self._precondition(retired, step)
         self.precondition_s += time.perf_counter() - began_s
 
     def _precondition(self, retired: Collection[int], step: int) -> None:
@@ -182,19 +177,10 @@ class Preconditioner:
         for message in messages:
             if message.owner == rank:
                 message.fill(self._settings.grafting, is_measured=shares is not None)
-            launched_s = time.monotonic()
-            pending.append(
-                self._driver.launch(
-                    dense_broadcast(message.flat, message.owner), self._stream.next()
-                )
-            )
-            self._spans.launched(
-                "broadcast", f"gradients of worker {message.owner}", launched_s, pending[-1:]
-            )
-        for broadcast in pending:
-            with self._spans.timed("wait for inverses"):
-                broadcast.wait()
-            self._spans.arrived()
+            broadcast = dense_broadcast(message.flat, message.owner)
+            pending.append(self._driver.launch(broadcast, self._stream.next()))
+        for sent in pending:
+            sent.wait()
         nu = None
         if kl_clip is not None and messages:
             changes = (message.change.to("cpu", torch.float64) for message in messages)

@@ -21,22 +21,12 @@ def report(
 
 def trace(
     directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
-    out: Annotated[
-        Path,
-        typer.Option(help="File to write (.json or .json.gz), or a directory with --tensorboard."),
-    ],
-    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars instead.")] = False,
+    out: Annotated[Path, typer.Option(help="File to write, .json or .json.gz.")],
 ) -> None:
     """Write a trace of all workers for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    from offbeat_lab.report.trace import write_scalars, write_trace
+    from offbeat_lab.report.trace import write_trace
 
-    if tensorboard:
-        write_scalars(directory, out)
-        print(f"scalars in {out}; look at them with: tensorboard --logdir {out}")
-    else:
-        print(
-            f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev"
-        )
+    print(f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev")
 
 
 def doctor(
