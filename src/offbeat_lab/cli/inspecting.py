@@ -34,10 +34,6 @@ def doctor(
         int | None,
         typer.Option(help="Local processes to measure between, where nobody launched any."),
     ] = None,
-    parameters: Annotated[
-        list[int] | None, typer.Option(help="Size of an exchange to predict; may be given again.")
-    ] = None,
-    density: Annotated[float, typer.Option(help="That gTop-k would send.")] = 0.001,
     write: Annotated[
         Path | None,
         typer.Option(help="Write the cluster that was measured here, for plan and the lab."),
@@ -53,16 +49,7 @@ def doctor(
     """
     from offbeat_lab.cli import doctor as diagnosing
 
-    raise typer.Exit(
-        diagnosing.run(
-            workers=workers,
-            parameters=parameters or (),
-            density=density,
-            write=write,
-            profile=profile,
-            as_json=as_json,
-        )
-    )
+    raise typer.Exit(diagnosing.run(workers=workers, write=write, profile=profile, as_json=as_json))
 
 
 def clean() -> None:
