@@ -5,7 +5,7 @@
 2. Before the update, when the gradients are final and good on all ranks, `FactorAverages` takes
    the sums into the running averages, one message after the other.
 3. Every `inverse_interval` steps all factors are inverted, by their owners or by every rank, each
-   as soon as what it needs has been taken in (`kfac.inverse_exchange`).
+   as soon as what it needs has been taken in (`kfac.preconditioner`).
 4. `Preconditioner` replaces each gradient by G^-1 (dL/dW) A^-1, and the optimizer steps with it.
 
 When the step is bad, nothing of this happens, on any rank. Which factors share a message, and who
@@ -262,7 +262,7 @@ class KFACCallback(Callback):
     @override
     def gauges(self) -> dict[str, float]:
         """By what the last step was shortened; nothing without `kl_clip`."""
-        nu = self.preconditioner.step_scale.last
+        nu = self.preconditioner.last_nu
         return {} if nu is None else {"kl_scale": float(nu)}
 
     @override

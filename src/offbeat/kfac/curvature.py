@@ -12,7 +12,7 @@ from offbeat.errors import ConfigError, nearest
 
 Sharing = Literal["expand", "reduce"]
 Grafting: TypeAlias = Literal["none", "floor", "layer"]
-"""Whose length a layer's preconditioned gradient has (`kfac.precondition`); "none": its own."""
+"""Whose length a layer's preconditioned gradient has (`kfac.preconditioner`); "none": its own."""
 
 AUTO_STRIDE, MANY_POSITIONS, FEWEST_EXAMPLES = 4, 16, 8
 """What `sample_stride="auto"` means: a layer that sees many positions of each example knows enough
