@@ -9,7 +9,7 @@ fifth of a core; `--long-steps` takes `charlm` in its place, with 29 ms a batch.
 samples a second of all workers together from the third mega-batch on, over those of the same
 workers exchanging nothing, measured in the same round. Beside it stands the ceiling: the same if
 claims and merges took no time, so that only the wait for the last batch is left
-(`planning.dispatch`).
+(`_ceilings.dispatch`).
 
     at least 0.95 of the summed speed of the workers
     updates within 5% of each other from the third mega-batch on, and again from the third after
@@ -51,6 +51,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from _ceilings import dispatch
 from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
 from links import Quiet
@@ -60,7 +61,6 @@ from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import Comparison
-from offbeat_lab.plan.dispatch import dispatch
 from offbeat_lab.records import MegaBatch, Record
 from offbeat_lab.statistics import Estimate, estimate
 from offbeat_lab.tasks import build_task

@@ -76,7 +76,7 @@ MAY_BLOCK = {
     "offbeat_lab/attaching.py": {"torch.distributed"},  # asks who this rank is
     "offbeat_lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
     "offbeat/run/supervisor.py": {"selectors"},  # watches workers
-    "offbeat_lab/plan/low_rank.py": {
+    "offbeat_lab/plan/timing.py": {
         "torch.distributed"
     },  # a group of one for torch's hook, which sends nothing
     "offbeat_lab/plan/script_timing.py": {"subprocess"},  # runs a user's script to time it

@@ -31,7 +31,6 @@ from offbeat.torch_private import (
     new_gloo_backend,
     new_gloo_device,
     new_nccl_backend,
-    num_edges_to,
     stored_entries,
     tensors_in,
     unscales_gradients_itself,
@@ -54,15 +53,6 @@ def _parameter_with(gradient: torch.Tensor) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
     return parameter
-
-
-def test_each_use_of_a_parameter_is_an_edge_of_the_graph() -> None:
-    embed, other = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 3)
-    hidden = other(embed(torch.tensor([[1, 2], [3, 0]])))
-    twice = F.linear(other(hidden), embed.weight)
-    edges = num_edges_to([twice, hidden])
-    assert [edges[id(p)] for p in (embed.weight, other.weight)] == [2, 2]
-    assert num_edges_to([torch.ones(2)]) == {}
 
 
 def test_a_backward_pass_has_a_number_and_none_runs_outside() -> None:

@@ -39,6 +39,7 @@ import torch
 
 import _benchmarks  # noqa: F401
 import offbeat
+from _ceilings import gain
 from _measure import Ratio, Row, add_output_options, present
 from _ranks import run_ranks
 from _results import Figure
@@ -47,7 +48,6 @@ from offbeat.session.attach import attach_through
 from offbeat.transport.driver import Driver
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation.delaying import Delaying, StepTimeEmulator
-from offbeat_lab.plan.dispatch import gain
 from offbeat_lab.tasks import Batch, build_task, num_samples_of
 
 SPEEDS = (1.0, 1.0, 0.5, 0.5)

@@ -8,7 +8,7 @@ function has a test of its own, which fails when a new version of PyTorch change
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from types import FunctionType, MappingProxyType
@@ -95,27 +95,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     other libraries add theirs to, has no public name.
     """
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def num_edges_to(outputs: Iterable[torch.Tensor]) -> dict[int, int]:
-    """How many operations of the graph behind `outputs` have each parameter as an input, by the
-    parameter's id.
-
-    The nodes of parameters have no public name: nothing public says which one is whose.
-    """
-    found: dict[int, int] = {}
-    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is None:
-                continue
-            if (parameter := getattr(node, "variable", None)) is not None:
-                found[id(parameter)] = found.get(id(parameter), 0) + 1
-            elif node not in seen:
-                seen.add(node)
-                todo.append(node)
-    return found
 
 
 def stored_entries(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

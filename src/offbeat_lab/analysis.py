@@ -15,8 +15,7 @@ import numpy as np
 from offbeat.run.records import Evaluation, Summary
 from offbeat_lab.breakdown import Steps, lateness, read_steps, slow_worker_of
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
-from offbeat_lab.factor_work import FactorWork, factor_work
-from offbeat_lab.records import Record, read_profiles
+from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, compare, estimate
 
 _PHASES: Final[Mapping[Measure, str]] = {
@@ -34,7 +33,6 @@ class AnalysedRun:
     summary: Summary
     steps: Steps
     evaluations: Sequence[Evaluation]
-    work: FactorWork | None = None
 
     @property
     def block_s(self) -> Sequence[float]:
@@ -119,7 +117,6 @@ def _read(path: Path) -> AnalysedRun | None:
         summary=summary,
         steps=steps,
         evaluations=evaluations,
-        work=factor_work(read_profiles(record)),
     )
 
 
@@ -173,14 +170,6 @@ def _measures(
                 for seed, rate in zip(comparison.seeds, rates, strict=True)
             ],
             [rate / best for rate in block_rates],
-        )
-    works = [None if run is None else run.work for run in runs]
-    if any(works):
-        measures["factors_exposed_s"] = estimate(
-            [work.sums.exposed_s if work and work.sums else None for work in works]
-        )
-        measures["inversion_s"] = estimate(
-            [work.longest_inversion_s if work else None for work in works]
         )
     shares = [None if run is None else run.steps.settled().shares() for run in runs]
     for name, phase in _PHASES.items():

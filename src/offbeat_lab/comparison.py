@@ -39,8 +39,6 @@ Measure = Literal[
     "share_wait",
     "share_transfer",
     "peak_memory_bytes",
-    "factors_exposed_s",
-    "inversion_s",
 ]
 """What is measured. `report.style.MEASURES` says what each is called, and `docs/comparing.md` how
 it is measured.

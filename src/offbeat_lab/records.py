@@ -13,7 +13,6 @@ from typing import Final, Literal, TypeAlias, TypeVar
 
 from typing_extensions import override
 
-from offbeat.callbacks.profile import FactorAssignment, Span
 from offbeat.codec.json_objects import Count, build
 from offbeat.errors import MALFORMED, RecordError
 from offbeat.run.records import (
@@ -30,7 +29,6 @@ from offbeat.run.records import (
     Summary,
     append_line,
     events_path,
-    profile_path,
 )
 
 _MOST: Final = 1 << 53
@@ -281,50 +279,6 @@ def emulation_of(run: RunDirectory) -> EmulationReport | None:
 def add_mega_batch(run: Path, mega_batch: MegaBatch) -> None:
     """Append to the mega-batches of the run in `run`, which one rank writes."""
     append_line(run / MEGA_BATCHES, mega_batch)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profiled:
-    """One step of one rank.
-
-    Attributes:
-        attempt: of the run, counted from 0.
-        step: counted from 1.
-        spans: what was done when, on the host's monotonic clock, in order of ends.
-        duties: the plan from here on; empty where it is that of before.
-    """
-
-    attempt: Count
-    step: Count
-    spans: Sequence[Span]
-    duties: Sequence[FactorAssignment] = ()
-
-
-def read_profiles(record: Record) -> Mapping[int, Sequence[Profiled]]:
-    """By rank, its profiles in order of steps, without those that a resume took back. Ranks without
-    any are left out.
-
-    Raises:
-        RecordError: a line, other than a torn one at the end of an attempt, is not one of such a
-            file.
-    """
-    found = {rank: list(_profiles_of(record, rank)) for rank in range(record.config.workers)}
-    return {rank: profiles for rank, profiles in found.items() if profiles}
-
-
-def _profiles_of(record: Record, rank: int) -> list[Profiled]:
-    path = profile_path(record.path, rank)
-    found: dict[int, Profiled] = {}
-    for _, values in complete_lines(path) if path.exists() else ():
-        try:
-            profile = build(Profiled, values)
-        except MALFORMED as error:
-            raise RecordError(f"{path} holds a line that is no profile: {error}") from None
-        if all(
-            profile.step <= later.start_step for later in record.attempts[profile.attempt + 1 :]
-        ):
-            found[profile.step] = profile
-    return [found[step] for step in sorted(found)]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:

@@ -34,8 +34,8 @@ from offbeat.kfac.placement import (
     packed_elements,
     place_by_rule,
 )
-from offbeat_lab.plan.architectures import resnet, tensors_of
 from offbeat_lab.plan.profile import Layer, PolynomialInversion
+from offbeat_lab.plan.shipped import resnet, tensors_of
 
 layers_of_models = st.lists(
     st.builds(

@@ -81,7 +81,7 @@ def test_commands_stand_in_groups(call) -> None:
     panels = re.findall(r"^╭─ (.*?) ─+╮$(.*?)^╰", listed, re.MULTILINE | re.DOTALL)
     groups = {title: set(re.findall(r"^│ (\w+)  ", rows, re.MULTILINE)) for title, rows in panels}
     assert groups["Your own script"] == {"run", "compare"}
-    assert set().union(*groups.values()) >= {*COMMANDS, "data", "lab"}
+    assert set().union(*groups.values()) >= {*COMMANDS, "lab"}
 
 
 @pytest.mark.parametrize(

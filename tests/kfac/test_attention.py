@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from kfac_maths_support.reference import capture_all, square
-from offbeat.kfac import attention
 from offbeat.kfac.blocks import Block
 from offbeat.kfac.capture import Capture
 from offbeat.kfac.curvature import Curvature, Sharing
@@ -218,7 +217,7 @@ def test_cross_attention_that_was_not_named_gets_plain_gradients_and_a_warning()
 
 def test_a_pytorch_that_cannot_be_seen_into_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.MultiheadAttention(WIDTH, HEADS)
-    monkeypatch.setattr(attention, "rebound", lambda function, names: function)
+    monkeypatch.setattr("offbeat.kfac.capture.rebound", lambda function, names: function)
     capture, warnings = watch_with_warnings(model)
     x = torch.randn(5, 2, WIDTH)
     model(x, x, x)[0].sum().backward()

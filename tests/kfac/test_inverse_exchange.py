@@ -9,10 +9,9 @@ import torch
 
 from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.factors import FactorShape
-from offbeat.kfac.inverse_exchange import InverseExchange
 from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.plans import InverseBatch
-from offbeat.kfac.spans import SpanRecorder
+from offbeat.kfac.preconditioner import InverseExchange
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 
@@ -76,7 +75,6 @@ def phase(inverter: Noting) -> InverseExchange:
         driver=SingleRank(),
         stream=Stream(1),
         inverter=inverter,
-        spans=SpanRecorder(),
     )
 
 

@@ -204,23 +204,6 @@ def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning(form: Inver
     assert not any(inverse.any() for inverse in found)
 
 
-@forms
-def test_where_answers_come_later_a_failure_climbs_the_ladder_the_next_time(
-    form: InverseForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inverses, "is_asynchronous", lambda device: True)
-    inverter = Inverter(pytest.fail, form)
-    tasks = [task(indefinite(-0.5), name="bad:input"), task(moment(1, 5, 2, torch.float32))]
-    now, later, after = (inverter.invert(tasks) for _ in range(3))
-    assert not now[0].any()
-    assert has_inverse(now[1])
-    assert has_inverse(later[0])
-    expected = torch.linalg.inv(indefinite(-0.5) + torch.eye(5))
-    torch.testing.assert_close(inverse_of(later[0], tasks[0], form), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(now[1], later[1])
-    assert torch.equal(later[0], after[0])
-
-
 def test_gpus_multiply_and_so_do_others_where_an_inverse_serves_many_steps() -> None:
     assert usual_form(torch.device("cuda"), 1) == usual_form(torch.device("cpu"), 100) == "inverse"
     assert usual_form(torch.device("cpu"), 1) == "triangle"

@@ -201,33 +201,8 @@ def test_a_compiled_model_takes_the_steps_of_the_same_model(backend: str, before
     assert_same(compiled_by(backend, before=before), trained(at_once))
 
 
-class OwnHead(nn.Module):
-    """A language model whose last layer is its embedding's weight, used as a function's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.mix(self.embed(words)), self.embed.weight)
-
-
-def test_a_weight_that_is_also_used_without_its_layer_is_named_once() -> None:
-    model = OwnHead()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with offbeat.attach(model, optimizer, offbeat.SPDKFAC(**OPTIONS)) as session:
-        for _ in range(3):
-            model(torch.tensor([[1, 2, 3]])).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        said = [notice for notice in session.notices if "sees only the calls of" in notice]
-    assert len(said) == 1
-    assert "'embed'" in said[0]
-    assert "F.linear" in said[0]
-
-
 @pytest.mark.parametrize(("frozen", "left"), [("embed", ["head", "mix"]), ("head", ["mix"])])
-def test_a_tied_weight_that_is_frozen_in_one_place_is_frozen_in_both_and_this_is_said(
+def test_a_tied_weight_that_is_frozen_in_one_place_is_frozen_in_both(
     frozen: str, left: list[str]
 ) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(7, WIDTH), "head": nn.Linear(WIDTH, 7)})
@@ -236,7 +211,6 @@ def test_a_tied_weight_that_is_frozen_in_one_place_is_frozen_in_both_and_this_is
     model["mix"] = nn.Linear(WIDTH, WIDTH)
     found = survey(model, Curvature())
     assert [block.name for block in found.blocks] == left
-    assert "embed and head share one weight, which is frozen for both" in found.notice()
 
 
 def test_a_gpt_of_transformers_is_used_as_it_is() -> None:

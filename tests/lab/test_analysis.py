@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant, write_run
-from offbeat.callbacks.profile import Span, StepProfile
 from offbeat.errors import RecordError
-from offbeat.run.records import Evaluation, ProfileWriter
+from offbeat.run.records import Evaluation
 from offbeat_lab.analysis import (
     AnalysedRun,
     analyse,
@@ -41,7 +40,6 @@ from offbeat_lab.report.page_sections import lateness_bars
 from offbeat_lab.statistics import compare
 
 STEPS = 40
-SECOND_ORDER = {"factors_exposed_s", "inversion_s"}
 
 
 def compare_runs(
@@ -163,7 +161,7 @@ def test_measures_of_runs_whose_figures_are_known(tmp_path: Path) -> None:
         "share_transfer": (0.5, 0.5),
         "peak_memory_bytes": (200.0, 200.0),
     }
-    assert expected.keys() == {*get_args(Measure)} - SECOND_ORDER
+    assert expected.keys() == {*get_args(Measure)}
     for measure, (ddp, gtopk) in expected.items():
         assert measured(analysed, "ddp", measure) == pytest.approx([ddp, ddp]), measure
         assert measured(analysed, "gtopk", measure) == pytest.approx([gtopk, gtopk]), measure
@@ -269,7 +267,7 @@ def test_a_run_that_did_not_finish_has_no_values(
 ) -> None:
     made: dict[str, Any] = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
     analysed = compare_runs(tmp_path, {"ddp": [made, {"step_s": [0.1], **unfinished}]}, target=0.5)
-    for measure in {*get_args(Measure)} - SECOND_ORDER - {"efficiency"}:
+    for measure in {*get_args(Measure)} - {"efficiency"}:
         first, second = measured(analysed, "ddp", measure)
         assert first is not None, measure
         assert second is None, measure
@@ -350,29 +348,6 @@ def test_what_was_judged_is_written_and_read_back(tmp_path: Path) -> None:
     analysed = compare_runs(tmp_path, {"ddp": [made] * 3, "gtopk": [made] * 3}, target=0.5)
     write_comparison(tmp_path, analysed)
     assert read_comparison(tmp_path) == analysed
-
-
-def test_second_order_work_is_measured_where_it_was_looked_at(tmp_path: Path) -> None:
-    made = {"step_s": [0.1] * STEPS}
-    directories = {"spdkfac": [made, made], "ddp": [made, made]}
-    compare_runs(tmp_path, directories)
-    for seed, wait_s in enumerate((0.01, 0.03)):
-        spans = [
-            Span("sum", "", 0.0, 0.5),
-            Span("wait for factors", "", 0.0, wait_s),
-            Span("invert", "", 0.5, 0.5 + wait_s / 2),
-        ]
-        ProfileWriter(tmp_path / f"runs/spdkfac-seed-{seed}", rank=0, attempt=0).add(
-            7, StepProfile(spans=spans)
-        )
-    analysed = analyse(
-        tmp_path,
-        comparison([contestant(label, num_seeds=2) for label in directories], num_seeds=2),
-        {},
-    )
-    assert measured(analysed, "spdkfac", "factors_exposed_s") == pytest.approx([0.01, 0.03])
-    assert measured(analysed, "spdkfac", "inversion_s") == pytest.approx([0.005, 0.015])
-    assert not {"factors_exposed_s", "inversion_s"} & analysed.contestants[1].measures.keys()
 
 
 Values = Mapping[Measure, Sequence[float | None]]

@@ -46,7 +46,7 @@ from offbeat.run.records import last_step
 from offbeat.run.step_recorder import Position
 from offbeat_lab import cluster
 from offbeat_lab.comparison import FILE, read_comparison
-from offbeat_lab.records import Record, read_profiles
+from offbeat_lab.records import Record
 from offbeat_lab.schedule import position_from_json
 from offbeat_lab.tasks.images import read_arrays
 from report_support.synthetic import mega_batch_of
@@ -132,9 +132,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(path, step_s=[0.1] * 3, metrics=[(1, 0.5), (3, 0.7)])
     line = json.dumps(asdict(mega_batch_of(1, step=2, workers=2)))
     (path / "mega-batches.jsonl").write_text(line + "\n")
-    spans = [["factor", "0.weight", 1.0, 2.0]]
-    profile = {"attempt": 0, "step": 1, "spans": spans, "duties": []}
-    (path / "profile-rank-0.jsonl").write_text(json.dumps(profile) + "\n")
     return path
 
 
@@ -147,7 +144,6 @@ def read_everything(path: Path) -> None:
     record.evaluations()
     record.mega_batches()
     record.summary()
-    read_profiles(record)
 
 
 FILES = [
@@ -156,7 +152,6 @@ FILES = [
     "events-rank-0.jsonl",
     "evaluations.jsonl",
     "mega-batches.jsonl",
-    "profile-rank-0.jsonl",
 ]
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lab_support.data import ROWS, write_rows
+from lab_support.rows import write
 from offbeat.errors import ConfigError
 from offbeat.xmc.label_loss import SparseClassifier
 from offbeat.xmc.rows import SparseBatch
-from offbeat.xmc.xmlrepo import XmlFiles
+from offbeat.xmc.xmlrepo import XmlFiles, read
 from offbeat_lab.config import Request, resolve, steps_to_do, task_of
-from offbeat_lab.sparse_data import convert
 from offbeat_lab.tasks import build_task, num_samples_of, xmc
 from offbeat_lab.tasks.xmc import Calls, Xmc, load_standard_library
 
@@ -111,7 +111,9 @@ def test_two_files_counted_from_one_are_the_same_data(
             first_feature=1,
             first_label=1,
         )
-        convert(XmlFiles(path=Path(paths[option])), target)
+        rows = list(read(XmlFiles(path=Path(paths[option]))))
+        columns = rows[0].features.num_columns, rows[0].labels.num_columns
+        write(target, rows, header=(sum(map(len, rows)), *columns))
         options |= {option: str(target.path), labels_option: str(target.labels_path)}
     one, two = build(paths), build(options)
     assert one.num_parameters() == two.num_parameters()

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from _ceilings import dispatch
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
     Bounds,
@@ -21,7 +22,6 @@ from offbeat.megabatch.batch_sizes import (
     learning_rate,
     square_root_rate,
 )
-from offbeat_lab.plan.dispatch import dispatch
 
 EQUAL = (1.0, 1.0, 1.0, 1.0)
 GAP_OF_32_PERCENT = (1.0, 0.92, 0.84, 0.76)

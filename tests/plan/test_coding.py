@@ -11,7 +11,6 @@ from offbeat.codec.json_objects import build
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.errors import ConfigError
 from offbeat_lab.cluster import from_flags
-from offbeat_lab.plan.coding import time_codecs
 from offbeat_lab.plan.predictions import predict_step
 from offbeat_lab.plan.profile import (
     CodecCost,
@@ -21,6 +20,7 @@ from offbeat_lab.plan.profile import (
     TimedBatch,
 )
 from offbeat_lab.plan.simulation import Setting
+from offbeat_lab.plan.timing import time_codecs
 
 COSTS = {"float32": 0.0, "bfloat16": 1e-5, "float8": 3e-5, "gaps": 2e-5}
 MODEL = ModelProfile(

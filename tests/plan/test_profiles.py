@@ -1,14 +1,11 @@
-"""Profiles from scripts and from traces, against clocks and traces that are made up."""
+"""Profiles from scripts and tasks, against clocks that are made up."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +15,10 @@ from typer.testing import CliRunner
 from offbeat.errors import ConfigError
 from offbeat.run.config import ScriptCommand
 from offbeat_lab.cli.main import app
-from offbeat_lab.plan import low_rank
-from offbeat_lab.plan.kineto import profile_from_trace
-from offbeat_lab.plan.low_rank import time_low_rank
+from offbeat_lab.plan import timing
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
 from offbeat_lab.plan.script_timing import at_both_sizes, time_script
-from offbeat_lab.plan.timing import WARM_UP_STEPS, StepTimer, profile_of
+from offbeat_lab.plan.timing import WARM_UP_STEPS, StepTimer, profile_of, time_low_rank
 
 SCRIPT = """
 import argparse, torch
@@ -135,7 +130,7 @@ def test_what_powersgd_computes_is_timed_without_a_process_group(
         call()
         return next(times_s)
 
-    monkeypatch.setattr(low_rank, "usual_s", timed)
+    monkeypatch.setattr(timing, "usual_s", timed)
     assert time_low_rank(parameters) == pytest.approx((5.0 / 100, 15.0 / 3 / 100))
     assert not dist.is_initialized()
 
@@ -169,117 +164,12 @@ def test_a_script_that_ends_too_early_is_refused_in_a_sentence(tmp_path: Path) -
         time_script(command, steps=9, batch_size=None)
 
 
-def event(name: str, category: str, begin_ms: float, length_ms: float, **args: Any) -> Any:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": 1e3 * begin_ms,
-        "dur": 1e3 * length_ms,
-        "args": args,
-    }
-
-
-def step_events(begin_ms: float) -> list[Any]:
-    """Forward 10 ms, backward 20, the optimizer 5, on the host."""
-    engine = "autograd::engine::evaluate_function: "
-    accumulate = engine + "torch::autograd::AccumulateGrad"
-    return [
-        event("aten::linear", "cpu_op", begin_ms, 8),
-        event(engine + "AddmmBackward0", "cpu_op", begin_ms + 10, 4),
-        event(accumulate, "cpu_op", begin_ms + 14, 1),
-        event(engine + "AddmmBackward0", "cpu_op", begin_ms + 15, 14),
-        event(accumulate, "cpu_op", begin_ms + 29, 1),
-        event("Optimizer.step#SGD.step", "user_annotation", begin_ms + 30, 5),
-    ]
-
-
-def write_trace(path: Path, events: Sequence[Any]) -> Path:
-    text = json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text)
-    return path
-
-
-def test_a_trace_of_a_processor_gives_the_seconds_of_its_passes(tmp_path: Path) -> None:
-    events = [one for number in range(3) for one in step_events(35.0 * number)]
-    path = write_trace(tmp_path / "trace.json.gz", events)
-    made = profile_from_trace(path, TWO_TENSORS, batch_size=32, device="box")
-    assert made.batch == TimedBatch(
-        batch_size=32, forward_s=pytest.approx(0.010), backward_s=pytest.approx(0.020)
-    )
-    assert made.optimizer_s == pytest.approx(0.005)
-    assert [one.ready for one in made.tensors] == pytest.approx([1.0, 0.25])
-    assert (made.device, made.num_elements) == ("box", 30)
-
-
-def test_what_was_launched_on_a_device_ends_a_pass_when_its_last_kernel_does(
-    tmp_path: Path,
-) -> None:
-    events = step_events(0.0)
-    for correlation, (launched_ms, begin_ms, length_ms) in enumerate(
-        [(5, 20, 30), (12, 50, 60), (28, 110, 10), (31, 120, 15)]
-    ):
-        launch = {"correlation": correlation}
-        events.append(event("cudaLaunchKernel", "cuda_runtime", launched_ms, 0.1, **launch))
-        events.append(event("a kernel", "kernel", begin_ms, length_ms, **launch))
-    made = profile_from_trace(
-        write_trace(tmp_path / "trace.json", events), TWO_TENSORS, batch_size=1, device="box"
-    )
-    # Kernels of the forward pass end at 50 ms, of the backward pass at 120, the optimizer's at 135.
-    seconds = (made.batch.forward_s, made.batch.backward_s, made.optimizer_s)
-    assert seconds == pytest.approx((0.050, 0.070, 0.015))
-
-
-def test_torch_profiler_writes_what_is_read(tmp_path: Path) -> None:
-    model = torch.nn.Linear(50, 40)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    path = tmp_path / "trace.json"
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(8, 50)).sum().backward()
-            optimizer.step()
-            profiler.step()
-    profiler.export_chrome_trace(str(path))
-    made = profile_from_trace(path, TWO_TENSORS, batch_size=8, device="here")
-    assert made.batch.forward_s > 0
-    assert made.batch.backward_s > 0
-    assert made.optimizer_s > 0
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("{", "is no trace"),
-        ('{"traceEvents": [{"ph": "X"}]}', "is no trace"),
-        ('{"traceEvents": []}', "has no whole step"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
-        profile_from_trace(path, TWO_TENSORS, batch_size=1, device="box")
-
-
-def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
-    events = [one for one in step_events(0.0) if "AccumulateGrad" not in one["name"]]
-    accumulate = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
-    events += [event(accumulate, "cpu_op", 12 + n, 0.5) for n in range(3)]
-    path = write_trace(tmp_path / "trace.json", events)
-    with pytest.raises(ConfigError, match="3 gradients, and profile 'two' has 2 parameters"):
-        profile_from_trace(path, TWO_TENSORS, batch_size=1, device="box")
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["profile"], "got nothing to profile"),
         (["profile", "--task", "digits", "--", "train.py"], "got a script and --task"),
-        (["profile", "--trace", "t.json"], "give --like"),
+        (["plan", "--profile", "vgg16", "--out", "p.json"], "--out is where --check writes"),
         (["plan"], "nothing to plan for"),
         (["plan", "--check", "runs/none"], "runs/none"),
         (["plan", "--profile", "vgg16", "--link", "1gbit/1ms,1gbit/2ms"], "one rate twice"),

@@ -17,8 +17,7 @@ from offbeat_lab.comparison import write_comparison
 from offbeat_lab.emulation import emulate
 from offbeat_lab.plan.predictions import predict_step
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch
-from offbeat_lab.plan.recorded_times import RecordedTimes
-from offbeat_lab.plan.simulation import Setting
+from offbeat_lab.plan.simulation import RecordedTimes, Setting
 
 MODEL = ModelProfile(
     name="toy",

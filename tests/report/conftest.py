@@ -68,22 +68,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def second_order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two second-order strategies and another one, two seeds, and the page of it."""
-    directory = write_comparison_of(
-        tmp_path_factory.mktemp("second-order"),
-        [
-            Made(strategy="spdkfac", options={}, second_order=True, steps=40),
-            Made(strategy="mpdkfac", options={}, second_order=True, steps=40, transfer_s=0.1),
-            Made(steps=40),
-        ],
-        seeds=[0, 1],
-    )
-    write_report(directory)
-    return directory
-
-
-@pytest.fixture(scope="session")
 def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four workers that share samples out between twenty merges, and the page of it."""
     made = Made(strategy="adaptive", options={}, steps=200, exchanges=False, mega_batches=20)

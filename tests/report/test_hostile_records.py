@@ -68,7 +68,7 @@ def other_content(draw: st.DrawFn, name: str, content: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = Made(strategy="dkfac", options={}, workers=2, steps=6, second_order=True, mega_batches=2)
+    made = Made(strategy="dkfac", options={}, workers=2, steps=6, mega_batches=2)
     return write_run(tmp_path_factory.mktemp("hostile") / "run", made)
 
 
@@ -113,7 +113,7 @@ def test_the_page_of_a_run_is_written_or_the_file_is_named(run: Path, data: st.D
 
 @given(data=st.data())
 def test_it_is_whatever_workers_have_written(run: Path, data: st.DataObject) -> None:
-    ranks = [f"{kind}-rank-{rank}.jsonl" for kind in ("events", "profile") for rank in (0, 1)]
+    ranks = [f"events-rank-{rank}.jsonl" for rank in (0, 1)]
     changed(data, run, ranks)
 
 
@@ -138,7 +138,6 @@ def test_the_page_of_a_comparison_is_written_or_the_file_is_named(
         ("evaluations.jsonl", 10**30, "step"),
         ("evaluations.jsonl", math.inf, "seconds"),
         ("mega-batches.jsonl", -1, "number"),
-        ("profile-rank-0.jsonl", 10**30, "step"),
     ],
 )
 def test_a_number_that_no_record_holds_is_refused_with_its_file_and_field(

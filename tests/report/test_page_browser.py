@@ -21,7 +21,7 @@ MARKS = """[...document.querySelectorAll("figure > svg")].map((svg) => svg.query
 WIDEST = "document.documentElement.scrollWidth"
 
 
-@pytest.fixture(params=["comparison", "run", "second_order", "shared_out"])
+@pytest.fixture(params=["comparison", "run", "shared_out"])
 def page(request: pytest.FixtureRequest) -> Path:
     directory: Path = request.getfixturevalue(request.param)
     return directory / "report.html"
@@ -196,21 +196,3 @@ def test_a_hundred_thousand_events_are_no_more_to_draw_than_a_few(
         """Math.max(...[...document.querySelectorAll("path.line")].map((line) => line.getAttribute("d").length))"""
     )
     assert points < 20_000
-
-
-def test_second_order_work_shows_what_was_chosen(browser: Browser, second_order: Path) -> None:
-    drawn = """document.querySelector("#factors > svg").innerHTML"""
-    browser.open(second_order / "report.html")
-    seen = [browser.evaluate(drawn)]
-    for name, value in (("contestant", 1), ("run", 1), ("step", 6)):
-        browser.evaluate(f"""(() => {{
-                const field = document.getElementById("factors-{name}");
-                field.value = "{value}";
-                field.dispatchEvent(new Event("input"));
-            }})()""")
-        seen.append(browser.evaluate(drawn))
-    assert len(set(seen)) == len(seen)
-    assert str(
-        browser.evaluate("""document.getElementById("factors-says").textContent""")
-    ).startswith("mpdkfac, seed 1: step 6,")
-    assert browser.console == []

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 CONTESTANTS = [f"c{number}" for number in range(8)]
-PHASES = ["compute", "padded", "encode", "waiting", "transfer", "broadcast"]
+PHASES = ["compute", "padded", "encode", "waiting", "transfer"]
 TEXT, GRAPHICS = 4.5, 3.0
 JUST_NOTICEABLE = 2.3
 

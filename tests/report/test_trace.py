@@ -22,11 +22,10 @@ from offbeat.errors import ConfigError, RecordError
 from offbeat.run.records import Evaluation, EventWriter, StepEvent, begin_attempt, create
 from offbeat.transport.driver import Arrival
 from offbeat_lab.config import Request, resolve
-from offbeat_lab.records import Record, read_profiles
+from offbeat_lab.records import Record
 from offbeat_lab.report import trace
 from offbeat_lab.report.trace import write_trace
 from offbeat_lab.train import plan, train
-from report_support.synthetic import Made, write_run
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 EVENT = StepEvent(
@@ -411,25 +410,3 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="cannot write .*trace.json: Not a directory"):
         write_trace(run, tmp_path / "file" / "trace.json")
-
-
-def test_second_order_work_has_tracks_of_its_own(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", Made(second_order=True, steps=12, workers=2))
-    events = traced(run)
-    tracks = {
-        (e["pid"], e["tid"]): e["args"]["name"]
-        for e in events
-        if e["ph"] == "M" and e["name"] == "thread_name"
-    }
-    noted = [event for event in events if event.get("cat") == "second-order"]
-    assert {tracks[event["pid"], event["tid"]] for event in noted} == {
-        "second-order work",
-        "second-order work 2",
-    }
-    assert Counter(event["name"] for event in noted)["compute a factor"] == 2 * 3
-    steps = {(event["pid"], event["args"]["step"]) for event in noted}
-    assert steps == {(pid, step) for pid in (0, 1) for step in (1, 6, 11)}
-    inverted = [event for event in noted if event["name"] == "invert"]
-    (profile, *_) = read_profiles(Record(run))[0]
-    recorded = next(span for span in profile.spans if span.kind == "invert")
-    assert inverted[0]["dur"] / 1e6 == pytest.approx(recorded.ended_s - recorded.began_s, abs=1e-6)

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from offbeat.callbacks.profile import FactorAssignment, Span, StepProfile
 from offbeat.run.config import RunConfig
 from offbeat.run.records import (
     Evaluation,
     EventWriter,
-    ProfileWriter,
     StepEvent,
     Summary,
     begin_attempt,
@@ -41,8 +39,6 @@ class Made:
         progress: how fast the metric rises; about 1.
         best: where set, the metric comes to this, and without noise.
         exchanges: whether workers wait for each other at all.
-        second_order: whether some steps are looked at closely, in which factors are summed,
-            inverted and broadcast.
         mega_batches: how many, of steps as many as there are; worker r has speed 1 / (1 + r).
     """
 
@@ -62,7 +58,6 @@ class Made:
     progress: float = 1.0
     best: float | None = None
     exchanges: bool = True
-    second_order: bool = False
     mega_batches: int = 0
     notices: Sequence[str] = ()
     evaluations: int = 12
@@ -123,15 +118,12 @@ def write_run(
     attempt = begin_attempt(path, config, start_step=0, emulation=EMULATION if cluster else None)
     began_s, seconds, rng = 1000.0, 0.0, np.random.default_rng(made.seed)
     writers = [EventWriter(path, rank=rank, attempt=attempt) for rank in range(made.workers)]
-    profiles = [ProfileWriter(path, rank=rank, attempt=attempt) for rank in range(made.workers)]
     every = max(1, made.steps // made.evaluations)
     _evaluate(writers[0], made, 0, 0.0, rng)
     for step in range(1, made.steps + 1):
         events = _step(made, step, began_s, rng)
-        for rank, (writer, event) in enumerate(zip(writers, events, strict=True)):
+        for writer, event in zip(writers, events, strict=True):
             writer.add(event)
-            if made.second_order and step % 5 == 1:
-                profiles[rank].add(step, profile_of(event, rank, is_first=step == 1))
         duration_s = max(event.duration_s for event in events)
         began_s, seconds = began_s + duration_s, seconds + duration_s
         if step % every == 0 or step == made.steps:
@@ -148,47 +140,6 @@ def write_run(
     if finished:
         write_summary(_summary(path, made, seconds))
     return path
-
-
-def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> StepProfile:
-    """Factors travel in the second half of computing and for a while longer; then rank 0 inverts,
-    and broadcasts.
-    """
-    began_s, middle_s, end_s = (
-        event.began_s,
-        event.began_s + event.compute_s / 2,
-        event.began_s + event.duration_s,
-    )
-    ready_s = began_s + event.compute_s
-    left_s = end_s - ready_s
-    spans = [
-        Span("factor", "A of 'conv'", began_s, began_s + event.compute_s / 8),
-        Span("wait for gradients", "", ready_s, ready_s + left_s / 8),
-        Span("sum", "message 0", middle_s, ready_s + left_s / 4),
-        Span("wait for factors", "", ready_s + left_s / 8, ready_s + left_s / 4),
-        *(
-            [Span("invert", "2 factors", ready_s + left_s / 4, ready_s + left_s / 2)]
-            if rank == 0
-            else []
-        ),
-        Span("wait for inverses", "", ready_s + left_s / 2, ready_s + left_s * 3 / 4),
-        Span("broadcast", "from worker 0", ready_s + left_s / 2, ready_s + left_s * 3 / 4),
-        Span("precondition", "", ready_s + left_s * 3 / 4, end_s),
-    ]
-    rows = {"A of 'conv'": 145, "G of 'conv'": 32}
-    duties = [
-        FactorAssignment(
-            factor=name,
-            rows=dim,
-            matrices=1,
-            message=0,
-            owner=0 if dim > 100 else None,
-            sends=None,
-            predicted_s=1e-5 * dim,
-        )
-        for name, dim in rows.items()
-    ]
-    return StepProfile(spans=spans, assignments=duties if is_first else ())
 
 
 def mega_batch_of(number: int, *, step: int, workers: int, merge_s: float = 0.05) -> MegaBatch:

@@ -67,8 +67,7 @@ class Proxy:
     """
 
     def __init__(self, target: str, alter: Alter = unaltered) -> None:
-        address, mark, salt = target.partition("#")
-        host, port = address.removeprefix("tcp://").split(":")
+        host, port = target.removeprefix("tcp://").split(":")
         self._target = host, int(port)
         self._alter = alter
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -77,7 +76,7 @@ class Proxy:
         self._sockets: list[socket.socket] = []
         self.sent: list[list[bytes]] = []
         address, number = self._listening.getsockname()
-        self.endpoint = f"tcp://{address}:{number}{mark}{salt}"
+        self.endpoint = f"tcp://{address}:{number}"
         self._thread = threading.Thread(target=self._run, name="proxy")
 
     def __enter__(self) -> Proxy:

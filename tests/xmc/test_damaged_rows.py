@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
 from offbeat.errors import ConfigError
 from offbeat.xmc.xmlrepo import XmlFiles, load
-from offbeat_lab.cli.main import app
-from offbeat_lab.sparse_data import inspect
 from offbeat_lab.tasks import build_task
 
 MIB = 1 << 20
@@ -30,7 +27,6 @@ def test_rows_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, cont
     path = tmp_path_factory.mktemp("rows") / "rows.txt"
     path.write_bytes(content)
     for files in (XmlFiles(path=path), XmlFiles(path=path, labels_path=path)):
-        succeeds_or_refuses(lambda files=files: inspect(files))
         succeeds_or_refuses(lambda files=files: load(files))
 
 
@@ -43,29 +39,6 @@ def largest(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_of_the_largest_columns_is_inspected_in_little_memory(largest: Path) -> None:
-    with bounded_memory(256 * MIB):
-        found = inspect(XmlFiles(path=largest))
-    assert (found.num_features, found.num_labels) == (LARGEST, LARGEST)
-    assert (found.features_seen, found.labels_seen) == (2, 2)
-    assert (found.lowest_feature, found.lowest_label) == (3, 7)
-
-
-def test_the_command_inspects_it_too(largest: Path) -> None:
-    with bounded_memory(256 * MIB):
-        outcome = CliRunner().invoke(app, ["data", "inspect", str(largest), "--json"])
-    assert outcome.exit_code == 0, outcome.output
-    assert f'"num_features": {LARGEST}' in outcome.output
-
-
-def test_columns_beyond_those_that_are_counted_one_by_one(tmp_path: Path) -> None:
-    path = tmp_path / "rows.txt"
-    path.write_text(f"2 {LARGEST} 10\n1 2000000000:1\n1 2000000000:1 1999999999:1\n")
-    found = inspect(XmlFiles(path=path))
-    assert (found.features_seen, found.num_entries) == (2, 3)
-    assert found.lowest_feature == 1_999_999_999
-
-
 @pytest.mark.parametrize(
     "header", ["9" * 4400 + " 1 1", "1 99999999999999999999 1", "99999999999999999999 1 1"]
 )
@@ -73,7 +46,7 @@ def test_a_header_of_huge_numbers_is_refused(tmp_path: Path, header: str) -> Non
     path = tmp_path / "rows.txt"
     path.write_text(header + "\n0 0:1\n")
     with bounded_memory(64 * MIB), pytest.raises(ConfigError):
-        inspect(XmlFiles(path=path))
+        load(XmlFiles(path=path))
 
 
 def test_a_task_does_not_build_a_model_that_no_machine_holds(largest: Path) -> None:

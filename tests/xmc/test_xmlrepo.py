@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from lab_support.rows import write
 from offbeat.errors import ConfigError
 from offbeat.xmc import text_rows
 from offbeat.xmc.rows import Examples, SparseRows
 from offbeat.xmc.xmlrepo import XmlFiles, load, read
-from offbeat_lab.sparse_data import convert, inspect, write
 
 NUM_FEATURES, NUM_LABELS = 40, 12
 
@@ -127,7 +127,7 @@ def test_layouts_convert_into_each_other(tmp_path: Path, from_two: bool, to_two:
         path=tmp_path / "c", labels_path=tmp_path / "d" if to_two else None, first_feature=1
     )
     write(source, [expected], header=(4, NUM_FEATURES, NUM_LABELS))
-    assert convert(source, target) == 4
+    write(target, read(source), header=(4, NUM_FEATURES, NUM_LABELS))
     assert same(load(target), expected)
 
 
@@ -147,30 +147,6 @@ def test_blocks_may_end_anywhere(
     write(files, [expected], header=(50, NUM_FEATURES, NUM_LABELS))
     monkeypatch.setattr(text_rows, "BLOCK_BYTES", block_bytes)
     assert same(load(files), expected)
-
-
-def test_inspection_counts(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("3,1 5:0.25 9:1\n 1:1\n11 \n\n3 9:1\n")
-    found = inspect(XmlFiles(path=tmp_path / "x"))
-    assert (found.num_rows, found.num_features, found.num_labels, found.has_header) == (
-        5,
-        10,
-        12,
-        False,
-    )
-    assert (found.num_entries, found.num_label_entries, found.features_seen, found.labels_seen) == (
-        4,
-        4,
-        3,
-        3,
-    )
-    assert (found.rows_without_features, found.rows_without_labels) == (2, 2)
-    assert (found.longest_row, found.most_labels, found.lowest_feature, found.lowest_label) == (
-        2,
-        2,
-        1,
-        1,
-    )
 
 
 def test_without_a_header_the_shape_is_found(tmp_path: Path) -> None:
@@ -327,7 +303,7 @@ def test_values_of_labels_are_kept_in_a_file_of_their_own_and_refused_elsewhere(
     with pytest.raises(
         ConfigError, match="labels with values other than 1 do not fit into one file"
     ):
-        convert(files, XmlFiles(path=tmp_path / "z"))
+        write(XmlFiles(path=tmp_path / "z"), read(files), header=None)
     assert {path.name for path in tmp_path.iterdir()} == {"x", "y"}
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from _models.kfac_iteration import IterationCosts
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.kfac.placement import BYTES_PER_ELEMENT, InverseCosts, packed_bytes
-from offbeat_lab.plan.architectures import factors_of, resnet
 from offbeat_lab.plan.profile import Layer, PolynomialInversion
+from offbeat_lab.plan.shipped import factors_of, resnet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

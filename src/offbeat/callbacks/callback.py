@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from offbeat.callbacks.profile import StepProfile
 from offbeat.errors import nearest
 from offbeat.weights.model_weights import ModelWeights
 
@@ -175,10 +174,6 @@ class Callback:
             The ranks of members whose models the mean lacks.
         """
         raise NotImplementedError
-
-    def take_profile(self) -> StepProfile | None:
-        """The step that has just ended, if it is one that was looked at closely."""
-        return None
 
     # State
 

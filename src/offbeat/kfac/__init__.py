@@ -3,15 +3,14 @@
 Where to read, in the order of a training step:
 
 - `callback`: the step as a whole, which is what a session knows of K-FAC.
-- `survey`, `blocks`, `layers`, `norms`, `attention`, `convolution`: which layers are covered, and
-  the factors A and G of each.
+- `survey`, `blocks`, `layers`, `convolution`: which layers are covered, and the factors A and G of
+  each.
 - `capture`: adds to the factors while the model runs.
 - `scheduler`: sends factors beside the gradients.
 - `averages`: factors averaged over steps, and their damping.
-- `inverse_exchange`: has them inverted, and sends inverses.
-- `preconditioner`: multiplies gradients by them.
-- `factors`, `inverses`, `precondition`: the linear algebra, which knows of no other rank.
+- `preconditioner`: has them inverted, sends inverses, and multiplies gradients by them.
+- `factors`, `inverses`: the linear algebra, which knows of no other rank.
 - `plans`, `placement`, `overlap`: which factors share a message, which rank inverts what, and in
   which order. Pure functions; `costs` measures what they depend on.
-- `curvature`: what a user can set; `spans` notes what happened.
+- `curvature`: what a user can set.
 """

@@ -5,7 +5,7 @@
 2. Before the update, when the gradients are final and good on all ranks, `FactorAverages` takes
    the sums into the running averages, one message after the other.
 3. Every `inverse_interval` steps all factors are inverted, by their owners or by every rank, each
-   as soon as what it needs has been taken in (`kfac.inverse_exchange`).
+   as soon as what it needs has been taken in (`kfac.preconditioner`).
 4. `Preconditioner` replaces each gradient by G^-1 (dL/dW) A^-1, and the optimizer steps with it.
 
 When the step is bad, nothing of this happens, on any rank. Which factors share a message, and who
@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
-from offbeat.callbacks.profile import FactorAssignment, StepProfile
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import LaunchOrder
@@ -37,7 +36,6 @@ from offbeat.kfac.inverses import form_of
 from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
 from offbeat.kfac.preconditioner import Preconditioner
 from offbeat.kfac.scheduler import FactorScheduler
-from offbeat.kfac.spans import SpanRecorder
 
 _WHY_UNSEEN: Final = (
     "Hooks do not run where the model was compiled and called before attach(): attach first, or"
@@ -89,7 +87,6 @@ class KFACCallback(Callback):
         self.blocks, self.slots = blocks, slots_of(blocks)
         self.form = form_of(self.slots, settings, same_devices=inputs.same_devices)
         self.wait_s = 0.0
-        self._spans, self._is_new_plan = SpanRecorder(), True
         plan = planner.plan(inputs)
         self.scheduler = FactorScheduler(
             context,
@@ -101,7 +98,6 @@ class KFACCallback(Callback):
             buckets=buckets,
             launch_order=launch_order,
             stream=self._stream,
-            spans=self._spans,
         )
         self.averages = FactorAverages(
             self.slots, settings=settings, plan=plan, rank=context.driver.rank
@@ -115,7 +111,6 @@ class KFACCallback(Callback):
             plan=plan,
             order=self._order(plan),
             stream=self._stream,
-            spans=self._spans,
         )
 
     def _order(self, plan: FactorPlan) -> Sequence[InverseBatch]:
@@ -145,7 +140,6 @@ class KFACCallback(Callback):
         self.scheduler.adopt(plan)
         self.averages.adopt(plan)
         self.preconditioner.adopt(plan, self._order(plan))
-        self._is_new_plan = True
 
     # Events
 
@@ -242,8 +236,6 @@ class KFACCallback(Callback):
             began_s = time.monotonic()
             message.wait()
             self.wait_s += time.monotonic() - began_s
-            self._spans.add("wait for factors", "", began_s)
-            self._spans.arrived()
             for slot, mean, weight, num_retired_ranks in message.read():
                 self.averages.add(slot, mean, weight)
                 num_retired.append((slot // 2, num_retired_ranks))
@@ -270,7 +262,7 @@ class KFACCallback(Callback):
     @override
     def gauges(self) -> dict[str, float]:
         """By what the last step was shortened; nothing without `kl_clip`."""
-        nu = self.preconditioner.step_scale.last
+        nu = self.preconditioner.last_nu
         return {} if nu is None else {"kl_scale": float(nu)}
 
     @override
@@ -278,37 +270,12 @@ class KFACCallback(Callback):
         """Seconds, beside what the exchange of gradients counts."""
         inverses = self.preconditioner.inverses
         return {
+            "factor_s": self.scheduler.capture.spent_s,
             "factor_wait_s": self.wait_s,
             "invert_s": inverses.invert_s,
             "inverse_wait_s": inverses.wait_s,
             "precondition_s": self.preconditioner.precondition_s,
         }
-
-    @override
-    def take_profile(self) -> StepProfile | None:
-        spans = self._spans.take()
-        if not spans:
-            return None
-        is_new, self._is_new_plan = self._is_new_plan, False
-        return StepProfile(spans=spans, assignments=self._assignments() if is_new else ())
-
-    def _assignments(self) -> list[FactorAssignment]:
-        plan, costs, dims = self.plan, self._inputs.costs, self._inputs.dims
-        inversion = costs.inverse.inversion if costs else None
-        message_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
-        sent = "preconditioned gradients" if plan.by_owner else "inverses"
-        return [
-            FactorAssignment(
-                factor=slot.name,
-                rows=slot.shape.dim,
-                matrices=0 if slot.shape.is_diagonal else slot.shape.groups,
-                message=message_of.get(slot.index),
-                owner=plan.owners[slot.index],
-                sends=None if plan.owners[slot.index] is None else sent,
-                predicted_s=inversion.time_s(dims[slot.index]) if inversion else None,
-            )
-            for slot in self.slots
-        ]
 
     # State
 
@@ -350,7 +317,6 @@ class KFACCallback(Callback):
     @override
     def close(self) -> None:
         """Take the hooks out."""
-        self._spans.close()
         self.scheduler.close()
 
 

@@ -21,7 +21,7 @@ What is counted, and what is not:
   gradient is all zeros, such as padding, is none.
 - Layers that were not used get an increment of weight 0.
 - A weight that is also used without calling its layer, as in `F.linear(x, embedding.weight)`, has
-  the factors of the calls alone. The graph of the first pass shows it, and a notice names it.
+  the factors of the calls alone.
 - Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the
   next step with factors begins at the next one. Means and weights are of what was looked at, so
   factors keep their scale.
@@ -30,30 +30,38 @@ What is counted, and what is not:
 - Passes without gradients are not seen. `torch.autograd.grad` and second passes through a retained
   graph cannot be told from training and are counted.
 
+`nn.MultiheadAttention` calls its projections as functions and not as modules. PyTorch's own forward
+pass runs, to the bit: its code is executed with the name `linear` bound to an observer that calls
+the real one and shows what went in and came out. While watched, a module has a subclass as its
+class; copies of it, such as averaged models, are not watched, and `unwatch` gives the class back.
+
 Private parts of PyTorch that this file relies on: `_current_graph_task_id` (-1 unless a backward
-pass is running here).
+pass is running here), and that in torch.nn.functional `multi_head_attention_forward`,
+`_in_projection_packed` and `_in_projection` project through the global `linear`. A version where
+they do not shows nothing, which the observer must notice (`Projections.finished`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from offbeat.callbacks.module_hook import ModuleHook
-from offbeat.kfac.attention import Projections, unwatch, watch
 from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
 from offbeat.kfac.curvature import Curvature
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
+    attention_functions,
     current_backward_pass,
-    num_edges_to,
     tensors_in,
 )
 
@@ -116,7 +124,7 @@ class Capture:
         warn: is told of layers that cannot be watched any more.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
         added: is called with a block's index and a side whenever something was added to that
-            factor, and when, on the monotonic clock, that began.
+            factor.
         room: for a block's index and a side, where to sum that factor until it is taken: the
             message that it leaves in. None: in memory of its own.
     """
@@ -129,11 +137,13 @@ class Capture:
         *,
         warn: Callable[[str], None],
         grad_scale: Callable[[], float] = lambda: 1.0,
-        added: Callable[[int, Side, float], None] = lambda index, side, began_s: None,
+        added: Callable[[int, Side], None] = lambda index, side: None,
         room: Callable[[int, Side], torch.Tensor | None] = lambda index, side: None,
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
+        self.spent_s = 0.0
+        """Seconds spent so far on computing factors."""
         self.phase: int | None = None
         """How many steps with factors came before this one; None: nothing is summed now."""
         self._blocks = list(blocks)
@@ -148,8 +158,6 @@ class Capture:
             self._uses_of[watched.block_index].append(place)
         self._sums = [_Sums() for _ in self._uses]
         self._layers_seen: set[str] = set()
-        self._has_looked_at_graph = False
-        self._num_calls: Counter[int] = Counter()  # in this pass, by the weight's id
         self._pass = 0
         self._terms_in_loss: dict[int, int | torch.Tensor] = {}  # by forward pass of the root
         self._handles: list[Any] = self._hook_root(model)
@@ -284,7 +292,6 @@ class Capture:
         # the first time must not be recorded twice; a re-entrant checkpoint ran without gradients
         # then, so its inputs are recorded when the gradient comes.
         recomputing, block = _inside_backward(), self._uses[place].block
-        self._num_calls[id(block.weight)] += not recomputing
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or block.masks_outputs else None
         dim, number = block.example_dim(inputs), self._pass
@@ -343,23 +350,6 @@ class Capture:
                 tensor.register_hook(lambda gradient: self._saw_loss_gradient(number, gradient))
                 return
 
-    def _look_at_graph(self, output: Any) -> None:
-        """Name the blocks whose weights the first pass used more often than their layers were
-        called. Where part of the graph is hidden, as by compiling, nothing is found.
-        """
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if self._has_looked_at_graph or not outputs:
-            return
-        self._has_looked_at_graph = True
-        num_uses = num_edges_to(outputs)
-        for block in self._blocks:
-            if 0 < self._num_calls[id(block.weight)] < num_uses.get(id(block.weight), 0):
-                self._warn(
-                    f"K-FAC sees only the calls of {block.name!r}, whose weight the model also uses"
-                    " without calling it, as in F.linear(x, layer.weight): it is preconditioned as"
-                    " if the calls alone used it"
-                )
-
     def _saw_loss_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """Where the model's output is laid out as no block's inputs are, it says nothing."""
         if self._curvature.loss_terms == "position":
@@ -401,7 +391,8 @@ class Capture:
         )
         # A pass has as many terms as the widest of its calls.
         sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
-        self._added(watched.block_index, watched.side("input"), began_s)
+        self.spent_s += time.monotonic() - began_s
+        self._added(watched.block_index, watched.side("input"))
 
     def _add_gradient(
         self,
@@ -419,7 +410,8 @@ class Capture:
                 # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
             sums.outputs = self._plus(place, "output", sums.outputs, moment)
-        self._added(watched.block_index, watched.side("output"), began_s)
+        self.spent_s += time.monotonic() - began_s
+        self._added(watched.block_index, watched.side("output"))
 
     def _plus(self, place: int, own_side: Side, sum_: Moment | None, moment: Moment) -> Moment:
         """`moment` added to what use `place` has summed. The first one is copied to where it will
@@ -456,12 +448,10 @@ class Capture:
         def begins(module: nn.Module, args: Any) -> None:
             if not _inside_backward():
                 self._pass += 1
-                self._num_calls.clear()
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
             if self.phase is not None and not _inside_backward():
                 self._watch_loss(output)
-                self._look_at_graph(output)
 
         return [
             model.register_forward_pre_hook(ModuleHook(model, begins)),
@@ -510,3 +500,132 @@ def _plain_arithmetic(device_type: str) -> Iterator[None]:
     casts = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     with torch.no_grad(), torch.autocast(device_type, enabled=False) if casts else nullcontext():
         yield
+
+
+_NOT_SELF_ATTENTION = (
+    "it was called with query, key and value that are not one and the same tensor, or without a"
+    " batch dimension; name its module in cross_attention"
+)
+
+
+_watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, Projections]] = WeakKeyDictionary()
+
+
+class _WatchedAttention(nn.MultiheadAttention):
+    """The class of an attention while it is watched."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        watched = _watched.get(self)
+        if watched is None or not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        forward, observer = watched
+        output = forward(self, *args, **kwargs)
+        observer.finished()
+        return output
+
+    def _get_name(self) -> str:
+        return nn.MultiheadAttention.__name__
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        # Copies, and what is pickled, are attentions of PyTorch's class.
+        return object.__new__, (nn.MultiheadAttention,), vars(self).copy()
+
+
+def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
+    """Show each projection in forward passes with gradients to `observer`, in the order
+    they happen.
+    """
+
+    def linear(
+        inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        output = F.linear(inputs, weight, bias)
+        observer.projected(inputs, weight, output)
+        return output
+
+    # PyTorch's functions are copied with other globals rather than patched, so that no other module
+    # and no other thread sees the change.
+    functional = {**vars(F), "linear": linear}
+    for name, function in attention_functions().items():
+        functional[name] = rebound(function, functional)
+    forward = nn.MultiheadAttention.forward
+    _watched[module] = (
+        rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
+        observer,
+    )
+    module.__class__ = _WatchedAttention
+
+
+def unwatch(module: nn.MultiheadAttention) -> None:
+    """The inverse of `watch`."""
+    _watched.pop(module, None)
+    module.__class__ = nn.MultiheadAttention
+
+
+def rebound(function: Any, names: dict[str, Any]) -> FunctionType:
+    """`function` with its global names looked up in `names`."""
+    bound = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
+
+
+class Projections:
+    """Is shown what the projections of an attention get and return, and knows which block each of
+    them belongs to.
+
+    Args:
+        capture: is told of inputs and outputs of blocks.
+        module: the attention.
+        blocks: its blocks, by the number of the use that `capture` knows them by.
+    """
+
+    def __init__(
+        self, capture: Capture, module: nn.MultiheadAttention, blocks: Mapping[int, LayerBlock]
+    ) -> None:
+        self._capture, self._blocks = capture, blocks
+        self._module = module
+        self._num_examples = self._num_terms = 1
+        self._seen = False
+
+    def projected(self, inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """`output` is `inputs` times `weight`, transposed, plus a bias."""
+        self._seen = True
+        if inputs.ndim == 2:  # the output projection gets positions and examples in one dimension
+            inputs = inputs.unflatten(0, (-1, self._num_examples))
+        self._num_examples = inputs.shape[1]
+        for index, block in self._blocks.items():
+            wanted = block.weight.detach()[block.rows]
+            if wanted.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+                continue
+            first = (wanted.storage_offset() - weight.storage_offset()) // weight.shape[1]
+            if self._is_query(weight):
+                self._num_terms = block.num_terms(inputs)
+            if first == 0 and len(wanted) > len(weight):
+                self._capture.retire_use(index, _NOT_SELF_ATTENTION)
+            elif 0 <= first < len(weight):
+                self._show(index, inputs, output, slice(first, first + len(wanted)))
+
+    def finished(self) -> None:
+        """A forward pass is over."""
+        if not self._seen:
+            for index in self._blocks:
+                self._capture.retire_use(
+                    index,
+                    "this version of PyTorch computes attention in a way that cannot be observed",
+                )
+
+    def _is_query(self, weight: torch.Tensor) -> bool:
+        module = self._module
+        query = module.q_proj_weight if module.in_proj_weight is None else module.in_proj_weight
+        return query.data_ptr() == weight.data_ptr()
+
+    def _show(self, index: int, inputs: torch.Tensor, output: torch.Tensor, columns: slice) -> None:
+        leading = inputs.shape[:-1]
+
+        def select(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient[..., columns].reshape(*leading, -1)
+
+        self._capture.saw_inputs(index, inputs, num_terms=self._num_terms)
+        self._capture.saw_output(index, inputs, output, num_terms=self._num_terms, select=select)

@@ -12,7 +12,7 @@ from offbeat.errors import ConfigError, nearest
 
 Sharing = Literal["expand", "reduce"]
 Grafting: TypeAlias = Literal["none", "floor", "layer"]
-"""Whose length a layer's preconditioned gradient has (`kfac.precondition`); "none": its own."""
+"""Whose length a layer's preconditioned gradient has (`kfac.preconditioner`); "none": its own."""
 
 AUTO_STRIDE, MANY_POSITIONS, FEWEST_EXAMPLES = 4, 16, 8
 """What `sample_stride="auto"` means: a layer that sees many positions of each example knows enough
@@ -241,15 +241,6 @@ class KFACSettings:
             self.curvature.ramp and is_power_of_two and step < self.inverse_steps.first_interval
         )
 
-    def is_noted(self, step: int) -> bool:
-        """Whether the record says what happens in `step`: some steps with inversions, and some with
-        factors, ever more rarely.
-        """
-        return any(
-            (index := steps.index(step)) is not None and has_few_digits(index, digits)
-            for steps, digits in ((self.inverse_steps, 3), (self.factor_steps, 2))
-        )
-
 
 def positive_at(name: str, value: float | OfStep, step: int) -> float:
     """The value of an option at `step`.
@@ -271,14 +262,3 @@ def positive_at(name: str, value: float | OfStep, step: int) -> float:
 def _number_of(value: object) -> float:
     """What a user's function has returned; nan, which no option may be, where it is no number."""
     return float(value) if isinstance(value, SupportsFloat) else nan
-
-
-def has_few_digits(number: int, digits: int) -> bool:
-    """Whether `number` has at most so many binary digits before its zeros: of n numbers that is
-    about 2^(digits-1) log2 n.
-
-    >>> [number for number in range(40) if has_few_digits(number, 2)]
-    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
-    """
-    num_zeros = max(number.bit_length() - digits, 0)
-    return number >> num_zeros << num_zeros == number

@@ -23,11 +23,6 @@ form of its own. The error is relative to the largest eigenvalue of the inverse;
 factor's condition number is above 2^8 or so, little but rounding is left of P along the
 eigenvectors with its largest eigenvalues.
 
-Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU
-that makes no difference. On a GPU nothing waits: the outcome is copied while work goes on and read
-before the next inversions, and a matrix that failed has no inverse until then, when it is
-tried again.
-
 Many matrices of one or two rows, as norms have one for each channel, are kept as inverses in place
 of triangles, and are inverted by their cofactors.
 
@@ -38,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -136,8 +131,6 @@ class Inverter:
         self._warn = warn
         self._form = form
         self._warned: set[str] = set()
-        self._outcomes: list[_CholeskyOutcome] = []
-        self._failed_before: set[str] = set()
 
     def stored_shape(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's inverse."""
@@ -154,7 +147,6 @@ class Inverter:
         """What stands for the inverses of (factor + damping * identity), in the order of `tasks`;
         zeros where there is none. They may be made in `rooms`, the memory where they will be kept.
         """
-        self._read_outcomes()
         inverses: list[torch.Tensor] = [task.packed for task in tasks]
         for numbers in batches_of_one_shape(tasks):
             some = [tasks[number] for number in numbers]
@@ -200,18 +192,13 @@ class Inverter:
             goods.append(good)
         good = torch.cat(goods)
         counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
-        outcome = _CholeskyOutcome.of([task.name for task in tasks], groups, good | ~counted)
-        if not is_asynchronous(packed.device) or self._failed_before.intersection(outcome.names):
-            failed = outcome.failed()
-            self._failed_before.difference_update(outcome.names)
-            self._failed_before.update(outcome.name_at(number) for number in failed)
-            for number in failed:
-                again = self._retry(
-                    outcome.name_at(number), packed[number], dim, damping[number], form
-                )
-                found[number] = self._keep(again[None])[0]
-        else:
-            self._outcomes.append(outcome)
+        good |= ~counted
+        if not bool(good.all()):
+            names = [task.name for task in tasks for _ in range(task.shape.groups)]
+            for number, is_good in enumerate(good.tolist()):
+                if not is_good:
+                    again = self._retry(names[number], packed[number], dim, damping[number], form)
+                    found[number] = self._keep(again[None])[0]
         return list(found.split(groups))
 
     def _keep(self, results: torch.Tensor) -> torch.Tensor:
@@ -241,52 +228,6 @@ class Inverter:
                 f" {RETRIES[-1][0]:g} times the damping; its layer gets plain gradients until it is"
             )
         return torch.zeros(dim, dim, dtype=packed.dtype, device=packed.device)
-
-    def _read_outcomes(self) -> None:
-        """Learn which matrices failed the last time, where the host has not asked yet. These are
-        asked for this time.
-        """
-        outcomes, self._outcomes = self._outcomes, []
-        self._failed_before.update(
-            outcome.name_at(place) for outcome in outcomes for place in outcome.failed()
-        )
-
-
-class _CholeskyOutcome(NamedTuple):
-    """Which of a batch of matrices were positive definite, on its way to the host."""
-
-    names: Sequence[str]
-    groups: Sequence[int]
-    good: torch.Tensor
-    arrived: torch.cuda.Event | None
-
-    @classmethod
-    def of(
-        cls, names: Sequence[str], groups: Sequence[int], good: torch.Tensor
-    ) -> _CholeskyOutcome:
-        if not good.is_cuda:
-            return cls(names, groups, good, None)
-        host = torch.empty(good.shape, dtype=good.dtype, pin_memory=True).copy_(
-            good, non_blocking=True
-        )
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(good.device))
-        return cls(names, groups, host, arrived)
-
-    def failed(self) -> list[int]:
-        """Places in the batch."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return (
-            []
-            if bool(self.good.all())
-            else [place for place, good in enumerate(self.good.tolist()) if not good]
-        )
-
-    def name_at(self, place: int) -> str:
-        return [
-            name for name, num in zip(self.names, self.groups, strict=True) for _ in range(num)
-        ][place]
 
 
 def batches_of_one_shape(tasks: Sequence[InversionTask]) -> Iterator[list[int]]:

@@ -1,37 +1,83 @@
-"""From gradients to preconditioned gradients: P = G^-1 (dL/dW) A^-1 for every layer.
+"""From gradients to preconditioned gradients: P = G^-1 (dL/dW) A^-1 for every layer, how every rank
+gets the inverses for it, and how long a step along P may be.
+
+Each inverse is made by its owner as soon as its factors have arrived, and is broadcast while the
+owner makes the next one; or every rank makes it:
+
+1. `start` is called when gradients are final.
+2. `advance` is called whenever another message of factors has been taken in. What that completes is
+   inverted by its owners and sent, in the order that was planned (`kfac.plans`).
+   Messages are launched in this order on every rank.
+3. `fill` is called while the next message is still under way, and makes some of what every rank
+   inverts.
+4. `finish` makes the rest of it, and waits for the peers' inverses.
+
+No thread inverts beside the backward pass: on a CPU it would take its cores from that pass. What
+could be gained by it is what remains exposed of broadcasts.
 
 Either every rank has all inverses and multiplies by them itself, or each layer has an owner, which
 alone has its inverses and broadcasts P. In the second case nobody multiplies what others have
 multiplied, so all ranks get the same bits on any mixture of devices.
+
+P is the direction of steepest descent per unit of change in what the model predicts, rather than
+per unit of change in its parameters. Its length is limited by KL clipping (arXiv 1708.05509,
+section 5): the step lr * P changes predictions by about lr^2 <P, grad>, summed over layers, and is
+shortened where that exceeds a limit:
+
+    nu = min(1, sqrt(kl_clip / |sum of lr^2 <P, grad>|))
+
+Grafting gives a layer's P the length of its gradient (Agarwal et al., arXiv 2002.11803), because a
+learning rate that was chosen without K-FAC is one for such lengths:
+
+    "layer": P |grad| / |P|, and no limit
+    "floor": P max(1, |grad| / |P|), times nu; nu is that of P as it was
+
+A layer's P takes the place of its gradient as soon as it is made, and is multiplied by nu when all
+are. Layers without an inverse keep their plain gradient, unclipped, and do not count.
+
+Cost for a layer of d_out x d_in: 2 d_out d_in (d_out + d_in) operations, 2 d_out d_in more for <P,
+grad>, and 4 d_out d_in more for grafting. Memory while it lasts: two
+or three times the largest gradient, and the largest inverse, unpacked.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import reduce
-from math import inf
-from statistics import median_high
-from typing import Any, Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
-from offbeat.kfac.blocks import Block, FactorSlot
+from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot
 from offbeat.kfac.curvature import Grafting, KFACSettings
-from offbeat.kfac.inverse_exchange import InverseExchange
-from offbeat.kfac.inverses import InverseForm, Inverter, dtype_of
+from offbeat.kfac.factors import (
+    FactorShape,
+    multiply_columns,
+    multiply_rows,
+    padded,
+    unpack,
+    unpack_triangles,
+)
+from offbeat.kfac.inverses import (
+    MOST_AT_ONCE,
+    InverseForm,
+    InversionTask,
+    Inverter,
+    dtype_of,
+    form_for,
+    has_inverse,
+    is_asynchronous,
+)
 from offbeat.kfac.placement import Owner
 from offbeat.kfac.plans import FactorPlan, InverseBatch
-from offbeat.kfac.precondition import InversePair, graft_, kl_scale, precondition_, share_of
-from offbeat.kfac.spans import SpanRecorder
-from offbeat.transport.driver import Stream
-
-_WINDOW: Final = 50
-_SHORT: Final = 0.2
-_SHORTER: Final = 0.5
+from offbeat.transport.driver import Driver, Pending, Stream
 
 
 class Preconditioner:
@@ -46,13 +92,13 @@ class Preconditioner:
         plan: which inverses this rank has, and whether owners send preconditioned gradients.
         order: in which order inverses are made and sent.
         stream: the channels of the broadcasts.
-        spans: notes what is done when.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
         is_stale: whether the inverses, of a checkpoint with another form, must be made anew.
         precondition_s: seconds spent so far on turning gradients into preconditioned gradients.
-        step_scale: by what steps were shortened.
+        last_nu: by what the last step was shortened (`kl_scale`), a scalar tensor in (0, 1]; None
+            where nothing limits steps.
     """
 
     def __init__(
@@ -66,18 +112,15 @@ class Preconditioner:
         plan: FactorPlan,
         order: Sequence[InverseBatch],
         stream: Stream,
-        spans: SpanRecorder,
     ) -> None:
         assert context.optimizer is not None
-        optimizer, notify = context.optimizer, context.notices.notify
         self.is_stale = False
         self.precondition_s = 0.0
         self._blocks, self._slots, self._form, self._settings = blocks, slots, form, settings
-        self._optimizer, self._driver = optimizer, context.driver
-        self._stream, self._spans = stream, spans
-        self._inverter = Inverter(notify, form)
-        self.step_scale = StepScale(optimizer, notify)
-        self._short_layers = ShortLayers(optimizer, settings.grafting, notify)
+        self._optimizer, self._driver = context.optimizer, context.driver
+        self._stream = stream
+        self._inverter = Inverter(context.notices.notify, form)
+        self.last_nu: torch.Tensor | None = None
         self._plan = plan
         self.inverses = self._room_for(plan, order)
         self._pairs: dict[int, InversePair | None] = {}
@@ -106,7 +149,6 @@ class Preconditioner:
             driver=self._driver,
             stream=self._stream,
             inverter=self._inverter,
-            spans=self._spans,
         )
 
     def precondition(self, retired: Collection[int], step: int) -> None:
@@ -114,8 +156,7 @@ class Preconditioner:
         gradients. Collective where owners send them.
         """
         began_s = time.perf_counter()
-        with self._spans.timed("precondition"):
-            self._precondition(retired, step)
+        self._precondition(retired, step)
         self.precondition_s += time.perf_counter() - began_s
 
     def _precondition(self, retired: Collection[int], step: int) -> None:
@@ -130,21 +171,16 @@ class Preconditioner:
             for index, block in enumerate(self._blocks)
             if index not in retired
         ]
-        shares: dict[str, torch.Tensor] | None = {} if self._short_layers.is_watching else None
         if self._plan.by_owner:
-            nu = self._precondition_by_owners(live, kl_clip=kl_clip, shares=shares)
+            self.last_nu = self._precondition_by_owners(live, kl_clip=kl_clip)
         else:
-            nu = precondition_(
+            self.last_nu = precondition_(
                 [each.block for each in live],
                 [each.inverse for each in live if each.inverse is not None],
                 lrs=[each.lr for each in live],
                 kl_clip=kl_clip,
                 grafting=self._settings.grafting,
-                shares=shares,
             )
-        self.step_scale.add(nu, kl_clip)
-        if shares is not None:
-            self._short_layers.add(shares)
 
     @torch.no_grad()
     def _precondition_by_owners(
@@ -152,21 +188,20 @@ class Preconditioner:
         live: Sequence[_Member],
         *,
         kl_clip: float | None,
-        shares: dict[str, torch.Tensor] | None,
     ) -> torch.Tensor | None:
         """Replace the gradients of blocks, the same on all ranks, by preconditioned gradients.
         Collective.
 
         Each owner's message holds the preconditioned gradients of its blocks, for each block
-        whether there is one and how long it is, and what they would change together. The last
-        number is why the limit of a step, which is one for all layers, needs no message of its own.
+        whether there is one, and what they would change together. The last number is why the limit
+        of a step, which is one for all layers, needs no message of its own.
 
         Args:
             live: the blocks. Those without gradient are passed over.
-            kl_clip, shares: as of `kfac.precondition.precondition_`.
+            kl_clip: as of `precondition_`.
 
         Returns:
-            As of `kfac.precondition.precondition_`.
+            As of `precondition_`.
         """
         rank, of_owner = self._driver.rank, dict[Owner, list[_Member]]()
         for each in live:
@@ -181,28 +216,17 @@ class Preconditioner:
         pending = []
         for message in messages:
             if message.owner == rank:
-                message.fill(self._settings.grafting, is_measured=shares is not None)
-            launched_s = time.monotonic()
-            pending.append(
-                self._driver.launch(
-                    dense_broadcast(message.flat, message.owner), self._stream.next()
-                )
-            )
-            self._spans.launched(
-                "broadcast", f"gradients of worker {message.owner}", launched_s, pending[-1:]
-            )
-        for broadcast in pending:
-            with self._spans.timed("wait for inverses"):
-                broadcast.wait()
-            self._spans.arrived()
+                message.fill(self._settings.grafting)
+            broadcast = dense_broadcast(message.flat, message.owner)
+            pending.append(self._driver.launch(broadcast, self._stream.next()))
+        for sent in pending:
+            sent.wait()
         nu = None
         if kl_clip is not None and messages:
             changes = (message.change.to("cpu", torch.float64) for message in messages)
             nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
         for message in messages:
             message.show(1.0 if nu is None else float(nu))
-            if shares is not None:
-                shares |= message.shares()
         return nu
 
     def _pair_of(self, block_index: int) -> InversePair | None:
@@ -278,19 +302,17 @@ class _GradientMessage:
         dtypes = (block.weight.dtype for block in blocks)
         sizes = [block.num_parameters for block in blocks]
         self.flat = torch.zeros(
-            sum(sizes) + 2 * len(blocks) + 1,
+            sum(sizes) + len(blocks) + 1,
             dtype=reduce(torch.promote_types, dtypes, torch.float32),
             device=blocks[0].weight.device,
         )
-        *parts, self._exists, self._shares, change = self.flat.split(
-            [*sizes, len(blocks), len(blocks), 1]
-        )
+        *parts, self._exists, change = self.flat.split([*sizes, len(blocks), 1])
         self._preconditioned = [
             part.view(block.matrix_shape) for part, block in zip(parts, blocks, strict=True)
         ]
         self.change = change[0]
 
-    def fill(self, grafting: Grafting, *, is_measured: bool) -> None:
+    def fill(self, grafting: Grafting) -> None:
         for number, (block, inverse, lr, _) in enumerate(self._members):
             assert inverse is not None, "the owner has them"
             preconditioned, gradient = self._preconditioned[number], block.gradient_matrix()
@@ -298,14 +320,7 @@ class _GradientMessage:
             self._exists[number] = inverse.exists
             preconditioned.copy_(torch.where(inverse.exists, found, 0.0))
             self.change.add_(torch.dot(preconditioned.flatten(), gradient.flatten()) * lr**2)
-            if is_measured or grafting != "none":
-                self._shares[number] = share = share_of(preconditioned, gradient)
-                graft_(preconditioned, share, grafting)
-
-    def shares(self) -> dict[str, torch.Tensor]:
-        """How long each block's preconditioned gradient is over the plain one; 1 for none."""
-        known = torch.where(self._exists > 0, self._shares, 1.0)
-        return {each.block.name: known[number] for number, each in enumerate(self._members)}
+            graft_(preconditioned, gradient, grafting)
 
     def show(self, scale: float) -> None:
         for number, (block, *_) in enumerate(self._members):
@@ -313,114 +328,364 @@ class _GradientMessage:
             block.write_gradient_(torch.where(self._exists[number] > 0, scaled, plain))
 
 
-class StepScale:
-    """Keeps nu of `kfac.precondition` over some steps. All ranks have the same nu, so all say the
-    same. Nothing of it is in checkpoints: a resumed run counts anew.
+class InverseExchange:
+    """Where all inverses that this rank has are kept, and how they get there.
 
     Args:
-        optimizer: takes the steps. Momentum makes up for some of what is lost. Adam and its like
-            take steps of the same length whatever nu is, so nothing is said of any but SGD.
-        notify: is told, once, of 50 steps of which more than half were shortened below a fifth, or
-            below what momentum makes a fifth.
+        order: who inverts what, and when.
+        slots: all factors of the model.
+        dtypes: in what dtype the inverse of each is kept.
+        travels: whether owners send inverses. False: a rank has what it owns, and what every rank
+            inverts.
+        driver: carries broadcasts out.
+        stream: of the broadcasts.
+        inverter: inverts.
 
     Attributes:
-        last: nu of the last step, a scalar tensor in (0, 1]; None where nothing limits steps.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, notify: Callable[[str], None]) -> None:
-        self.last: torch.Tensor | None = None
-        self._optimizer, self._notify = optimizer, notify
-        self._window: list[torch.Tensor] = []
-        self._is_said = False
-
-    def add(self, nu: torch.Tensor | None, kl_clip: float | None) -> None:
-        """Of a step whose limit was `kl_clip`."""
-        self.last = nu
-        if nu is None or kl_clip is None or self._is_said:
-            return
-        self._window.append(nu)
-        if len(self._window) == _WINDOW:
-            # One transfer for all: on a GPU the host waits for each value that it asks for.
-            scales = torch.stack(self._window).tolist()
-            self._window.clear()
-            middle = median_high(scales)
-            self._is_said = middle * _gain_of(self._optimizer) < _SHORT
-            if self._is_said:
-                self._say(scales, middle, kl_clip)
-
-    def _say(self, scales: list[float], middle: float, kl_clip: float) -> None:
-        shortened = sum(scale < 1 for scale in scales)
-        self._notify(
-            f"kl_clip={kl_clip:g} shortened {shortened} of {_WINDOW} steps, more than half of them"
-            f" to {middle:.2g} of their length or less, so that the learning rate does not decide"
-            " how long they are. Where the loss hardly falls, set a larger kl_clip (ten times as"
-            " much makes such steps 3.2 times as long), or more momentum in the optimizer;"
-            " kl_clip=None sets no limit, and then the learning rate or the damping may have to"
-            " change"
-        )
-
-
-class ShortLayers:
-    """Compares preconditioned gradients with plain ones during the first steps. All ranks have the
-    same ones, so all say the same.
-
-    Args:
-        optimizer: takes the steps. As in `StepScale` nothing is said of any but SGD.
-        grafting: only with "none" may steps be shorter.
-        notify: is told, once, of layers whose preconditioned gradients were less than half as long
-            as the plain ones in more than half of 50 steps.
-
-    Attributes:
-        is_watching: whether `add` wants to know of the next step.
+        packed: what stands for the inverse of each slot; zeros stand for none. None where this rank
+            needs none.
+        invert_s: seconds spent so far on computing inverses.
+        wait_s: seconds spent so far on waiting for the other ranks' inverses.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        grafting: Grafting,
-        notify: Callable[[str], None],
+        order: Sequence[InverseBatch],
+        slots: Sequence[FactorSlot],
+        dtypes: Sequence[torch.dtype],
+        *,
+        travels: bool,
+        driver: Driver,
+        stream: Stream,
+        inverter: Inverter,
     ) -> None:
-        self.is_watching = grafting == "none" and isinstance(optimizer, torch.optim.SGD)
-        self._notify = notify
-        self._shares: dict[str, list[torch.Tensor]] = {}
-        self._num_steps = 0
+        self.invert_s = self.wait_s = 0.0
+        self._driver, self._stream, self._inverter = driver, stream, inverter
+        self._travels, self._slots = travels, slots
+        self.packed: list[torch.Tensor | None] = [None] * len(slots)
+        # What an owner inverts in one go, and where these inverses lie side by side.
+        self._messages: list[tuple[InverseBatch, int, torch.Tensor]] = []
+        self._by_all = [batch for batch in order if batch.owner is None]
+        for batch in order:
+            if batch.owner is None or travels or batch.owner == driver.rank:
+                flat = self._make_room([slots[slot] for slot in batch.slots], dtypes)
+                if batch.owner is not None:
+                    self._messages.append((batch, batch.owner, flat))
+        self._task_of: Callable[[int], InversionTask] | None = None
+        self._num_messages: float = 0
+        self._to_send: deque[tuple[InverseBatch, int, torch.Tensor]] = deque()
+        self._to_fill: deque[InverseBatch] = deque()
+        self._pending: list[Pending[torch.Tensor]] = []
 
-    def add(self, shares: Mapping[str, torch.Tensor]) -> None:
-        """Of a step: how long layers' preconditioned gradients are over plain ones."""
-        for name, share in shares.items():
-            self._shares.setdefault(name, []).append(share)
-        self._num_steps += 1
-        if self._num_steps == _WINDOW:
-            self.is_watching = False
-            middles = {
-                name: median_high(torch.stack(each).tolist()) for name, each in self._shares.items()
-            }
-            self._shares.clear()
-            short = sorted((middle, name) for name, middle in middles.items() if middle < _SHORTER)
-            if short:
-                self._say(short, len(middles))
+    def _make_room(
+        self, slots: Sequence[FactorSlot], dtypes: Sequence[torch.dtype]
+    ) -> torch.Tensor:
+        """For the inverses of `slots`, one after the other in one tensor."""
+        kept = [self._inverter.stored_shape(slot.shape) for slot in slots]
+        sizes = [rows * columns for rows, columns in kept]
+        first = slots[0]
+        flat = torch.zeros(sum(sizes), dtype=dtypes[first.index], device=first.device)
+        for slot, part, shape_kept in zip(slots, flat.split(sizes), kept, strict=True):
+            self.packed[slot.index] = part.view(shape_kept)
+        return flat
 
-    def _say(self, short: list[tuple[float, str]], num_layers: int) -> None:
-        share, name = short[0]
-        self._notify(
-            f"the preconditioned gradients of {len(short)} of K-FAC's {num_layers} layers are"
-            f" shorter than plain ones, that of {name!r} {share:.2g} times as long in half of"
-            f" {_WINDOW} steps: at a learning rate that was chosen for plain gradients these layers"
-            ' are trained slowly. Set grafting="floor", which makes them as long as plain ones, or'
-            " a larger learning rate"
-        )
+    def take_over(self, before: InverseExchange) -> None:
+        """Go on where `before` stopped, whose inverses lay side by side in another order."""
+        self.invert_s, self.wait_s = before.invert_s, before.wait_s
+        for old, new in zip(before.packed, self.packed, strict=True):
+            if old is not None and new is not None:
+                new.copy_(old)
+
+    def start(self, task_of: Callable[[int], InversionTask]) -> None:
+        """From now on every inverse is brought up to date. `task_of` says what to invert for a slot
+        that this rank inverts.
+        """
+        self._task_of, self._num_messages = task_of, 0
+        self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
+
+    def advance(self, num_messages: float) -> None:
+        """The first `num_messages` messages of factors have been taken in: owners invert and send
+        what needs no more.
+        """
+        self._num_messages = num_messages
+        while self._to_send and self._to_send[0][0].num_messages <= num_messages:
+            batch, owner, flat = self._to_send.popleft()
+            if owner == self._driver.rank:
+                self._invert(batch.slots)
+            if self._travels:
+                # Every rank launches every broadcast here, in the planned order: one that inverts
+                # nothing waits for its peers' inverses already while they are being made.
+                broadcast = dense_broadcast(flat, owner)
+                self._pending.append(self._driver.launch(broadcast, self._stream.next()))
+
+    def fill(self, is_over: Callable[[], bool]) -> None:
+        """Until `is_over`, invert of what every rank inverts whatever has arrived.
+
+        Ranks may get differently far here: that changes neither what is inverted together nor the
+        order of messages.
+        """
+        while (
+            self._to_fill and self._to_fill[0].num_messages <= self._num_messages and not is_over()
+        ):
+            self._invert(self._to_fill.popleft().slots)
+
+    def finish(self) -> None:
+        """Until all inverses are there."""
+        self.advance(math.inf)
+        self.fill(lambda: False)
+        begin_s = time.perf_counter()
+        for broadcast in self._pending:
+            broadcast.wait()
+        self.wait_s += time.perf_counter() - begin_s
+        self._pending = []
+
+    def _invert(self, slots: Sequence[int]) -> None:
+        assert self._task_of is not None
+        begin_s = time.monotonic()
+        for some in self._portions(slots):
+            rooms = [room for slot in some if (room := self.packed[slot]) is not None]
+            tasks = [self._task_of(slot) for slot in some]
+            inverses = self._inverter.invert(tasks, rooms=rooms)
+            for room, inverse in zip(rooms, inverses, strict=True):
+                room.copy_(inverse)
+        self.invert_s += time.monotonic() - begin_s
+
+    def _portions(self, slots: Sequence[int]) -> Iterator[list[int]]:
+        """`slots`, as many at a time as are inverted in one call."""
+        portion: list[int] = []
+        num_elements = 0
+        for slot in slots:
+            shape = self._slots[slot].shape
+            num_elements += shape.groups * (1 if shape.is_diagonal else shape.dim**2)
+            # A CPU gains nothing by further ones in one call, and needs memory for all of them.
+            is_too_much = num_elements > MOST_AT_ONCE
+            if portion and is_too_much and not is_asynchronous(self._slots[slot].device):
+                yield portion
+                portion, num_elements = [], shape.groups * shape.dim**2
+            portion.append(slot)
+        yield portion
 
 
-def _gain_of(optimizer: torch.optim.Optimizer) -> float:
-    """By how much momentum lengthens what a gradient moves in all; inf where that does not depend
-    on the gradient's length.
+@dataclass(frozen=True)
+class InversePair:
+    """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, as
+    `form` keeps them. Once they change in place, another pair must be made.
     """
 
-    def gain(momentum: float, dampening: float) -> float:
-        if not momentum:
-            return 1.0
-        return (1 - dampening) / (1 - momentum) if momentum < 1 else inf
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    form: InverseForm
 
-    if not isinstance(optimizer, torch.optim.SGD):
-        return inf
-    return min(gain(group["momentum"], group["dampening"]) for group in optimizer.param_groups)
+    @cached_property
+    def exists(self) -> torch.Tensor:
+        """Whether there are inverses, a scalar tensor."""
+        return has_inverse(self.inputs) & has_inverse(self.outputs)
+
+    def apply(
+        self, gradient: torch.Tensor, inputs: FactorShape, outputs: FactorShape
+    ) -> torch.Tensor:
+        """Precondition `gradient`, of the `matrix_shape` of a block of such factors. The result
+        means nothing where there is no inverse.
+        """
+        _, num_outputs, num_inputs = gradient.shape
+        matrices = padded(gradient.to(self.inputs.dtype), outputs, inputs)
+        if inputs.is_diagonal:
+            half = matrices * self.inputs[:, None, :]
+        else:
+            squares, form = self._squares(self.inputs, inputs)
+            half = multiply_columns(matrices, inputs, lambda some: _from_right(some, squares, form))
+        if outputs.is_diagonal:
+            whole = half * self.outputs[:, :, None]
+        else:
+            squares, form = self._squares(self.outputs, outputs)
+            whole = multiply_rows(half, outputs, lambda some: _from_left(squares, some, form))
+        return whole[:, :num_outputs, :num_inputs].to(gradient.dtype)
+
+    def _squares(self, kept: torch.Tensor, shape: FactorShape) -> tuple[torch.Tensor, InverseForm]:
+        dim, form = shape.dim, form_for(self.form, shape)
+        if self.form == "bfloat16":
+            return kept.unflatten(1, (dim, dim)), form
+        return (unpack_triangles if form == "triangle" else unpack)(kept, dim), form
+
+
+def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseForm) -> torch.Tensor:
+    """`matrices`, shape (groups, n, d), times the inverses: `symmetric` itself, or those of U^T U
+    for the triangles U in `symmetric`.
+    """
+    if form == "triangle":
+        half = torch.linalg.solve_triangular(symmetric, matrices, upper=True, left=False)
+        whole: torch.Tensor = torch.linalg.solve_triangular(
+            symmetric.mT, half, upper=False, left=False
+        )
+        return whole
+    if matrices.shape[1] == 1 and symmetric.shape[2] <= 2:
+        # The channels of a norm: as many products of tiny matrices, one by one, take far longer.
+        return (matrices.mT * symmetric).sum(dim=1, keepdim=True)
+    return torch.bmm(matrices, symmetric)
+
+
+def _from_left(symmetric: torch.Tensor, matrices: torch.Tensor, form: InverseForm) -> torch.Tensor:
+    """The inverses times `matrices`, shape (groups, d, n)."""
+    if form == "triangle":
+        return _from_right(matrices.mT, symmetric, form).mT
+    return symmetric * matrices if symmetric.shape[1] == 1 else torch.bmm(symmetric, matrices)
+
+
+def kl_scale(change: torch.Tensor, kl_clip: float) -> torch.Tensor:
+    """nu: by what to multiply preconditioned gradients P, a scalar tensor in (0, 1].
+
+    Args:
+        change: the sum of lr^2 <P, gradient> over layers, a scalar tensor.
+        kl_clip: the limit, > 0.
+    """
+    return (kl_clip / change.abs()).sqrt().clamp(max=1)
+
+
+def graft_(preconditioned: torch.Tensor, plain: torch.Tensor, grafting: Grafting) -> None:
+    """Give a layer's `preconditioned` gradient the length that `grafting` says. One that is all
+    zeros stays so.
+    """
+    if grafting == "none":
+        return
+    # How long it is over the plain one; 1 where both are zeros.
+    share = (preconditioned.norm() / plain.norm()).nan_to_num(nan=1.0, posinf=1.0)
+    if grafting == "floor":
+        preconditioned.div_(torch.where(share > 0, share, 1.0).clamp(max=1))
+    else:
+        preconditioned.div_(torch.where(share > 0, share, 1.0))
+
+
+@torch.no_grad()
+def precondition_(
+    blocks: Sequence[Block],
+    inverses: Sequence[InversePair],
+    *,
+    lrs: Sequence[float],
+    kl_clip: float | None,
+    grafting: Grafting = "none",
+) -> torch.Tensor | None:
+    """Replace the gradients of `blocks` by preconditioned gradients. Blocks without gradient, or of
+    another shape by now, are passed over.
+
+    Args:
+        blocks: not the retired ones.
+        inverses: one for each block.
+        lrs: learning rates, one for each block.
+        kl_clip: the limit, > 0; None: no limit.
+        grafting: whose length a layer's preconditioned gradient has. With "layer" give no limit.
+
+    Returns:
+        nu, a scalar tensor in (0, 1]; None without a limit, or without a preconditioned gradient.
+    """
+    done: list[_Preconditioned] = []
+    change: torch.Tensor | float = 0.0
+    live = [
+        _Live(block, inverse, lr)
+        for block, inverse, lr in zip(blocks, inverses, lrs, strict=True)
+        if block.has_gradient()
+        # on a GPU asking would make the host wait
+        and (is_asynchronous(inverse.exists.device) or inverse.exists)
+    ]
+    for each, gradient, matrix, preconditioned in _apply_each(live):
+        exists = each.inverse.exists
+        may_ask = not is_asynchronous(exists.device)
+        if not may_ask:
+            preconditioned = torch.where(exists, preconditioned, matrix)
+        product = None if kl_clip is None else _product(preconditioned, matrix)
+        graft_(preconditioned, matrix, grafting)
+        if product is None:
+            gradient.write_(preconditioned)
+            continue
+        own = float(product) if may_ask else torch.where(exists, product, 0.0)
+        change = change + own * each.lr**2
+        done.append(_Preconditioned(gradient, preconditioned, None if may_ask else exists))
+    if kl_clip is None or not done:
+        return None
+    nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip)
+    shortens = is_asynchronous(nu.device) or bool(nu < 1)
+    for waiting in done:
+        waiting.finish_(nu, shortens=shortens)
+    return nu
+
+
+class _Live(NamedTuple):
+    """A block that has a gradient, with its inverses and its learning rate."""
+
+    block: Block
+    inverse: InversePair
+    lr: float
+
+
+_Applied: TypeAlias = tuple[_Live, BlockGradient, torch.Tensor, torch.Tensor]
+"""A block, its gradient, that as a matrix, and the preconditioned gradient."""
+
+
+def _apply_each(live: Sequence[_Live]) -> Iterator[_Applied]:
+    """The preconditioned gradients of all blocks. Those of norms, each of which has a tiny matrix
+    for each channel, are made together: handling each norm costs more than its arithmetic.
+    """
+    norms: dict[object, list[_Live]] = {}
+    for each in live:
+        block, inverse, _ = each
+        if block.inputs.is_tiny and block.outputs.is_tiny:
+            kind = block.inputs.dim, block.outputs.dim, block.weight.dtype, block.weight.device
+            norms.setdefault(kind, []).append(each)
+            continue
+        gradient = block.gradient()
+        matrix = gradient.matrix()
+        yield each, gradient, matrix, inverse.apply(matrix, block.inputs, block.outputs)
+    for some in norms.values():
+        yield from _apply_together(some)
+
+
+def _apply_together(norms: Sequence[_Live]) -> Iterator[_Applied]:
+    gradients = [block.gradient() for block, _, _ in norms]
+    matrices = [gradient.matrix() for gradient in gradients]
+    sizes = [len(matrix) for matrix in matrices]
+    first, inverse, _ = norms[0]
+    together = InversePair(
+        torch.cat([each.inverse.inputs for each in norms]),
+        torch.cat([each.inverse.outputs for each in norms]),
+        inverse.form,
+    )
+    found = together.apply(
+        torch.cat(matrices),
+        replace(first.inputs, groups=sum(sizes)),
+        replace(first.outputs, groups=sum(sizes)),
+    )
+    yield from zip(norms, gradients, matrices, found.split(sizes), strict=True)
+
+
+class _Preconditioned:
+    """A block whose preconditioned gradient waits for nu: in the place of its gradient, or, where
+    that is too short a type for it, apart.
+
+    Args:
+        gradient: the block's.
+        preconditioned: the preconditioned gradient.
+        exists: whether there is one, a scalar tensor; None: there is.
+    """
+
+    def __init__(
+        self, gradient: BlockGradient, preconditioned: torch.Tensor, exists: torch.Tensor | None
+    ) -> None:
+        self._gradient, self._exists = gradient, exists
+        self._apart: torch.Tensor | None = None
+        if gradient.weight.dtype.itemsize < preconditioned.dtype.itemsize:
+            self._apart = preconditioned
+        else:
+            gradient.write_(preconditioned)
+
+    def finish_(self, nu: torch.Tensor, *, shortens: bool) -> None:
+        """Multiply by `nu`, which is less than 1 or may be, if `shortens`."""
+        factor = nu if self._exists is None else torch.where(self._exists, nu, 1.0)
+        if self._apart is not None:
+            self._gradient.write_(self._apart * factor)
+        elif shortens:
+            self._gradient.scale_(factor)
+
+
+def _product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The sum of elementwise products, a scalar tensor."""
+    product: torch.Tensor = torch.linalg.vecdot(some.flatten(), others.flatten())
+    return product

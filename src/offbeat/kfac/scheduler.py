@@ -16,7 +16,6 @@ ranks, because each message says which layers its sender has retired.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,7 +31,6 @@ from offbeat.kfac.capture import Capture, Increment
 from offbeat.kfac.costs import slowest_ready_s
 from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.plans import FactorPlan, launch_sequence
-from offbeat.kfac.spans import SpanRecorder
 from offbeat.transport.driver import Driver, Pending, Stream
 
 PROFILED_STEPS = range(1, 4)
@@ -51,7 +49,6 @@ class _StepProgress:
         is_handed_over: for each message, whether the launch order has it.
         ready_s: for each slot, when its factor was added to last, in seconds since the first one.
         first_added_s: when the first factor was added to; None: none has been.
-        sealed_s: when the last bucket of gradients was sealed, on the monotonic clock.
         with_gradient: positions in the model of the parameters that this rank's passes have given
             a gradient.
     """
@@ -61,7 +58,6 @@ class _StepProgress:
     is_handed_over: list[bool]
     ready_s: list[float]
     first_added_s: float | None = None
-    sealed_s: float = 0.0
     with_gradient: set[int] = field(default_factory=set)
 
 
@@ -78,7 +74,6 @@ class FactorScheduler(ExchangeListener):
         buckets: of gradients, in the order in which they are launched.
         launch_order: the order that factors share with the buckets of gradients.
         stream: the channels of the messages.
-        spans: notes what is done when.
 
     Attributes:
         step: how many optimizer steps have been taken.
@@ -106,7 +101,6 @@ class FactorScheduler(ExchangeListener):
         buckets: Sequence[Bucket],
         launch_order: LaunchOrder,
         stream: Stream,
-        spans: SpanRecorder,
     ) -> None:
         assert context.model is not None
         self.step = 0
@@ -119,7 +113,7 @@ class FactorScheduler(ExchangeListener):
         self._first_parameters = [positions[id(blocks[slot.block_index].weight)] for slot in slots]
         self._bucket_firsts = [min(bucket.indices) for bucket in buckets]
         self._launch_order = launch_order
-        self._driver, self._stream, self._spans = context.driver, stream, spans
+        self._driver, self._stream = context.driver, stream
         self._expected = [0] * len(slots)
         self._knows_expected = False
         self._ready_s_of_steps: list[list[float]] = []
@@ -137,7 +131,7 @@ class FactorScheduler(ExchangeListener):
             settings.curvature,
             warn=context.notices.notify,
             grad_scale=context.grad_scale,
-            added=lambda place, side, began_s: self._on_added(observed[place], side, began_s),
+            added=lambda place, side: self._on_added(observed[place], side),
             room=lambda place, side: self._room(2 * observed[place] + (side == "output")),
         )
         self.adopt(plan)
@@ -166,8 +160,6 @@ class FactorScheduler(ExchangeListener):
         self.capture.stop()
         self._drop()
         self._progress = self._no_progress()
-        is_noted = self._settings.is_noted(self.step) and self._slots[0].device.type != "meta"
-        self._spans.begin(on=is_noted, keep=self.is_good)
         self._is_open = self._settings.has_factors(self.step)
         # Without factors there is nothing that a bucket of gradients would have to wait for.
         self._launch_order.follow(self._sequence if self._is_open else ())
@@ -198,13 +190,11 @@ class FactorScheduler(ExchangeListener):
         """Whether a factor has been added to as often as it ever was in one step."""
         return self._knows_expected and self._progress.num_added[slot] >= self._expected[slot]
 
-    def _on_added(self, block_index: int, side: Side, began_s: float) -> None:
+    def _on_added(self, block_index: int, side: Side) -> None:
         """`capture` has just added to a factor."""
         slot, progress = 2 * block_index + (side == "output"), self._progress
         if not self._is_open:
             return
-        if self._spans.on:
-            self._spans.add("factor", self._slots[slot].name, began_s)
         now_s = self._driver.now_s(0)
         if progress.first_added_s is None:
             progress.first_added_s = now_s
@@ -232,11 +222,9 @@ class FactorScheduler(ExchangeListener):
 
         def begin() -> None:
             with torch.no_grad():
-                take, began_s = self._nothing if failed else self._take, time.monotonic()
-                pending = self.messages[number].launch(
-                    self._driver, self._stream, take, self.is_retired_here
-                )
-                self._spans.launched("sum", f"message {number}", began_s, pending)
+                take = self._nothing if failed else self._take
+                message = self.messages[number]
+                message.launch(self._driver, self._stream, take, self.is_retired_here)
 
         self._launch_order.launch(("factors", number), begin)
 
@@ -263,15 +251,12 @@ class FactorScheduler(ExchangeListener):
                 for slot in range(len(self._slots))
                 if self.plan.is_kept_by(self._driver.rank, slot)
             }
-        self._progress.sealed_s = time.monotonic()
 
     def on_exchange_settled(self, *, good: bool) -> None:
         self.is_good = good
         if not good:
             self.begin_step()
             return
-        if self._has_sent:
-            self._spans.add("wait for gradients", "", self._progress.sealed_s)
         self.capture.stop()
 
     # What the callback says and asks for, before and after the optimizer's step
@@ -452,7 +437,7 @@ class FactorMessage:
         stream: Stream,
         take: Callable[[int], Increment],
         is_retired: Callable[[int], bool],
-    ) -> Sequence[Pending[torch.Tensor]]:
+    ) -> None:
         """Begin to sum over all ranks.
 
         Args:
@@ -460,9 +445,6 @@ class FactorMessage:
             stream: its channels.
             take: this rank's part of a slot.
             is_retired: whether this rank has given up the layer of a slot.
-
-        Returns:
-            What is under way.
         """
         # A mean weighted by each rank's examples needs the sum of the weights too, which travels in
         # the same message, as do the numbers of ranks that retired a layer.
@@ -478,7 +460,6 @@ class FactorMessage:
             self._sums = launch_sums(driver, stream, self._rounded, self._tail)
         else:
             self._sums = launch_sums(driver, stream, self._flat)
-        return self._sums
 
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""

@@ -11,8 +11,16 @@ from torch import nn
 from offbeat.errors import ConfigError, nearest
 from offbeat.kfac.blocks import EVERYTHING, Block, LayerBlock, TiedBlock, Use
 from offbeat.kfac.curvature import Curvature
-from offbeat.kfac.layers import BiasBlock, ConvBlock, EmbeddingBlock, LinearBlock
-from offbeat.kfac.norms import LAST_DIMS, SECOND_DIM, is_own_rms_norm, norm_block
+from offbeat.kfac.layers import (
+    LAST_DIMS,
+    SECOND_DIM,
+    BiasBlock,
+    ConvBlock,
+    EmbeddingBlock,
+    LinearBlock,
+    is_own_rms_norm,
+    norm_block,
+)
 
 SUPPORTED: Final = (
     nn.Linear,
@@ -52,13 +60,11 @@ class Survey:
         blocks: in the order of the model's modules; the same on all ranks.
         plain: modules whose trainable parameters get plain gradients, each with the reason.
         num_parameters: trainable ones of the model, each counted once.
-        frozen_ties: names of layers that share a weight which is not trained.
     """
 
     blocks: Sequence[Block]
     plain: Mapping[str, str]
     num_parameters: int
-    frozen_ties: Sequence[Sequence[str]] = ()
 
     @property
     def num_covered(self) -> int:
@@ -71,13 +77,8 @@ class Survey:
             f"K-FAC covers {percent(self.num_covered, self.num_parameters)} of"
             f" {self.num_parameters:,} parameters"
         )
-        frozen = "".join(
-            f"; {' and '.join(names)} share one weight, which is frozen for"
-            f" {'both' if len(names) == 2 else 'all of them'}"
-            for names in self.frozen_ties
-        )
         plain = f"; plain gradients for {_listed(self.plain)}" if self.plain else ""
-        return covered + plain + frozen
+        return covered + plain
 
 
 def percent(some: int, of_all: int) -> str:
@@ -154,16 +155,7 @@ def survey(model: nn.Module, curvature: Curvature) -> Survey:
         num_parameters=sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         ),
-        frozen_ties=[
-            [holder.name for holder in some]
-            for some in holders.values()
-            if len(some) > 1 and not _is_trained(some[0])
-        ],
     )
-
-
-def _is_trained(holder: Holder) -> bool:
-    return holder.module.get_parameter(holder.parameter_name).requires_grad
 
 
 def _listed(plain: Mapping[str, str]) -> str:

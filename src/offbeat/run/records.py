@@ -4,7 +4,6 @@ and predictions, which read nothing else.
     RUN/config.json            what was asked for, resolved; where and with what it ran; one entry
                                for each attempt
     RUN/events-rank-N.jsonl    one line for each step of rank N
-    RUN/profile-rank-N.jsonl   few steps of rank N, looked at closely: what was done within them
     RUN/evaluations.jsonl      the metric as it was measured on the way
     RUN/mega-batches.jsonl     who did how much between merges, where samples are claimed
     RUN/summary.json           how it ended
@@ -35,7 +34,6 @@ from typing import IO, Any, Final, TypeVar
 import numpy as np
 import torch
 
-from offbeat.callbacks.profile import StepProfile
 from offbeat.codec.json_objects import Count, build
 from offbeat.errors import MALFORMED, RecordError
 from offbeat.run.config import RunConfig
@@ -60,13 +58,6 @@ _WRITE_EVERY_S: Final = 0.1
 def events_path(run: Path, rank: int) -> Path:
     """The file with the steps of `rank`."""
     return run / f"events-rank-{rank}.jsonl"
-
-
-def profile_path(run: Path, rank: int) -> Path:
-    """The file with the few steps of `rank` that were looked at closely, of second-order
-    strategies.
-    """
-    return run / f"profile-rank-{rank}.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -439,32 +430,6 @@ class EventWriter:
         with naming_failed_file(self._path):
             self._file.write("".join(lines))
             self._file.flush()
-
-
-class ProfileWriter:
-    """Appends one rank's profiles. The file is made with the first one."""
-
-    def __init__(self, run_directory: Path, *, rank: int, attempt: int) -> None:
-        self._path = profile_path(run_directory, rank)
-        self._attempt = attempt
-        self._before = (
-            "\n" if self._path.exists() else ""
-        )  # the last line of a killed process has no end
-
-    def add(self, step: int, profile: StepProfile) -> None:
-        spans = [
-            [kind, what, round(began_s, 7), round(ended_s, 7)]
-            for kind, what, began_s, ended_s in profile.spans
-        ]
-        line = {
-            "attempt": self._attempt,
-            "step": step,
-            "spans": spans,
-            "duties": [asdict(duty) for duty in profile.assignments],
-        }
-        with naming_failed_file(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(self._before + json.dumps(line) + "\n")
-        self._before = ""
 
 
 def create(path: Path | None, config: RunConfig) -> Path:

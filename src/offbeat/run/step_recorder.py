@@ -15,10 +15,9 @@ from typing import Protocol
 
 from torch import nn
 
-from offbeat.callbacks.profile import StepProfile
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
-from offbeat.run.records import Evaluation, EventWriter, ProfileWriter, RunDirectory, StepEvent
+from offbeat.run.records import Evaluation, EventWriter, RunDirectory, StepEvent
 from offbeat.session.loggers import LiveMetrics, named_loggers
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session, Stats
@@ -49,8 +48,6 @@ class ExchangeSession(Protocol):
     def take_arrivals(self) -> Sequence[Arrival]: ...
 
     def take_ready_at_s(self) -> float | None: ...
-
-    def take_profile(self) -> StepProfile | None: ...
 
     def __exit__(
         self,
@@ -184,9 +181,6 @@ class StepRecorder:
             start_step=run.schedule.position.step if run.coordinator.restart else None,
             amendable=amendable,
         )
-        self._profiles = ProfileWriter(
-            run.record.path, rank=run.coordinator.rank, attempt=len(run.record.attempts) - 1
-        )
         self._before = self.first = run.attached.session.stats
         self.first_step = run.schedule.position.step
         names = run.record.config.log_to if run.coordinator.rank == 0 else []
@@ -243,8 +237,6 @@ class StepRecorder:
         if self._live is not None and loss is not None:
             self._live.loss_seen(loss)
         self._add(event)
-        if (profile := self.run.attached.session.take_profile()) is not None:
-            self._profiles.add(event.step, profile)
         self._report_if_due()
 
     def _add(self, event: StepEvent) -> None:

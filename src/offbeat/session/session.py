@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
-from offbeat.callbacks.profile import StepProfile
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import (
     CheckpointError,
@@ -267,13 +266,6 @@ class Session:
         one of them.
         """
         return self._callbacks
-
-    def take_profile(self) -> StepProfile | None:
-        """What the strategy did within the step that has just ended, if it is one that was looked
-        at closely.
-        """
-        profiles = [callback.take_profile() for callback in self._callbacks]
-        return next((profile for profile in profiles if profile is not None), None)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients to the norm `max_norm`. Call it between `backward()` and

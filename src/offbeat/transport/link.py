@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from offbeat.errors import ConfigError, OffbeatError, WireError
-from offbeat.transport.envelope import HEADER_BYTES, Envelope, EnvelopeKind, pack, parse
+from offbeat.transport.envelope import Envelope, EnvelopeKind, pack, parse
 from offbeat.transport.interface import on_free_port, reachable_address
 from offbeat.transport.operations import Payload
 from offbeat.transport.protection import Admission, Protection
@@ -134,8 +134,8 @@ class Link:
     Args:
         context: the ZeroMQ context to open the socket in.
         peer: its rank.
-        endpoint: where it listens, "tcp://address:port", and what the cipher adds.
-        protection: shows who this rank is, and seals what it says.
+        endpoint: where it listens, "tcp://address:port".
+        protection: shows who this rank is.
         limits: when the peer counts as dead.
         now_s: the monotonic clock.
 
@@ -143,7 +143,7 @@ class Link:
         ever_connected: whether there was a connection at some call of `watch`.
 
     Raises:
-        ConfigError: the endpoint is malformed, or that of another cipher.
+        ConfigError: the endpoint is malformed.
     """
 
     def __init__(
@@ -156,8 +156,6 @@ class Link:
         limits: PeerLimits,
         now_s: float,
     ) -> None:
-        address, mark, salt = endpoint.partition("#")
-        self._sealer = protection.sealer(peer, mark + salt)
         self._protection = protection
         self._limits = limits
         self._next_sequence = 0
@@ -167,7 +165,7 @@ class Link:
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
         self._socket.linger = round(limits.linger_s * 1000)
-        self._socket.ipv6 = "[" in address
+        self._socket.ipv6 = "[" in endpoint
         self._socket.maxmsgsize = _MAX_ANSWER_BYTES
         self._socket.handshake_ivl = math.ceil(limits.handshake_timeout_s * 1000)
         self._socket.heartbeat_ivl = math.ceil(limits.heartbeat_interval_s * 1000)
@@ -177,7 +175,7 @@ class Link:
         protection.guard_link(self._socket, peer)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
-            self._socket.connect(address)
+            self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close(now_s, linger=False)
             raise ConfigError(
@@ -201,9 +199,6 @@ class Link:
             view[begin : begin + FRAME_BYTES]
             for begin in range(0, max(view.nbytes, 1), FRAME_BYTES)
         ]
-        sealed: Sequence[Payload] = frames
-        if self._sealer is not None:
-            header, sealed = self._sealer.seal(self._next_sequence, header, frames)
         self._next_sequence += 1
         try:
             self._socket.send(header, _MORE_FOLLOWS)
@@ -212,9 +207,9 @@ class Link:
             # does after a refusal
             self._refused = True
             return
-        for frame in sealed[:-1]:
+        for frame in frames[:-1]:
             self._send_frame(frame, _MORE_FOLLOWS)
-        self._send_frame(sealed[-1], _AT_ONCE)
+        self._send_frame(frames[-1], _AT_ONCE)
 
     def _send_frame(self, frame: Payload, flags: int) -> None:
         self._socket.send(frame, flags, copy=len(frame) < _ZERO_COPY_BYTES)
@@ -291,8 +286,8 @@ class Listener:
 
         Args:
             address: numeric address of this host, no wildcard.
-            protection: says who comes in, and opens what they say. Messages of another generation
-                than its own are dropped.
+            protection: says who comes in. Messages of another generation than its own are
+                dropped.
             limits: how long a handshake may take, and when a connection counts as lost.
 
         Raises:
@@ -307,7 +302,6 @@ class Listener:
         self.num_foreign = 0
         self.unreadable: dict[int, str] = {}
         self._protection = protection
-        self._openers = [protection.opener(rank) for rank in range(protection.world_size)]
         self._context = new_context()
         self._socket = self._context.socket(zmq.PULL)
         self._admission = Admission(self._context, self._socket, protection)
@@ -387,9 +381,7 @@ class Listener:
     def _admit(self, frames: Sequence[zmq.Frame]) -> tuple[Envelope, Payload] | None:
         key_owner = self._protection.rank_of(str(frames[0].get("User-Id")).encode())
         try:
-            head = frames[0].buffer
-            header = head if not self._protection.seal_bytes else head[:HEADER_BYTES]
-            envelope = parse(header)
+            envelope = parse(frames[0].buffer)
             generation = self._protection.generation
             if (envelope.sender, envelope.generation) != (key_owner, generation):
                 raise WireError(
@@ -402,11 +394,7 @@ class Listener:
                     f"got {len(frames) - 1} frames for {envelope.num_bytes} bytes; somebody on the"
                     " way may have altered them"
                 )
-            opener = None if key_owner is None else self._openers[key_owner]
-            if opener is None:
-                return envelope, _joined(frames[1:])
-            sealed = [frame.buffer for frame in frames[1:]]
-            return envelope, opener.open(envelope.sequence, header, head[HEADER_BYTES:], sealed)
+            return envelope, _joined(frames[1:])
         except WireError as error:
             self.num_foreign += 1
             if key_owner is not None:

@@ -171,7 +171,7 @@ class Mesh:
         self._limits = limits
         self._protection = protection
         self.listener = Listener(address, protection=protection, limits=limits)
-        self.endpoint = self.listener.endpoint + self._protection.endpoint_suffix
+        self.endpoint = self.listener.endpoint
         self._sending = new_context()
         self._sending.set(zmq.MAX_SOCKETS, 4 * self.world_size + 64)
         self._links: dict[int, Link] = {}

@@ -30,8 +30,7 @@ class Peers(Driver):
     holding the lock. It does not survive a fork.
 
     Attributes:
-        endpoint: where this rank listens, "tcp://address:port" and what the cipher adds to it; the
-            peers' `connect` needs it.
+        endpoint: where this rank listens, "tcp://address:port"; the peers' `connect` needs it.
         lost: once closed, the ranks whose connection had been lost by then although they had
             neither closed it nor reported a failure.
     """

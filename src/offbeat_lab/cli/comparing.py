@@ -241,8 +241,6 @@ _ROWS: Final[Sequence[tuple[str, Measure, Callable[[float], str]]]] = (
     ("encoding", "share_encode", lambda part: f"{part:.0%}"),
     ("waiting for others", "share_wait", lambda part: f"{part:.0%}"),
     ("transfer", "share_transfer", lambda part: f"{part:.0%}"),
-    ("waiting for factors", "factors_exposed_s", lambda s: f"{s * 1e3:.3g} ms"),
-    ("inverting", "inversion_s", lambda s: f"{s * 1e3:.3g} ms"),
     ("memory of a worker", "peak_memory_bytes", lambda n: decimal(round(n))),
 )
 _WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}

@@ -21,9 +21,8 @@ from rich.table import Table
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.records import Summary
 from offbeat.strategies.by_name import Option
-from offbeat_lab.factor_work import factor_work
-from offbeat_lab.records import Record, read_profiles
-from offbeat_lab.report import charts_dispatch, page_factors
+from offbeat_lab.records import Record
+from offbeat_lab.report import charts_dispatch
 
 _PLAIN_EVERY_S = 5.0
 
@@ -186,10 +185,8 @@ def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
 
 
 def _work_of(run_directory: Path) -> Iterator[str]:
-    """What the record says of work that was divided within steps, or between merges."""
+    """What the record says of work that was divided between merges."""
     record = Record(run_directory)
-    if (work := factor_work(read_profiles(record))) is not None:
-        yield page_factors.sentence_of(work)
     if mega_batches := record.mega_batches():
         yield charts_dispatch.sentence_of(mega_batches)
 

@@ -15,10 +15,7 @@ from offbeat.errors import ConfigError
 from offbeat_lab.cli.common import require_writable
 from offbeat_lab.doctor import Diagnosis, diagnose
 from offbeat_lab.doctor.advice import (
-    USUAL_DENSITY,
-    Prediction,
     cluster_of,
-    display_count,
     display_link,
     display_seconds,
 )
@@ -44,8 +41,6 @@ _PAIRS_SHOWN = 10
 def run(
     *,
     workers: int | None = None,
-    parameters: Sequence[int] = (),
-    density: float = USUAL_DENSITY,
     write: Path | None = None,
     profile: str | None = None,
     as_json: bool = False,
@@ -56,26 +51,17 @@ def run(
     Args:
         workers: local workers to measure between; None measures only where torchrun or srun started
             this command.
-        parameters: sizes of exchanges to predict; by default 1, 25 and 100 million.
-        density: of gTop-k in them.
         write: where the measured cluster goes, as TOML.
-        profile: a model to plan for on it, in place of these.
+        profile: a model to plan for on it.
         as_json: print one line of JSON in place of the tables.
 
     Raises:
         ConfigError: an argument that is not allowed, or a plan where nothing was measured.
     """
     model = None if profile is None else named_profile(profile)
-    if model is not None and (parameters or density != USUAL_DENSITY):
-        raise ConfigError(
-            "--parameters and --density are of an exchange alone, and --profile is of a model with"
-            " its computing; give one or the other"
-        )
     if write is not None:
         require_writable(write)
-    diagnosis = diagnose(
-        workers=workers, parameters=None if model is not None else parameters, density=density
-    )
+    diagnosis = diagnose(workers=workers)
     if diagnosis is None:
         return 0
     if write is not None or model is not None:
@@ -129,8 +115,6 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     if diagnosis.measurement is not None:
         console.print(_network(diagnosis.measurement))
         console.print(_sockets(diagnosis.measurement))
-    if diagnosis.predictions:
-        console.print(_predictions(diagnosis.predictions))
     for sentence in diagnosis.advice:
         console.print(f"- {escape(sentence)}", highlight=False, soft_wrap=True)
     console.print(escape(diagnosis.verdict), style="bold", highlight=False, soft_wrap=True)
@@ -180,21 +164,4 @@ def _sockets(measurement: Measurement) -> Table:
         address = f"[{one.address}]" if ":" in one.address else one.address
         open_to_all = "[yellow]every network[/yellow]" if one.is_open_to_all else ""
         table.add_row(str(one.rank), one.owner, escape(f"{address}:{one.port}"), open_to_all)
-    return table
-
-
-def _predictions(predictions: Sequence[Prediction]) -> Table:
-    table = Table("parameters", title="expected exchange a step", title_justify="left")
-    names = {"dense": "DDP all-reduce"} | {
-        name: f"gTop-k {name}" for name in ("reduce_scatter", "all_gather", "tree")
-    }
-    for head in names.values():
-        table.add_column(head, justify="right")
-    for one in predictions:
-        costs = (display_seconds(one.costs_s[name]) for name in names)
-        marked = (
-            f"[bold]{text}[/bold]" if name == one.best else text
-            for name, text in zip(names, costs, strict=True)
-        )
-        table.add_row(display_count(one.num_parameters), *marked)
     return table

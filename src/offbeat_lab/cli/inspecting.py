@@ -21,22 +21,12 @@ def report(
 
 def trace(
     directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
-    out: Annotated[
-        Path,
-        typer.Option(help="File to write (.json or .json.gz), or a directory with --tensorboard."),
-    ],
-    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars instead.")] = False,
+    out: Annotated[Path, typer.Option(help="File to write, .json or .json.gz.")],
 ) -> None:
     """Write a trace of all workers for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-    from offbeat_lab.report.trace import write_scalars, write_trace
+    from offbeat_lab.report.trace import write_trace
 
-    if tensorboard:
-        write_scalars(directory, out)
-        print(f"scalars in {out}; look at them with: tensorboard --logdir {out}")
-    else:
-        print(
-            f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev"
-        )
+    print(f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev")
 
 
 def doctor(
@@ -44,10 +34,6 @@ def doctor(
         int | None,
         typer.Option(help="Local processes to measure between, where nobody launched any."),
     ] = None,
-    parameters: Annotated[
-        list[int] | None, typer.Option(help="Size of an exchange to predict; may be given again.")
-    ] = None,
-    density: Annotated[float, typer.Option(help="That gTop-k would send.")] = 0.001,
     write: Annotated[
         Path | None,
         typer.Option(help="Write the cluster that was measured here, for plan and the lab."),
@@ -63,16 +49,7 @@ def doctor(
     """
     from offbeat_lab.cli import doctor as diagnosing
 
-    raise typer.Exit(
-        diagnosing.run(
-            workers=workers,
-            parameters=parameters or (),
-            density=density,
-            write=write,
-            profile=profile,
-            as_json=as_json,
-        )
-    )
+    raise typer.Exit(diagnosing.run(workers=workers, write=write, profile=profile, as_json=as_json))
 
 
 def clean() -> None:

@@ -14,7 +14,6 @@ import typer
 import offbeat
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat_lab.cli.common import EXIT_FAILED, EXIT_MISUSED
-from offbeat_lab.cli.data import data
 from offbeat_lab.cli.inspecting import clean, doctor, report, strategies, tasks, trace
 from offbeat_lab.cli.planning import plan, profile
 from offbeat_lab.cli.training import compare, demo, run, train
@@ -22,12 +21,12 @@ from offbeat_lab.cli.training import compare, demo, run, train
 _SUMMARY: Final = (
     "Train PyTorch models on slow links and uneven devices, and see what each strategy does."
 )
-_SCRIPT, _CHOICE, _LAB, _AFTER, _DATA = (
+_SCRIPT, _CHOICE, _LAB, _AFTER, _CLEANING = (
     "Your own script",
     "Choosing a strategy",
     "The lab",
     "After a run",
-    "Data, and cleaning up",
+    "Cleaning up",
 )
 _COMMANDS: Final[tuple[tuple[Callable[..., None], str, str], ...]] = (
     (run, _SCRIPT, "offbeat run --strategy gtopk:density=0.01 --workers 4 train.py --epochs 3"),
@@ -64,8 +63,7 @@ for _command, _group, _example in _COMMANDS:
         add_help_option=_command is not run,
     )(_command)
 lab.command(epilog="Example: `offbeat lab clean`")(clean)
-app.add_typer(data, name="data", rich_help_panel=_DATA)
-app.add_typer(lab, name="lab", rich_help_panel=_DATA)
+app.add_typer(lab, name="lab", rich_help_panel=_CLEANING)
 
 
 def main() -> None:

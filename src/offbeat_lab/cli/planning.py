@@ -69,14 +69,13 @@ def plan(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Also write a page of HTML here; with --check the profile."),
+        typer.Option(help="With --check: where the profile goes, with what was checked."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, and nothing else.")
     ] = False,
 ) -> None:
     """Predict which strategy is fastest on which cluster."""
-    from offbeat_lab.plan.page import write_page
     from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
     from offbeat_lab.plan.steps_to_target import steps_to_target
 
@@ -91,6 +90,8 @@ def plan(
             )
         _check(check, profile, out, as_json=as_json)
         return
+    if out is not None:
+        raise ConfigError("--out is where --check writes a profile; a plan is printed, or --json")
     model = _what_to_plan(profile, script)
     if batch_size is not None:
         model = model.at_batch_size(batch_size)
@@ -102,12 +103,10 @@ def plan(
     )
     flags = ClusterFlags(cluster=cluster, link=link, latency=latency, delay=delay)
     commands = _to_check(made, flags, trains=_to_train(model, script, clusters[0]))
-    if out is not None:
-        write_page(made, out, commands)
     if as_json:
         print(json.dumps([asdict(one) for one in made.predictions]))
     else:
-        _show(made, out, commands)
+        _show(made, commands)
 
 
 def profile(
@@ -135,41 +134,22 @@ def profile(
     batch_size: Annotated[
         int | None, typer.Option(help="Samples of a batch, where nothing else says it.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="In their place, a trace that torch.profiler wrote.")
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option(help="The traced model's profile: a file, or a shipped one.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="That was traced, for people.")] = "traced device",
     out: Annotated[Path | None, typer.Option(help="Where to (default: standard output).")] = None,
 ) -> None:
     """Time solo steps of your script or of a task, for `offbeat plan`."""
     from offbeat.run.plan import script_command
     from offbeat_lab.options import route
-    from offbeat_lab.plan.kineto import profile_from_trace
     from offbeat_lab.plan.measure import measure_task
     from offbeat_lab.plan.script_timing import measure_script
-    from offbeat_lab.plan.shipped import named_profile
 
     if out is not None:
         require_writable(out)
-    given = [
-        name for name, one in (("a script", words), ("--task", task), ("--trace", trace)) if one
-    ]
-    if len(given) != 1:
+    if bool(words) == (task is not None):
         raise ConfigError(
-            f"got {' and '.join(given) or 'nothing'} to profile; give one of: --task (offbeat tasks"
-            " lists them), --trace, or a script of your own after two dashes: -- train.py"
+            f"got {'a script and --task' if words else 'nothing'} to profile; give one of: --task"
+            " (offbeat tasks lists them), or a script of your own after two dashes: -- train.py"
         )
-    if trace is not None:
-        if like is None or batch_size is None:
-            raise ConfigError(
-                "--trace says nothing of parameters and samples; give --like, a profile of the"
-                " model, and --batch-size"
-            )
-        made = profile_from_trace(trace, named_profile(like), batch_size=batch_size, device=device)
-    elif task is not None:
+    if task is not None:
         options, _ = route(task, "allreduce", settings or [])
         made = measure_task(task, options, steps=steps)
     else:
@@ -259,11 +239,11 @@ def _clusters(
     return found
 
 
-def _show(made: Plan, out: Path | None, commands: Sequence[str]) -> None:
+def _show(made: Plan, commands: Sequence[str]) -> None:
     from offbeat_lab.plan.table import column_words, plan_tables
 
     console = Console()
-    for found in plan_tables(made, narrow=True):
+    for found in plan_tables(made):
         table = Table(
             title=found.title,
             title_justify="left",
@@ -282,8 +262,6 @@ def _show(made: Plan, out: Path | None, commands: Sequence[str]) -> None:
     console.print(column_words(made), highlight=False, style="dim")
     for sentence in (*made.crossovers, *made.remarks, *commands):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    if out is not None:
-        console.print(f"Page: {out}", highlight=False)
 
 
 def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: bool) -> None:

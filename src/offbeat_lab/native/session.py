@@ -168,9 +168,6 @@ class NativeSession:
         """Inside, no peer waits for the end of a step of this rank: none ever does."""
         return nullcontext()
 
-    def take_profile(self) -> None:
-        """No step is looked at closely."""
-
     def log(self, **values: float) -> None:
         """Nobody hears metrics while training runs."""
 

@@ -4,10 +4,9 @@ SPD-KFAC in a world of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import fsum
 from typing import Any, Final
 
 import torch
@@ -42,6 +41,7 @@ class FactorTimer:
         self._positions: dict[str, int] = {}
         self._factors_s: list[float] = []
         self._precondition_s: list[float] = []
+        self._before_s: Mapping[str, float] = {}
         self._num_steps = 0
         for block in self._blocks:
             block.module.register_forward_hook(partial(self._note_positions, block))
@@ -53,11 +53,15 @@ class FactorTimer:
     def step_ended(self, session: Session) -> None:
         """Take down what a step took; the first one is not typical."""
         self._num_steps += 1
-        noted = session.take_profile()
-        if self._num_steps == 1 or noted is None:
-            return
-        for kind, found in (("factor", self._factors_s), ("precondition", self._precondition_s)):
-            found.append(fsum(s.ended_s - s.began_s for s in noted.spans if s.kind == kind))
+        kfac = next(each for each in session.callbacks if each.state_key == "kfac")
+        spent_s = kfac.counters()
+        for name, found in (
+            ("factor_s", self._factors_s),
+            ("precondition_s", self._precondition_s),
+        ):
+            if self._num_steps > 1:
+                found.append(spent_s[name] - self._before_s[name])
+        self._before_s = spent_s
 
     def complete(self, profile: ModelProfile, source: str) -> ModelProfile:
         """`profile` with what was found; as it is where nothing was."""

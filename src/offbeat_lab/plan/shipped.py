@@ -1,28 +1,316 @@
 """Profiles of well-known networks, from published constants: each number with its source.
 
-Networks and their parameters follow from the networks' definitions (`plan.architectures`). What a
-device needs for them was published by others, for the device that is named. Backward passes are
-taken to last twice as long as forward passes (`FORWARD_SHARE`), and the
-optimizer's step to be in the published time.
+Layers and parameters follow from the networks' definitions. A layer is given by its Kronecker
+factors: `a_dim` inputs of an output element, `g_dim` outputs, and at how many positions it is
+applied. Its share of the passes is that of its multiplications.
+
+What a device needs for them was published by others, for the device that is named. Backward passes
+are taken to last twice as long as forward passes (`FORWARD_SHARE`), and the optimizer's step to be
+in the published time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
 from offbeat.errors import ConfigError, nearest
-from offbeat_lab.plan import architectures
-from offbeat_lab.plan.architectures import Network
 from offbeat_lab.plan.profile import (
+    Layer,
     ModelProfile,
     PolynomialInversion,
     Source,
+    TensorProfile,
     TimedBatch,
     read_profile,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkLayer:
+    """A layer and the parameters that belong to it.
+
+    Attributes:
+        a_dim: inputs of an output element, the bias not included.
+        g_dim: outputs.
+        num_positions: >= 1; 0 for a table that is looked up, which multiplies nothing.
+        bias: whether it has one.
+        norm: elements of a normalisation's weight and bias beside it.
+    """
+
+    a_dim: int
+    g_dim: int
+    num_positions: int = 1
+    bias: bool = False
+    norm: int = 0
+
+    @property
+    def multiplications(self) -> int:
+        return self.a_dim * self.g_dim * self.num_positions
+
+    @property
+    def num_elements(self) -> Iterator[int]:
+        yield self.a_dim * self.g_dim
+        if self.bias:
+            yield self.g_dim
+        if self.norm:
+            yield from (self.norm // 2, self.norm // 2)
+
+
+Network = Sequence[NetworkLayer]
+
+_Sizes = tuple[int | tuple[int, int], int, int, int]
+"""Of a convolution: its kernel, inputs, outputs, and pixels of an output on a side."""
+
+
+def tensors_of(network: Network) -> tuple[TensorProfile, ...]:
+    """Parameters in the order of the model; gradients are ready when the backward pass, which takes
+    the layers in reverse, has passed their layer.
+    """
+    done = list(accumulate(layer.multiplications for layer in reversed(network)))
+    ready = [part / done[-1] for part in reversed(done)]
+    return tuple(
+        TensorProfile(
+            num_elements=size,
+            ready=round(share, 6),
+            rows=size // layer.a_dim if number == 0 else size,
+        )
+        for layer, share in zip(network, ready, strict=True)
+        for number, size in enumerate(layer.num_elements)
+    )
+
+
+def factors_of(network: Network) -> tuple[Layer, ...]:
+    """The layers that have Kronecker factors."""
+    first = [0, *accumulate(len(list(layer.num_elements)) for layer in network)]
+    return tuple(
+        Layer(
+            a_dim=layer.a_dim + layer.bias,
+            g_dim=layer.g_dim,
+            num_positions=layer.num_positions,
+            tensor=tensor,
+        )
+        for layer, tensor in zip(network, first, strict=False)
+        if layer.num_positions
+    )
+
+
+def _convolution(
+    kernel: int | tuple[int, int], inputs: int, outputs: int, size: int, *, bias: bool = False
+) -> NetworkLayer:
+    """With batch normalisation behind it, which stands in the place of a bias."""
+    height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
+    return NetworkLayer(
+        a_dim=height * width * inputs,
+        g_dim=outputs,
+        num_positions=size * size,
+        bias=bias,
+        norm=0 if bias else 2 * outputs,
+    )
+
+
+def _linear(inputs: int, outputs: int, positions: int = 1, *, norm: int = 0) -> NetworkLayer:
+    return NetworkLayer(a_dim=inputs, g_dim=outputs, num_positions=positions, bias=True, norm=norm)
+
+
+def resnet(blocks: Sequence[int], *, image_size: int = 224) -> Network:
+    """Bottleneck networks on ImageNet (arXiv 1512.03385, table 1): 3, 4, 6, 3 is ResNet-50.
+
+    Images have `image_size` pixels on a side, a multiple of 32.
+    """
+
+    def stages() -> Iterator[NetworkLayer]:
+        size, inputs = image_size // 4, 64
+        for stage, count in enumerate(blocks):
+            width = 64 << stage
+            for block in range(count):
+                before, size = size, size // 2 if stage and not block else size
+                yield _convolution(1, inputs, width, before)
+                yield _convolution(3, width, width, size)
+                yield _convolution(1, width, 4 * width, size)
+                if not block:
+                    yield _convolution(1, inputs, 4 * width, size)
+                inputs = 4 * width
+
+    return [_convolution(7, 3, 64, image_size // 2), *stages(), _linear(2048, 1000)]
+
+
+def resnet_cifar(blocks_per_stage: int) -> Network:
+    """Networks of 6 n + 2 layers on CIFAR-10 (arXiv 1512.03385, 4.2): n = 3 for ResNet-20."""
+
+    def stages() -> Iterator[NetworkLayer]:
+        inputs, size = 16, 32
+        for stage in range(3):
+            width = 16 << stage
+            for block in range(blocks_per_stage):
+                size = size // 2 if stage and not block else size
+                yield _convolution(3, inputs, width, size)
+                yield _convolution(3, width, width, size)
+                inputs = width
+
+    return [_convolution(3, 3, 16, 32), *stages(), _linear(64, 10)]
+
+
+def vgg16_cifar() -> Network:
+    """VGG-16's convolutions (arXiv 1409.1556, configuration D) with batch normalisation and one
+    linear layer, on CIFAR-10.
+    """
+    layers, inputs, size = [], 3, 32
+    for count, width in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+        for _ in range(count):
+            layers.append(_convolution(3, inputs, width, size))
+            inputs = width
+        size //= 2
+    return [*layers, _linear(512, 10)]
+
+
+def alexnet() -> Network:
+    """In one column (arXiv 1404.5997), on ImageNet."""
+    convolutions = ((11, 3, 64, 55), (5, 64, 192, 27), (3, 192, 384, 13), (3, 384, 256, 13))
+    return [
+        *(_convolution(*one, bias=True) for one in (*convolutions, (3, 256, 256, 13))),
+        _linear(9216, 4096),
+        _linear(4096, 4096),
+        _linear(4096, 1000),
+    ]
+
+
+def densenet201() -> Network:
+    """Growth 32, blocks of 6, 12, 48 and 32 (arXiv 1608.06993, table 1), on ImageNet."""
+
+    def blocks() -> Iterator[NetworkLayer]:
+        channels, size = 64, 56
+        for number, count in enumerate((6, 12, 48, 32)):
+            for _ in range(count):
+                yield NetworkLayer(
+                    a_dim=channels, g_dim=128, num_positions=size * size, norm=2 * channels
+                )
+                yield NetworkLayer(a_dim=9 * 128, g_dim=32, num_positions=size * size, norm=2 * 128)
+                channels += 32
+            if number < 3:
+                yield NetworkLayer(
+                    a_dim=channels,
+                    g_dim=channels // 2,
+                    num_positions=size * size,
+                    norm=2 * channels,
+                )
+                channels, size = channels // 2, size // 2
+
+    return [_convolution(7, 3, 64, 112), *blocks(), _linear(1920, 1000, norm=2 * 1920)]
+
+
+def inception_v4() -> Network:
+    """arXiv 1602.07261, figures 3 to 9, on ImageNet at 299 pixels."""
+    row, column = (1, 7), (7, 1)
+    stem: list[_Sizes] = [
+        (3, 3, 32, 149),
+        (3, 32, 32, 147),
+        (3, 32, 64, 147),
+        (3, 64, 96, 73),
+        (1, 160, 64, 73),
+        (3, 64, 96, 71),
+        (1, 160, 64, 73),
+        (row, 64, 64, 73),
+        (column, 64, 64, 73),
+        (3, 64, 96, 71),
+        (3, 192, 192, 35),
+    ]
+    a: list[_Sizes] = [
+        (1, 384, 96, 35),
+        (1, 384, 64, 35),
+        (3, 64, 96, 35),
+        (1, 384, 64, 35),
+        (3, 64, 96, 35),
+        (3, 96, 96, 35),
+        (1, 384, 96, 35),
+    ]
+    reduction_a: list[_Sizes] = [
+        (3, 384, 384, 17),
+        (1, 384, 192, 35),
+        (3, 192, 224, 35),
+        (3, 224, 256, 17),
+    ]
+    b: list[_Sizes] = [
+        (1, 1024, 384, 17),
+        (1, 1024, 192, 17),
+        (row, 192, 224, 17),
+        (column, 224, 256, 17),
+        (1, 1024, 192, 17),
+        (column, 192, 192, 17),
+        (row, 192, 224, 17),
+        (column, 224, 224, 17),
+        (row, 224, 256, 17),
+        (1, 1024, 128, 17),
+    ]
+    reduction_b: list[_Sizes] = [
+        (1, 1024, 192, 17),
+        (3, 192, 192, 8),
+        (1, 1024, 256, 17),
+        (row, 256, 256, 17),
+        (column, 256, 320, 17),
+        (3, 320, 320, 8),
+    ]
+    c: list[_Sizes] = [
+        (1, 1536, 256, 8),
+        (1, 1536, 384, 8),
+        ((1, 3), 384, 256, 8),
+        ((3, 1), 384, 256, 8),
+        (1, 1536, 384, 8),
+        ((3, 1), 384, 448, 8),
+        ((1, 3), 448, 512, 8),
+        ((1, 3), 512, 256, 8),
+        ((3, 1), 512, 256, 8),
+        (1, 1536, 256, 8),
+    ]
+    convolutions = [*stem, *4 * a, *reduction_a, *7 * b, *reduction_b, *3 * c]
+    return [
+        *(_convolution(*sizes) for sizes in convolutions),
+        _linear(1536, 1000),
+    ]
+
+
+def lstm_ptb(*, width: int = 1500, words: int = 10_000, steps: int = 35) -> Network:
+    """Two LSTM layers between a table and a linear layer, the large model of arXiv 1409.2329."""
+    cell = NetworkLayer(a_dim=2 * width, g_dim=4 * width, num_positions=steps, bias=True)
+    return [
+        NetworkLayer(a_dim=words, g_dim=width, num_positions=0),
+        cell,
+        cell,
+        _linear(width, words, steps),
+    ]
+
+
+def transformer(
+    *, words: int, positions: int, tokens: int, width: int = 768, depth: int = 12, head: bool
+) -> Network:
+    """Blocks of attention and two linear layers between a table of words and one of positions.
+
+    Args:
+        words: rows of the table of words.
+        positions: rows of that of positions.
+        tokens: of a sample.
+        width: of a token's vector.
+        depth: blocks.
+        head: whether a linear layer of its own stands before the output, which uses the table of
+            words again.
+    """
+    block = [
+        _linear(width, 3 * width, tokens, norm=2 * width),
+        _linear(width, width, tokens),
+        _linear(width, 4 * width, tokens, norm=2 * width),
+        _linear(4 * width, width, tokens),
+    ]
+    # The table of words is one parameter: its gradient is ready when the backward pass ends.
+    return [
+        NetworkLayer(a_dim=words, g_dim=width, num_positions=0),
+        NetworkLayer(a_dim=positions, g_dim=width, num_positions=0, norm=2 * width),
+        *depth * block,
+        *([_linear(width, width, tokens, norm=2 * width)] if head else []),
+    ]
+
 
 FORWARD_SHARE: Final = 1 / 3
 """Backward multiplies twice as often as forward."""
@@ -84,35 +372,35 @@ class Published:
 
 PUBLISHED: Final[Mapping[str, Published]] = {
     "vgg16": Published(
-        network=architectures.vgg16_cifar,
+        network=vgg16_cifar,
         device="P102-100",
         batch_size=128,
         forward_backward_s=128 / 1317.3,
         source=f"{_GTOPK}: 1317.3 samples/s on CIFAR-10, one node",
     ),
     "alexnet": Published(
-        network=architectures.alexnet,
+        network=alexnet,
         device="P102-100",
         batch_size=64,
         forward_backward_s=64 / 173.5,
         source=f"{_GTOPK}: 173.5 samples/s on ImageNet, one node",
     ),
     "resnet20": Published(
-        network=lambda: architectures.resnet_cifar(3),
+        network=lambda: resnet_cifar(3),
         device="P102-100",
         batch_size=128,
         forward_backward_s=128 / 920.6,
         source=f"{_GTOPK}: 920.6 samples/s on CIFAR-10, one node",
     ),
     "lstm-ptb": Published(
-        network=architectures.lstm_ptb,
+        network=lstm_ptb,
         device="P102-100",
         batch_size=100,
         forward_backward_s=100 / 392.0,
         source=f"{_GTOPK}: 392 samples/s on Penn Treebank, one node; batches of 100 are assumed",
     ),
     "resnet50": Published(
-        network=lambda: architectures.resnet((3, 4, 6, 3)),
+        network=lambda: resnet((3, 4, 6, 3)),
         device="RTX 2080 Ti",
         batch_size=32,
         forward_backward_s=0.132,
@@ -120,7 +408,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         factors_s=0.211,
     ),
     "resnet152": Published(
-        network=lambda: architectures.resnet((3, 8, 36, 3)),
+        network=lambda: resnet((3, 8, 36, 3)),
         device="RTX 2080 Ti",
         batch_size=8,
         forward_backward_s=0.114,
@@ -128,7 +416,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         factors_s=0.193,
     ),
     "densenet201": Published(
-        network=architectures.densenet201,
+        network=densenet201,
         device="RTX 2080 Ti",
         batch_size=16,
         forward_backward_s=0.178,
@@ -136,7 +424,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         factors_s=0.319,
     ),
     "inception-v4": Published(
-        network=architectures.inception_v4,
+        network=inception_v4,
         device="RTX 2080 Ti",
         batch_size=16,
         forward_backward_s=0.134,
@@ -144,9 +432,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         factors_s=0.198,
     ),
     "gpt2": Published(
-        network=lambda: architectures.transformer(
-            words=50_257, positions=1024, tokens=1024, head=False
-        ),
+        network=lambda: transformer(words=50_257, positions=1024, tokens=1024, head=False),
         device="A100",
         batch_size=12,
         forward_backward_s=0.135,
@@ -154,9 +440,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         moments=2.0,
     ),
     "bert-base": Published(
-        network=lambda: architectures.transformer(
-            words=30_522, positions=514, tokens=128, head=True
-        ),
+        network=lambda: transformer(words=30_522, positions=514, tokens=128, head=True),
         device="A100",
         batch_size=64,
         forward_backward_s=0.0794,
@@ -178,7 +462,7 @@ def shipped_profile(name: str) -> ModelProfile:
         )
     published = PUBLISHED[name]
     network = published.network()
-    factors = architectures.factors_of(network) if published.factors_s else ()
+    factors = factors_of(network) if published.factors_s else ()
     bytes_per_s = _MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
     memory = f"{_MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
     sources = [
@@ -213,7 +497,7 @@ def shipped_profile(name: str) -> ModelProfile:
             ),
         ),
         optimizer_s=0.0,
-        tensors=architectures.tensors_of(network),
+        tensors=tensors_of(network),
         select_s_per_element=SELECT_S_PER_ELEMENT,
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,

@@ -1,4 +1,4 @@
-"""A plan's predictions as rows of text, for the terminal and for the page."""
+"""A plan's predictions as rows of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ WORDS = (
 """What the columns mean."""
 
 _LONG = ((172_800.0, "d"), (7200.0, "h"), (120.0, "min"))
-_TARGET, _RATE = "target", "samples/s"
 
 TARGET_WORDS = "Target: time to it, measured steps x predicted step."
 
@@ -41,22 +40,16 @@ class PlanTable:
     best: int
 
 
-def plan_tables(plan: Plan, *, narrow: bool = False) -> Iterator[PlanTable]:
-    """One for each rate and number of workers, ascending.
-
-    Args:
-        plan: what is shown.
-        narrow: whether the time to a target takes the place of samples a second.
-    """
+def plan_tables(plan: Plan) -> Iterator[PlanTable]:
+    """One for each rate and number of workers, ascending."""
     has_deaths, has_target = _has_deaths(plan), plan.request.to_target is not None
-    left_out = _RATE if narrow and has_target else ""
     for rate, workers in sorted({(p.rate_bit_per_s, p.workers) for p in plan.predictions}):
         ones = plan.at(workers, rate)
         columns = [_cells(one, has_deaths=has_deaths, has_target=has_target) for one in ones]
         yield PlanTable(
             title=f"{workers} worker{'s' * (workers > 1)}, {display_rate(rate)}",
-            heads=[head for head in columns[0] if head != left_out],
-            rows=[[text for head, text in one.items() if head != left_out] for one in columns],
+            heads=list(columns[0]),
+            rows=[list(one.values()) for one in columns],
             best=ones.index(plan.best(workers, rate)),
         )
 
@@ -76,13 +69,13 @@ def _has_deaths(plan: Plan) -> bool:
 
 
 def _cells(one: StepPrediction, *, has_deaths: bool, has_target: bool) -> dict[str, str]:
-    """By head."""
+    """By head. The time to a target takes the place of samples a second."""
     limit = "> " if one.is_lower_limit else ""
     cells = {
         "strategy": one.strategy,
         "step": f"{limit}{display_duration(_three_digits(one.step_s))}",
         "band": band_text(one),
-        _RATE: _number(one.samples_per_s),
+        **({} if has_target else {"samples/s": _number(one.samples_per_s)}),
         "MB sent": f"{one.bytes_per_step / 1e6:.3g}",
         "ideal": f"{one.share_of_ideal:.0%}",
         "binds": one.binds,
@@ -90,7 +83,7 @@ def _cells(one: StepPrediction, *, has_deaths: bool, has_target: bool) -> dict[s
     }
     if has_target:
         time = _time_text(one.time_to_target_s)
-        cells[_TARGET] = f"{limit}{time}" if time else ""
+        cells["target"] = f"{limit}{time}" if time else ""
     if has_deaths:
         cells["deaths"] = f"{one.lost_to_deaths:.1%}"
     return cells

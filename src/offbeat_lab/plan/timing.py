@@ -13,25 +13,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, pstdev
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from typing_extensions import override
 
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.shared_model import SharedModel
-from offbeat.codec.topk_codec import SELECTORS
+from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.topk_codec import SELECTORS, VALUE_CODECS
+from offbeat.codec.value_codecs import ValueCodec
 from offbeat.session.attach import attach_through
 from offbeat.strategies.gtopk import GTopK
 from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
 from offbeat_lab.plan.clock import usual_s
-from offbeat_lab.plan.coding import time_codecs
-from offbeat_lab.plan.low_rank import time_low_rank
 from offbeat_lab.plan.profile import (
     FLOAT_BYTES,
     SELECTED_CODECS,
     SELECTED_DENSITY,
+    CodecCost,
     ModelProfile,
     SelectorCost,
     Source,
@@ -379,3 +382,115 @@ def _publish_s(num_elements: int, device: torch.device) -> float:
         model.copy_(torch.from_numpy(trainer.take()[0]))
 
     return usual_s(publish, device)
+
+
+_ENTRIES: Final = 1 << 16
+
+
+def time_codecs() -> tuple[CodecCost, ...]:
+    """Value codecs and index codecs by name, on entries at random places at `SELECTED_DENSITY`."""
+    draws = np.random.default_rng(0)
+    indices = np.cumsum(draws.geometric(SELECTED_DENSITY, _ENTRIES)).astype(np.int64)
+    values = draws.standard_normal(_ENTRIES).astype(np.float32)
+    num_elements = int(indices[-1]) + 1
+
+    def code_indices(codec: IndexCodec) -> None:
+        layout, coded = codec.encode(indices, num_elements)
+        codec.decode(layout, coded.view(np.uint8), _ENTRIES, num_elements)
+
+    def code_values(codec: ValueCodec) -> None:
+        codec.decode(codec.encode(values).view(np.uint8), _ENTRIES)
+
+    return (
+        *(_cost(name, partial(code_values, codec)) for name, codec in VALUE_CODECS.items()),
+        *(_cost(name, partial(code_indices, codec)) for name, codec in INDEX_CODECS.items()),
+    )
+
+
+def _cost(name: str, both: Callable[[], None]) -> CodecCost:
+    both()  # the first call compiles
+    return CodecCost(name=name, s_per_entry=usual_s(both, torch.device("cpu")) / _ENTRIES)
+
+
+_RANKS: Final = (1, 4)
+
+
+def time_low_rank(parameters: Sequence[torch.nn.Parameter]) -> tuple[float, float]:
+    """Seconds for each element of the model: at rank 1, and what each further rank adds."""
+    num_elements = sum(parameter.numel() for parameter in parameters)
+    at_one_s, at_four_s = (_hook_s(parameters, rank) for rank in _RANKS)
+    further_s = max(0.0, at_four_s - at_one_s) / (_RANKS[1] - _RANKS[0])
+    return at_one_s / num_elements, further_s / num_elements
+
+
+def _hook_s(parameters: Sequence[torch.nn.Parameter], rank: int) -> float:
+    """The fastest of a few calls, all gradients in one bucket, as in `offbeat_lab.native`."""
+    device = parameters[0].device
+    bucket = _Bucket(parameters)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=_GroupOfOne(), matrix_approximation_rank=rank, start_powerSGD_iter=2
+    )
+    gradient = torch.randn_like(bucket.flat)
+
+    def call() -> None:
+        bucket.flat.copy_(gradient)
+        powerSGD_hook.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]  # has what it asks for
+
+    # Two calls come before the first approximation, which makes room for all others.
+    for _ in range(3):
+        call()
+    copied_s = usual_s(lambda: bucket.flat.copy_(gradient), device)
+    return max(0.0, usual_s(call, device) - copied_s)
+
+
+class _Bucket:
+    """What the hook asks a `torch.distributed.GradBucket` for."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        sizes = [parameter.numel() for parameter in parameters]
+        first = parameters[0]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self._gradients = [
+            part.view(parameter.shape if parameter.ndim else (1,))
+            for part, parameter in zip(self.flat.split(sizes), parameters, strict=True)
+        ]
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self._gradients
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+class _GroupOfOne(dist.ProcessGroup):
+    """Its all-reduce leaves tensors as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]  # torch's stubs lack what subclasses call
+
+    @override
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _Over(tensors)
+
+
+class _Over(dist.Work):
+    """What is done before it is asked for."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    @override
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    @override
+    def get_future(self) -> Any:
+        return self._future

@@ -15,8 +15,7 @@ from offbeat.run.records import WorkerLoss
 from offbeat_lab.breakdown import Steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import Difference
-from offbeat_lab.factor_work import FactorWork
-from offbeat_lab.records import EmulationReport, MegaBatch, Profiled
+from offbeat_lab.records import EmulationReport, MegaBatch
 from offbeat_lab.statistics import Estimate
 
 Floats = NDArray[np.float64]
@@ -58,9 +57,6 @@ class RunResults:
         curve, steps: what it did.
         last_start: the step from which the last attempt went on; 0 unless the run was resumed.
         losses: workers that died while its peers went on.
-        profiles: by worker, the steps that were looked at closely, on the clock of `steps`; empty
-            for most strategies.
-        work: what these say of second-order work; None where there was none.
         mega_batches: what workers did between merges; empty where they have batches of their own.
     """
 
@@ -71,8 +67,6 @@ class RunResults:
     steps: Steps
     last_start: int = 0
     losses: Sequence[WorkerLoss] = ()
-    profiles: Mapping[int, Sequence[Profiled]] = field(default_factory=dict)
-    work: FactorWork | None = None
     mega_batches: Sequence[MegaBatch] = ()
 
 

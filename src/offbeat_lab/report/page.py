@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from itertools import chain
 from pathlib import Path
@@ -27,9 +27,7 @@ from offbeat_lab.analysis import winner
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.comparison import ComparedStrategy, is_comparison, read_comparison
 from offbeat_lab.config import cluster_of
-from offbeat_lab.factor_work import factor_work
-from offbeat_lab.records import Profiled, Record, read_profiles
-from offbeat_lab.report import page_factors as factors
+from offbeat_lab.records import Record
 from offbeat_lab.report import page_sections as sections
 from offbeat_lab.report import page_summary as summary
 from offbeat_lab.report.charts import line_charts, timelines
@@ -41,7 +39,6 @@ from offbeat_lab.report.data import (
     RunResults,
     StrategyResults,
 )
-from offbeat_lab.report.page_factors import factor_timelines
 from offbeat_lab.report.style import (
     BITS_PER_S,
     BYTES,
@@ -108,7 +105,7 @@ def render(report: PageContent) -> str:
     }
     charts, advice = line_charts(report), summary.advice(report)
     windows = list(timelines(report))
-    second_order, divided = list(factor_timelines(report)), list(dispatches(report))
+    divided = list(dispatches(report))
     script = _asset("report.js")
     return environment.from_string(_asset("report.html")).render(
         report=report,
@@ -122,11 +119,6 @@ def render(report: PageContent) -> str:
         lateness=list(sections.lateness_bars(report)),
         traffic=list(sections.traffic_bars(report)),
         dispatches=divided,
-        factor_timelines=second_order,
-        factor_sentences=list(factors.sentences(report)),
-        factor_bars=list(factors.message_bars(report)),
-        factor_parts=factors.PARTS,
-        placements=list(factors.placements(report)),
         shares=sections.SHARES,
         style=Markup(_asset("report.css")),
         script=Markup(script),
@@ -143,7 +135,6 @@ def render(report: PageContent) -> str:
                 },
                 "advised": 0 if advice is None else advice.contestant,
                 "timelines": [asdict(window) for window in windows],
-                "factors": [asdict(timeline) for timeline in second_order],
             }
         ),
     )
@@ -179,9 +170,6 @@ def read_run(record: Record, *, name: str) -> RunResults:
     """One run: its steps on one clock, and its metric on the way."""
     steps = read_steps(record)
     summary = record.summary()
-    profiles = {
-        rank: _on_one_clock(record, rank, found) for rank, found in read_profiles(record).items()
-    }
     return RunResults(
         seed=record.config.seed,
         directory=name,
@@ -190,28 +178,8 @@ def read_run(record: Record, *, name: str) -> RunResults:
         steps=steps,
         last_start=record.attempts[-1].start_step if record.attempts else 0,
         losses=summary.losses if summary else (),
-        profiles=profiles,
-        work=factor_work(profiles),
         mega_batches=record.mega_batches(),
     )
-
-
-def _on_one_clock(record: Record, rank: int, profiles: Sequence[Profiled]) -> list[Profiled]:
-    """`profiles` of `rank` on rank 0's monotonic clock, as the times of steps are."""
-    mine, first = record.heads(rank)[-1], record.heads(0)[-1]
-    shift_s = (
-        mine.monotonic_to_unix_s - first.monotonic_to_unix_s if mine.host != first.host else 0.0
-    )
-    return [
-        replace(
-            one,
-            spans=[
-                span._replace(began_s=span.began_s + shift_s, ended_s=span.ended_s + shift_s)
-                for span in one.spans
-            ],
-        )
-        for one in profiles
-    ]
 
 
 def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:

@@ -91,8 +91,6 @@ MEASURES: Final[dict[str, Measure]] = {
     "bytes_per_step": Measure("Sent by a worker in a step", BYTES, Better.LOWER),
     "messages_per_step": Measure("Messages of a worker in a step", NUMBER, Better.LOWER),
     "peak_memory_bytes": Measure("Memory of a worker at its peak", BYTES, Better.LOWER),
-    "factors_exposed_s": Measure("Waiting for factors alone, in a step", SECONDS, Better.LOWER),
-    "inversion_s": Measure("Inverting, the slowest worker, in a step", SECONDS, Better.LOWER),
     "share_compute": Measure("Share of a step spent computing", SHARE, Better.NEITHER),
     "share_encode": Measure("Share spent encoding", SHARE, Better.NEITHER),
     "share_wait": Measure("Share spent waiting for others", SHARE, Better.NEITHER),

@@ -1,5 +1,5 @@
-"""A record for the viewers of others: as a trace that Perfetto and chrome://tracing open, one
-process a worker, and on it what that worker did when; and as TensorBoard scalars, against the step.
+"""A record as a trace that Perfetto and chrome://tracing open: one process a worker, and on it what
+that worker did when.
 
 Each worker has a track of steps, with the phases inside them, and as many tracks of collectives as
 were under way at once, because viewers drop slices that overlap without nesting. Times are whole
@@ -13,44 +13,26 @@ object.
 from __future__ import annotations
 
 import gzip
-import heapq
 import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import groupby
 from pathlib import Path
-from statistics import fmean
-from typing import IO, TYPE_CHECKING, TypeAlias
+from typing import IO, TypeAlias
 
-from offbeat.callbacks.profile import Span
 from offbeat.errors import ConfigError, RecordError
 from offbeat.run.records import Evaluation, StepEvent
 from offbeat.session.checkpoint import Json
 from offbeat.transport.driver import Arrival
-from offbeat_lab.breakdown import combine_events
 from offbeat_lab.comparison import is_comparison, read_comparison
-from offbeat_lab.records import Record, read_profiles
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from offbeat_lab.records import Record
 
 Event: TypeAlias = dict[str, Json]
 
 _STEPS = 1
 """Number of the track of steps; those of collectives follow it."""
-
-_SECOND_ORDER = 10_001
-"""Number of the first track of second-order work."""
-
-_SPAN_NAMES = {
-    "factor": "compute a factor",
-    "sum": "factors under way",
-    "broadcast": "inverses or preconditioned gradients under way",
-}
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
@@ -122,7 +104,6 @@ class TraceTimeline:
     Attributes:
         record: the run.
         ranks: which ranks have recorded a step, ascending.
-        profiles: by rank, the steps that were looked at closely.
         began_unix_ns: Unix time of the beginning, in nanoseconds.
     """
 
@@ -134,7 +115,6 @@ class TraceTimeline:
             if (first := next(record.events(rank), None))
         }
         self.ranks = list(firsts)
-        self.profiles = read_profiles(record)
         self._heads = {rank: record.heads(rank) for rank in self.ranks}
         self._start_steps = [attempt.start_step for attempt in record.attempts]
         # whole numbers, because a Unix time in seconds leaves a float no room for nanoseconds
@@ -205,7 +185,6 @@ class _Worker:
         # when the last slice on each track ended
         self._steps_free_ns = 0
         self._collectives_free_ns: list[int] = []
-        self._second_order_free_ns: list[int] = []
 
     def events(self, label: str) -> Iterator[Event]:
         yield self._metadata("process_name", _STEPS, {"name": label})
@@ -217,9 +196,6 @@ class _Worker:
                 (*self._span(event.step, other), other) for other in event.arrivals
             ):
                 yield from self._collective(event.step, arrival, began_ns, ended_ns)
-        for profile in self._timeline.profiles.get(self._rank, ()):
-            for span in sorted(profile.spans, key=lambda span: span.began_s):
-                yield from self._span_of(profile.step, span)
         for evaluation in (one for one in self._timeline.evaluations() if one.rank == self._rank):
             at_ns = self._ns(evaluation.step, evaluation.at_s)
             metric = (
@@ -277,35 +253,17 @@ class _Worker:
     def _collective(
         self, step: int, arrival: Arrival, began_ns: int, ended_ns: int
     ) -> Iterator[Event]:
-        track = yield from self._free_track(
-            _STEPS + 1, self._collectives_free_ns, "collectives", began_ns, ended_ns
-        )
+        # The first track that has nothing at this time, named when it is new.
+        free_ns = self._collectives_free_ns
+        lane = next((lane for lane, free in enumerate(free_ns) if free <= began_ns), len(free_ns))
+        track = _STEPS + 1 + lane
+        if lane == len(free_ns):
+            free_ns.append(0)
+            yield from self._name_track(track, f"collectives {lane + 1}" if lane else "collectives")
+        free_ns[lane] = ended_ns
         # as text: a channel has up to 63 bits, and viewers in a browser keep 53 of a number
         args: Event = {"channel": str(arrival.channel), "step": step}
         yield self._slice(arrival.operation, "collective", track, began_ns, ended_ns, args)
-
-    def _span_of(self, step: int, span: Span) -> Iterator[Event]:
-        began_ns = self._ns(step, span.began_s)
-        ended_ns = max(self._ns(step, span.ended_s), began_ns)
-        free_ns = self._second_order_free_ns
-        track = yield from self._free_track(
-            _SECOND_ORDER, free_ns, "second-order work", began_ns, ended_ns
-        )
-        name = _SPAN_NAMES.get(span.kind, span.kind)
-        yield self._slice(
-            name, "second-order", track, began_ns, ended_ns, {"what": span.what, "step": step}
-        )
-
-    def _free_track(
-        self, first: int, free_ns: list[int], name: str, began_ns: int, ended_ns: int
-    ) -> Generator[Event, None, int]:
-        """The first track from `first` on that has nothing at this time, named when it is new."""
-        lane = next((lane for lane, free in enumerate(free_ns) if free <= began_ns), len(free_ns))
-        if lane == len(free_ns):
-            free_ns.append(0)
-            yield from self._name_track(first + lane, f"{name} {lane + 1}" if lane else name)
-        free_ns[lane] = ended_ns
-        return first + lane
 
     def _ns(self, step: int, monotonic_s: float) -> int:
         """Nanoseconds from the beginning of the run; no clock that was set back leads before it."""
@@ -375,80 +333,3 @@ def _whole_file(out: Path) -> Iterator[IO[str]]:
     finally:
         with suppress(OSError):
             temporary.unlink()
-
-
-def write_scalars(run: Path, out: Path) -> None:
-    """Write the scalars of a run to the new directory `out`, or those of each run of a comparison
-    to a directory below it.
-
-    Tags: ``loss`` (mean over ranks), ``metric``, ``bytes per step`` (mean over ranks), ``wait
-        share`` (of the time of all
-    ranks, 0 to 1) and ``step time in s/rank N``. `docs/trace.md` describes them.
-
-    Raises:
-        ConfigError: TensorBoard is not installed, or `out` exists. Nothing in it is touched.
-        RecordError: `run` is no record, one of a newer version, damaged or still empty, or `out`
-            cannot be written. There is no half-written directory then.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            f"TensorBoard cannot be imported ({error}); pip install offbeat[tensorboard]"
-        ) from None
-    runs = _open_runs(run)
-    _refuse_existing(out)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        for name, timeline in runs:
-            with SummaryWriter(str(temporary / name)) as writer:
-                _write_timeline(timeline, writer)
-        os.replace(temporary, out)
-    except OSError as error:
-        raise RecordError(f"cannot write {out}: {error.strerror}; choose another --out") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write_timeline(timeline: TraceTimeline, writer: SummaryWriter) -> None:
-    for step, by_rank in _events_by_step(timeline):
-        ended_ns = max(
-            timeline.at_ns(rank, step, event.began_s + event.duration_s)
-            for rank, event in by_rank.items()
-        )
-        at_unix_s = (timeline.began_unix_ns + ended_ns) / 1e9
-        for tag, value in _scalars(by_rank).items():
-            writer.add_scalar(tag, value, step, at_unix_s)
-    for evaluation in timeline.evaluations():
-        at_unix_s = (
-            timeline.began_unix_ns
-            + timeline.at_ns(evaluation.rank, evaluation.step, evaluation.at_s)
-        ) / 1e9
-        writer.add_scalar("metric", evaluation.metric, evaluation.step, at_unix_s)
-
-
-def _scalars(by_rank: dict[int, StepEvent]) -> dict[str, float]:
-    events = by_rank.values()
-    scalars = {f"step time in s/rank {rank}": event.duration_s for rank, event in by_rank.items()}
-    scalars["bytes per step"] = fmean(event.bytes_sent for event in events)
-    if all_ranks_s := sum(event.duration_s for event in events):
-        scalars["wait share"] = sum(event.wait_s for event in events) / all_ranks_s
-    if losses := [event.loss for event in events if event.loss is not None]:
-        scalars["loss"] = fmean(losses)
-    return scalars
-
-
-def _events_by_step(timeline: TraceTimeline) -> Iterator[tuple[int, dict[int, StepEvent]]]:
-    """Each step with the events of the ranks that took part, by rank. Reads all ranks at once, so
-    that none is kept.
-    """
-
-    def of(rank: int) -> Iterator[tuple[int, int, StepEvent]]:
-        return ((event.step, rank, event) for event in timeline.record.events(rank))
-
-    merged = heapq.merge(*map(of, timeline.ranks), key=lambda entry: entry[:2])
-    for step, entries in groupby(merged, key=lambda entry: entry[0]):
-        by_rank: dict[int, StepEvent] = {}
-        for _, rank, event in entries:  # several of a rank where samples are claimed
-            by_rank[rank] = combine_events(by_rank[rank], event) if rank in by_rank else event
-        yield step, by_rank

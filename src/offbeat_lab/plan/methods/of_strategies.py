@@ -1,19 +1,185 @@
-"""The method of each strategy, by its name and its options."""
+"""The method of each strategy, by its name and its options: of those that torch ships, those that
+average beside training (WAGMA, AD-PSGD, eager SGD), and the others, which take their steps
+themselves.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
 
+import torch
+from typing_extensions import override
+
+from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
+from offbeat.codec.tally import Tally
+from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import ConfigError
+from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.reductions import DenseReduction
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.gradient import Reductions
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
-from offbeat_lab.plan.methods.background import BackgroundSteps
-from offbeat_lab.plan.methods.ddp_steps import HalfPrecisionSteps, LowRankSteps, SoloSteps
-from offbeat_lab.plan.methods.strategy_steps import StrategySteps
-from offbeat_lab.plan.simulation import Method
+from offbeat.transport.operations import Collective
+from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps
+from offbeat_lab.plan.simulation import FEW_WORKERS, Method, Setting, Simulated
+
+
+class SoloSteps(Strategy):
+    """Nothing is exchanged: what every other strategy is held against."""
+
+    name: ClassVar[str] = "alone"
+    replicas_differ: ClassVar[bool] = True
+
+    @override
+    def build(self, context: Context) -> list[Callback]:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfPrecisionSteps(AllReduce):
+    """Buckets are summed in half precision."""
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        found = super().reductions(context, counts, transform)
+        return Reductions([(bucket, _HalfReduction(bucket, context)) for bucket, _ in found.pairs])
+
+
+class _HalfReduction(DenseReduction):
+    def __init__(self, bucket: Bucket, context: Context) -> None:
+        super().__init__(bucket, context.driver, context.new_stream())
+        self._message = self._message.half()
+        self._tail = self._message[bucket.num_elements :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankSteps(AllReduce):
+    """PowerSGD: two factors of each matrix, the second of which waits for the first.
+
+    All gradients are in one bucket, as in `offbeat_lab.native`.
+
+    Args:
+        rank: of the approximation.
+        start_step: steps with plain all-reduce before the first approximation.
+    """
+
+    name: ClassVar[str] = "ddp-powersgd"
+
+    bucket_mib: float = 1 << 20
+    first_bucket_mib: float = 1 << 20
+    rank: int = 1
+    start_step: int = 0
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        found = super().reductions(context, counts, transform)
+        return Reductions(
+            [(bucket, _LowRankReduction(bucket, context, self)) for bucket, _ in found.pairs]
+        )
+
+
+class _LowRankReduction(DenseReduction):
+    def __init__(self, bucket: Bucket, context: Context, steps: LowRankSteps) -> None:
+        super().__init__(bucket, context.driver, context.new_stream())
+        self._simulated: Any = context.driver
+        self._steps = steps
+        self._sizes = message_sizes((each.shape for each in bucket.parameters), steps.rank)
+
+    @override
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        rank = self._simulated
+        if rank.step < self._steps.start_step:
+            super().launch(gradient, tally, weight=weight, grad_scale=grad_scale)
+            return
+        rank.encode(rank.machine.profile.low_rank_s(gradient.numel(), self._steps.rank))
+        # What is copied into a bucket and out of it is more than what is sent of it.
+        rank.encode(2 * rank.machine.copying_s(gradient.nbytes - 4 * sum(self._sizes)))
+        self._sums = [self._driver.launch(self._in_turn(), self._stream.next())]
+
+    def _in_turn(self) -> Collective[Any]:
+        for size in self._sizes:
+            if size:
+                yield from dense_all_reduce(self._message[:size])
+
+
+def message_sizes(shapes: Iterable[tuple[int, ...]], rank: int) -> tuple[int, int, int]:
+    """Elements: of what is not compressed, of the first factors, of the second ones.
+
+    >>> message_sizes([(100,), (10, 20)], rank=2)
+    (100, 20, 40)
+    """
+    whole = first = second = 0
+    for shape in shapes:
+        rows, columns = shape if len(shape) > 1 else (1, shape[0])
+        lower = min(rank, rows, columns)
+        if (rows + columns) * lower * 2 < rows * columns:
+            first, second = first + rows * lower, second + columns * lower
+        else:
+            whole += rows * columns
+    return whole, first, second
+
+
+_LEAST_STEPS: Final = 20
+"""Averages of slow links take several steps to come."""
+
+_STEPS_OF_AN_AVERAGE: Final = 10
+"""Averages that take more look faster than they are."""
+
+
+class BackgroundSteps(StrategySteps):
+    """Steps of `strategy`. Of many workers some are simulated, since each of their messages is."""
+
+    least_steps = _LEAST_STEPS
+    most_tensors = LEAST_TENSORS  # nothing is sent before the last gradient is there
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, extra_bytes=4.0)
+        if self.steps_in_a_period > _LEAST_STEPS:
+            self.steps_in_a_period = 1  # what is done so seldom hardly counts
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        notes, simulated_on = [], setting
+        if setting.world_size > FEW_WORKERS:
+            notes.append(f"what it adds to computing is that of {FEW_WORKERS} workers")
+            simulated_on = replace(setting, cluster=setting.cluster.left_with(FEW_WORKERS))
+        by_events = not notes
+        simulated = super().simulate(simulated_on)
+        step_s = simulated.step_s + setting.ideal_s - simulated_on.ideal_s
+        average_s = setting.network.messages.time_s(
+            num_messages=2, num_bytes=setting.profile.num_bytes
+        )
+        num_steps = average_s / setting.ideal_s
+        is_slow = (
+            setting.world_size > 1
+            and num_steps > max(self.steps_in_a_period, _STEPS_OF_AN_AVERAGE)
+            and step_s < average_s  # or else each step waits for its average
+        )
+        if is_slow:
+            notes.append(
+                f"an average takes about {num_steps:.0f} steps on the slowest link here, so its"
+                " step is a lower limit: later steps wait for averages. It is recommended only"
+                " where nothing else is planned for"
+            )
+        return replace(
+            simulated,
+            step_s=step_s,
+            by_events=by_events,
+            note="; ".join(notes),
+            is_lower_limit=is_slow,
+        )
 
 
 def method_of(name: str, recipe: Any) -> Method:

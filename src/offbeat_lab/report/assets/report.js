@@ -301,8 +301,8 @@
       + "Where a step begins and ends, when a worker was ready, and how long each phase took are as recorded; the order of phases in between is schematic.";
   };
 
-  const drawHatch = (svg, id = "hatch") => {
-    const pattern = make(make(svg, "defs"), "pattern", { id, width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
+  const drawHatch = (svg) => {
+    const pattern = make(make(svg, "defs"), "pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
     make(pattern, "rect", { class: "hatch-page", width: 5, height: 5 });
     make(pattern, "line", { class: "hatch-line", x1: 0, x2: 0, y1: 0, y2: 5 });
   };
@@ -349,91 +349,15 @@
     offerRuns();
   };
 
-  // Second-order work within a step.
-  const within = document.getElementById("factors");
-  const picked = { contestant: 0, run: 0, step: 0 };
-  const pick = (name) => document.getElementById(`factors-${name}`);
-  const WORK = [["compute", "computing"], ["encode", "inverting"], ["padded", "preconditioning gradients"], ["waiting", "standing still for others"]];
-  const MESSAGES = [["transfer", "factors"], ["broadcast", "inverses or preconditioned gradients"]];
-  const HOW = ["hidden behind computing", "while gradients were waited for as well", "exposed: the worker stood still for it"];
-
-  const pickedTimeline = () => data.factors.find((one) => one.contestant === picked.contestant && one.run === picked.run);
-  const offerSteps = () => {
-    const mine = data.factors.filter((one) => one.contestant === picked.contestant);
-    if (!mine.some((one) => one.run === picked.run)) picked.run = mine[0].run;
-    offer(pick("run"), mine.map((one) => [one.run, data.seeds[one.contestant][one.run]]), picked.run);
-    const { numbers } = pickedTimeline();
-    if (!numbers.includes(picked.step)) picked.step = usualStep(pickedTimeline());
-    offer(pick("step"), numbers.map((number) => [number, number]), picked.step);
-  };
-  // The last step in which somebody inverted, of several: there is most to see.
-  const usualStep = (timeline) => {
-    const inverts = (rows) => rows.some((row) => row.work.some(([kind]) => kind === 1));
-    const place = timeline.steps.findLastIndex(inverts);
-    return timeline.numbers[place < 0 ? timeline.numbers.length - 1 : place];
-  };
-
-  const drawFactors = () => {
-    const svg = within.querySelector(":scope > svg"), timeline = pickedTimeline();
-    const rows = timeline.steps[timeline.numbers.indexOf(picked.step)], workers = rows.length;
-    const high = workers <= 16 ? 18 : 9, low = workers <= 16 ? 7 : 4, gap = workers <= 16 ? 14 : 6, top = 6;
-    const each = high + timeline.messages.length * (low + 2) + gap;
-    const width = Math.max(240, Math.round(within.clientWidth)), right = width - 10, narrow = width < 600;
-    const left = (narrow ? 22 : 58) + 7.5 * String(workers - 1).length, bottom = top + workers * each - gap + 6;
-    clear(svg, width, bottom + 40);
-    drawHatch(svg, "hatch-factors");
-    const end = Math.max(...rows.map((row) => row.whole[1]));
-    const x = makeScale({ log: false, unit: seconds }, [0, end / 1e6], left, right, Math.max(2, Math.floor((right - left) / 80)));
-    const bar = (kind, from, to, y, height, text) => {
-      const x1 = x.at(Math.max(0, from) / 1e6), x2 = x.at(Math.min(to, end) / 1e6);
-      if (x2 - x1 < 0.15) return;
-      const rect = make(svg, "rect", { class: kind, x: x1.toFixed(2), y, width: (x2 - x1).toFixed(2), height });
-      rect.onpointermove = rect.onpointerdown = (event) => showTip(event, `${text}: ${written(seconds, (to - from) / 1e6)}`);
-      rect.onpointerleave = hideTip;
-    };
-    rows.forEach((row, worker) => {
-      const y = top + worker * each, who = `worker ${worker}, step ${picked.step}\n`;
-      make(svg, "text", { x: left - 8, y: y + high / 2 + 4, "text-anchor": "end" }, (narrow ? "w" : "worker ") + worker);
-      bar("own", ...row.whole, y, high, `${who}the whole step`);
-      for (const [kind, from, to, what] of row.work)
-        bar(kind === 3 ? "phase-still" : `phase-${WORK[kind][0]}`, from, to, y, high, `${who}${WORK[kind][1]}${what && ` ${what}`}`);
-      timeline.messages.forEach((message, place) => {
-        const [name, what] = MESSAGES[message];
-        for (const [how, from, to] of row.messages[message])
-          bar(`phase-${name}${how === 0 ? " pale" : ""}`, from, to, y + high + 2 + place * (low + 2), low, `${who}${what} under way, ${HOW[how]}`);
-      });
-    });
-    make(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
-    drawTicks(svg, x.ticks, x.at, bottom, left, right);
-    make(svg, "text", { x: right, y: bottom + 36, "text-anchor": "end" }, `time, ${x.name}`);
-    const whose = data.contestants.length > 1 ? `${data.contestants[picked.contestant]}, seed ${data.seeds[picked.contestant][picked.run]}: step` : "Step";
-    pick("says").textContent = `${whose} ${picked.step}, one of ${timeline.numbers.length} that are shown of those looked at closely. A message is under way from when a worker hands it over until it has the result, so waiting for the last worker is in that.`;
-  };
-
-  const startFactors = () => {
-    picked.contestant = data.factors[0].contestant;
-    const present = [...new Set(data.factors.map((one) => one.contestant))];
-    offer(pick("contestant"), present.map((number) => [number, data.contestants[number]]), picked.contestant);
-    for (const name of ["contestant", "run", "step"])
-      pick(name)?.addEventListener("input", (event) => {
-        picked[name] = Number(event.target.value);
-        offerSteps();
-        drawFactors();
-      });
-    offerSteps();
-  };
-
   const draw = () => {
     const charts = document.querySelectorAll("figure[data-chart]");
     for (const one of charts) drawLines(one);
     if (figure) drawTimeline();
-    if (within) drawFactors();
-    page.dataset.drawn = charts.length + (figure ? 1 : 0) + (within ? 1 : 0);
+    page.dataset.drawn = charts.length + (figure ? 1 : 0);
   };
 
   drawKeys();
   if (figure) startTimeline();
-  if (within) startFactors();
   for (const box of document.querySelectorAll("#shown input"))
     box.addEventListener("change", () => {
       hidden[box.checked ? "delete" : "add"](Number(box.value));

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_lab.plan.dispatch import dispatch, gain
+from _ceilings import dispatch, gain
 
 workers = st.lists(st.tuples(st.integers(1, 64), st.floats(0.1, 10.0)), min_size=1, max_size=8)
 
