@@ -46,7 +46,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
 @pytest.mark.parametrize("name", offbeat.__all__)
 def test_every_public_name_can_be_had_and_is_documented(name: str) -> None:
     assert getattr(offbeat, name).__doc__
-    assert name in dir(offbeat)
+    assert dir(offbeat) == sorted([*offbeat.__all__, "__version__"])
 
 
 def test_every_strategy_is_public_under_its_class_name() -> None:

@@ -1,4 +1,4 @@
-"""What the peers hear of a rank whose `attach` fails."""
+"""What `attach` takes and refuses, and what the peers hear of a rank whose `attach` fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.errors import PeerError
+from offbeat.errors import ConfigError, PeerError
 from offbeat.session import attach as attach_module
 from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Driver, Ticket, Wrapper
@@ -56,3 +56,20 @@ def test_a_slower_rank_hears_whose_fault_it_was(
     with pytest.raises(PeerError) as raised:
         slower.start(Recv(2), 0).wait()
     assert raised.value.rank == VICTIM
+
+
+def test_a_strategy_may_be_named_as_on_the_command_line() -> None:
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with offbeat.attach(net, optimizer, "gtopk:density=0.5:warmup=none") as session:
+        assert session.strategy == offbeat.GTopK(density=0.5, warmup=None)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [("gtopc", "gtopk"), ("gtopk:densty=0.5", "density"), ("gtopk:density=x", "x")],
+)
+def test_a_wrong_name_is_refused_with_the_right_one(named: str, says: str) -> None:
+    net = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=says):
+        offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), named)

@@ -253,7 +253,7 @@ class ScriptSessions(ScriptListener):
 
     # What the script attaches itself
 
-    def replacement(self, asked: Strategy) -> Strategy:
+    def replacement(self, asked: Strategy | str) -> Strategy:
         """The strategy of `offbeat run`, in the place of the script's own; said once."""
         strategy = self._recipe.strategy_for_attach()
         if strategy != asked and not self._has_told_of_override:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol, get_args
+from typing import Final, Protocol, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, 
 from offbeat.session.loggers import LiveMetrics, MetricsLogger
 from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.strategies.options import require_one_of
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
@@ -52,7 +53,7 @@ class AttachOverride:
         attached: is called with each session, its model and its optimizer.
     """
 
-    replace: Callable[[Strategy], Strategy]
+    replace: Callable[[Strategy | str], Strategy]
     wrap: Callable[[Driver], Driver]
     attached: Callable[[Session, torch.nn.Module, torch.optim.Optimizer], None]
 
@@ -73,7 +74,7 @@ def overriding(override: AttachOverride) -> Iterator[None]:
 def attach(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
+    strategy: Strategy | str,
     *,
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -95,7 +96,8 @@ def attach(
         model: a plain module: not wrapped in DistributedDataParallel, not sharded.
         optimizer: one of torch.optim's, over parameters of `model`; or what a framework such as
             Accelerate wraps around one, with that one in its attribute `optimizer`.
-        strategy: such as `offbeat.GTopK(density=0.001)`; the same on every rank.
+        strategy: such as `offbeat.GTopK(density=0.001)`, or as the command line names it,
+            "gtopk:density=0.001"; the same on every rank.
         group: the ranks that take part; all by default. It is never used for communication.
         scaler: the GradScaler in use with AMP, so that residuals are kept unscaled and all ranks
             skip the same steps.
@@ -141,7 +143,7 @@ def attach_through(
     wrap: Callable[[Driver], Driver],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    strategy: Strategy,
+    strategy: Strategy | str,
     *,
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -175,6 +177,8 @@ def attach_through(
     refusal: OffbeatError | None = None
     try:
         require_one_of("finish", finish, get_args(Finish))
+        if isinstance(strategy, str):
+            strategy = build_strategy(*parse_spec(strategy))
         _check(model, optimizer, strategy, world_size=world_size, returns=returns)
     except OffbeatError as error:
         refusal = error
@@ -187,7 +191,7 @@ def attach_through(
         return Session(
             model,
             optimizer,
-            strategy,
+            cast(Strategy, strategy),  # one that was refused is not looked at
             connection=connection,
             wrap=wrap,
             scaler=scaler,
