@@ -157,6 +157,7 @@ def test_a_script_is_run_and_recorded(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(hidden), str(SOURCE)])},
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("offbeat: 2 workers train with allreduce\n")
     record = Record(tmp_path / "run")
     summary = record.summary()
     assert summary is not None

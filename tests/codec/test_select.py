@@ -214,6 +214,7 @@ def test_nothing_but_nans_is_no_trouble(exact: Exact) -> None:
 
 def test_kernels_are_compiled_for_all_that_is_used() -> None:
     jit.warm()
+    assert jit.is_compiled()
     before = [len(kernel.signatures) for kernel in COMPILED]  # type: ignore[attr-defined]
     for name in ("normal", "all equal"):
         for dtype in (torch.float32, torch.float64):

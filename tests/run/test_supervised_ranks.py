@@ -268,7 +268,8 @@ if __name__ == "__main__":
         restarts=1,
     )
     assert outcome.status == 0, outcome.problem
-    (said,) = run.said
+    begun, *_, said = run.said
+    assert begun == "offbeat: 2 workers train with gtopk"
     assert "worker 1" in said
     assert "ValueError: no such luck" in said
     printed = (outcome.directory / "logs" / "rank-1.log").read_text()

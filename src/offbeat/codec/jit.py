@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import ParamSpec, TypeVar, cast
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
@@ -38,6 +39,16 @@ def keep_freed_memory() -> None:
     block below is never touched, so it costs nothing. Other allocators are not affected.
     """
     np.empty(_KEPT_BYTES, dtype=np.uint8)
+
+
+def is_compiled() -> bool:
+    """Whether numba's cache on disk holds what `warm` would compile."""
+    from offbeat.codec import selectors
+
+    # One stands for all. numba names files after the line of the function.
+    kept: Any = selectors.accumulate_and_collect
+    line = kept.py_func.__code__.co_firstlineno
+    return any(Path(kept.stats.cache_path).glob(f"selectors.{kept.__name__}-{line}.*.nbi"))
 
 
 def warm() -> None:

@@ -230,7 +230,7 @@ def reuse(
         return _not_finite(values) if picked is None else _with_threshold(picked)
     guess = Guess(last, min(values.size, 4 * k))
     indices, found = _room(guess.capacity, values.dtype)
-    count, finite = _accumulate(
+    count, finite = accumulate_and_collect(
         values, residual.numpy(), values.dtype.type(weight), last, indices, found
     )
     if not finite:
@@ -259,7 +259,7 @@ def _k_largest(
     scale = values.dtype.type(weight)
     guess = _guess(values, owed, scale, k)
     indices, found = _room(guess.capacity, values.dtype)
-    count, finite = _accumulate(values, owed, scale, guess.threshold, indices, found)
+    count, finite = accumulate_and_collect(values, owed, scale, guess.threshold, indices, found)
     if not finite:
         return None
     if _suffices(guess, count, k):
@@ -436,7 +436,7 @@ def _collect(
 
 
 @kernel
-def _accumulate(
+def accumulate_and_collect(
     flat: NDArray[np.floating],
     residual: NDArray[np.floating],
     weight: np.floating,

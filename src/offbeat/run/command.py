@@ -6,6 +6,7 @@ The script's own output comes first; offbeat says little.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,6 +62,9 @@ def main_and_exit() -> None:
     except OffbeatError as error:
         sys.stderr.write(f"offbeat: {error}\n")
         sys.exit(EXIT_MISUSED if isinstance(error, ConfigError) else EXIT_FAILED)
+    except KeyboardInterrupt:  # before there are workers, or while torch is imported
+        sys.stderr.write("offbeat: interrupted\n")
+        sys.exit(128 + signal.SIGINT)
 
 
 def strategies_command(words: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.codec import jit
 from offbeat.errors import ConfigError
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import RunStore, serve_store, store_client
@@ -37,6 +38,8 @@ from offbeat.transport.interface import interface_of, listen_address
 
 SCRIPT_WORKER = "offbeat.run.worker"
 _HOSTS = "offbeat-hosts"
+_COMPILE = {"topk", "gtopk", "ef21"}
+"""Strategies whose first step compiles for seconds. Ranks of one host would all do it at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +89,10 @@ def run_script(
     num_here = config.workers if host is None else host.num_workers
     strategy = build_strategy(config.strategy, config.strategy_options, SCRIPT_STRATEGIES)
     with lock(directory):
+        say(f"offbeat: {num_here} workers train with {config.strategy}")
+        if config.strategy in _COMPILE and not jit.is_compiled():
+            say("offbeat: compiling, once on this machine: some 10 seconds")
+            jit.warm()
         attempt = 0
         while True:
             begin_attempt(directory, config, start_step=0)
