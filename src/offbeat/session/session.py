@@ -37,11 +37,13 @@ from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost, Generations
+from offbeat.membership.island import Island
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory, LockstepLoader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
+from offbeat.session.sharded import ShardedModel, no_hook
 from offbeat.session.state import (
     digest_of_frozen,
     load_state_of,
@@ -116,11 +118,14 @@ class Session:
         finish: Finish = "average",
         ignored: Collection[str] = (),
         adopted: Adopted = "model",
+        sharded: ShardedModel | None = None,
     ) -> None:
         driver = wrap(connection.driver)
         self.strategy = strategy
-        self.rank = driver.rank
-        self.world_size = driver.world_size
+        self._sharded = sharded
+        place = driver if sharded is None else sharded.grid
+        self.rank = place.rank
+        self.world_size = place.world_size
         self._notices = Notices(self.rank)
         self.notices = self._notices.kept
         """Remarks that a user should see: fallbacks, skipped steps, choices made. Each is also a
@@ -141,9 +146,13 @@ class Session:
             model, optimizer, strategy, has_scaler=has_scaler, finish=finish, ignored=ignored
         )
         self._ignored = frozenset(ignored)
-        shared = {name: p for name, p in model.named_parameters() if name not in ignored}
+        everything = dict(model.named_parameters()) if sharded is None else sharded.parameters
+        shared = {name: p for name, p in everything.items() if name not in ignored}
         if not returns:
-            agree(driver, control, description)
+            if sharded is None:
+                agree(driver, control, description)
+            else:
+                sharded.agree(driver, control, description)
             if adopted != "nothing":
                 adopt_rank_0(driver, control, shared.values())
             if adopted == "model":
@@ -166,12 +175,15 @@ class Session:
         """Who is told of steps and of what is logged; to be appended to."""
         self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
+        self._island = Island() if sharded is None else sharded.island
+        self._unhook_shards = no_hook if sharded is None else sharded.hook()
         context = Context(
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
-            optimizer=optimizer,
+            optimizer=optimizer if sharded is None else sharded.optimizer(optimizer),
             model=model,
             driver=self._driver,
+            island=self._island,
             grad_scale=UNSCALED if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
             new_stream=new_stream,
@@ -303,7 +315,8 @@ class Session:
             for callback in self._callbacks:
                 if (norm := callback.clip_gradients(max_norm)) is not None:
                     return torch.tensor(norm)
-            return torch.tensor(clip_gradients_(self._parameters.values(), max_norm))
+            parameters, combine = self._parameters.values(), self._island.hypot
+            return torch.tensor(clip_gradients_(parameters, max_norm, agree_on=combine))
 
     def clip_as_loop_does(self, max_norm: float) -> torch.Tensor | None:
         """What `offbeat run` and integrations put in the place of a loop's clipping to `max_norm`,
@@ -352,6 +365,9 @@ class Session:
         but for LocalSGD among members, where each rank counts by its samples. In float16 give a
         number near 1, such as samples over the usual batch.
         """
+        self._refuse_shards(
+            "weigh()", "FSDP averages over the ranks of an island, who take equally many samples"
+        )
         for callback in self._callbacks:
             callback.on_batch_claimed(num_samples)
 
@@ -400,6 +416,7 @@ class Session:
                 with a `batch_sampler`, an `IterableDataset` or a sampler of their own are refused.
             MismatchError: the ranks disagree on the data.
         """
+        self._refuse_shards("loader()", "use a DataLoader with a DistributedSampler over all ranks")
         factory = LoaderFactory(
             callbacks=self._callbacks,
             driver=self._traffic.counting.inner,
@@ -471,6 +488,10 @@ class Session:
             PeerError: half of the ranks or more have no model or do not answer.
         """
         self._check_open("averaged_model")
+        self._refuse_shards(
+            "averaged_model()",
+            "FSDP refuses to copy a model; use averaged_state_dict() or averaged_weights()",
+        )
         copied = _copy_of(self._model)
         parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
         self._average(parameters, lambda: self._buffers_of(copied))
@@ -550,7 +571,10 @@ class Session:
             PeerError: a rank has failed.
         """
         self._check_open("gather")
-        return self._traffic.counting.inner.run(gather_values(value), self._control.next())
+        island = self._island.gather((self.rank, value))
+        said = self._traffic.counting.inner.run(gather_values(island), self._control.next())
+        by_rank = {rank: theirs for island in said for rank, theirs in island}
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def finish(self) -> None:
         """Say that this rank takes no more steps. Returns when every living rank has said so.
@@ -690,7 +714,7 @@ class Session:
         if source is not None:
             with torch.no_grad():
                 source.average_into(weights)
-        elif self.world_size > 1:
+        elif self._driver.world_size > 1:
             with torch.no_grad():
                 average_at_the_end(
                     weights,
@@ -712,6 +736,10 @@ class Session:
         with suppress(OffbeatError):
             self._close(error)
 
+    def _refuse_shards(self, method: str, instead: str) -> None:
+        if self._sharded is not None:
+            raise UnsupportedError(f"{method} is not for a sharded model: {instead}")
+
     def _check_open(self, method: str) -> None:
         if self._closed:
             raise ConfigError(
@@ -723,10 +751,12 @@ class Session:
         session_closed(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
+        self._unhook_shards()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.callback(observer.closed, error)
             stack.callback(self._driver.close)
+            stack.callback(self._island.driver.close)
             for callback in reversed(self._callbacks):
                 stack.callback(callback.close)
 
@@ -759,6 +789,8 @@ class Session:
         """Tell the peers that this rank fails, so that none of them waits for it."""
         with suppress(OffbeatError):
             self._driver.abort(reason, blame=blame)
+        with suppress(OffbeatError):
+            self._island.driver.abort(reason, blame=blame)
         for callback in self._callbacks:
             with suppress(OffbeatError):
                 callback.on_abandon(reason)

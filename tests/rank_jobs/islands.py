@@ -1,0 +1,319 @@
+"""What ranks of islands do: 2 replicas, each divided by `fully_shard` among 2 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.membership.island import Island
+from offbeat.strategies.base import Strategy
+
+SHARDS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        strategy: by which.
+        optimizer: the name of its class in torch.optim.
+        options: of the optimizer.
+        num_steps: steps.
+        num_passes: backward passes in a step; all but the last one are inside `no_sync`.
+        clip: by what gradients are clipped: "torch", "session", or nothing.
+        reshard: as `reshard_after_forward`.
+        half: whether FSDP computes in bfloat16.
+        offload: whether shards lie on the host between passes, which they do here anyway.
+    """
+
+    strategy: Strategy
+    optimizer: str = "SGD"
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.02, "momentum": 0.9})
+    num_steps: int = 5
+    num_passes: int = 1
+    clip: str = ""
+    reshard: bool = True
+    half: bool = False
+    offload: bool = False
+
+
+class Block(torch.nn.Module):
+    """A part of a transformer, with attention over a sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.mixed = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mixed(self.norm(x)).chunk(3, dim=-1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + self.out(mixed)
+
+
+def make_model(dtype: torch.dtype = torch.float64, seed: int = 1) -> torch.nn.Sequential:
+    """A transformer whose parameters have uneven numbers of rows, and some a single one."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 7),
+        Block(7),
+        Block(7),
+        torch.nn.Linear(7, 1),
+        torch.nn.Softplus(),  # FSDP warns of a root that returns a view, as Linear does
+    ).to(dtype)
+
+
+def make_mesh(world_size: int) -> DeviceMesh:
+    return init_device_mesh(
+        "cpu", (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def shard(model: torch.nn.Sequential, mesh: DeviceMesh, how: Training | None = None) -> None:
+    how = how or Training(strategy=offbeat.AllReduce())
+    options: dict[str, Any] = {
+        "mesh": mesh["shard"],
+        "reshard_after_forward": how.reshard,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if how.offload else OffloadPolicy(),
+    }
+    if how.half:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model:
+        if isinstance(block, Block):
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Of the batch that `rank` has in `step`."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn((3, 4, 5), generator=generator, dtype=torch.float64).to(dtype)
+    return (model(x) - x.abs().sum(dim=-1, keepdim=True)).square().mean()
+
+
+@torch.no_grad()
+def loss_now(model: torch.nn.Module) -> float:
+    """The same on all ranks if they have the same model."""
+    return float(loss_of(model, 0, 1000))
+
+
+def make_optimizer(model: torch.nn.Module, how: Training) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, how.optimizer)(
+        model.parameters(), **how.options
+    )
+    return optimizer
+
+
+def train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    session: offbeat.Session,
+    how: Training,
+    ranks: list[int],
+    steps: range,
+) -> None:
+    """`ranks`: whose batches make this rank's gradient, by their mean."""
+    for step in steps:
+        for number in range(how.num_passes):
+            is_last = number == how.num_passes - 1
+            with nullcontext() if is_last else session.no_sync():
+                batch = step * how.num_passes + number
+                sum(loss_of(model, rank, batch) / len(ranks) for rank in ranks).backward()  # type: ignore[union-attr]  # no number
+        if how.clip == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        elif how.clip == "session":
+            session.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters of a model side by side. Collective in an island."""
+    parts: list[Any] = [parameter.detach() for parameter in model.parameters()]
+    return torch.cat(
+        [(p.full_tensor() if hasattr(p, "full_tensor") else p).reshape(-1) for p in parts]
+    )
+
+
+def for_each(
+    rank: int, world_size: int, *, job: Callable[..., Any], trainings: dict[str, Training]
+) -> dict[str, Any]:
+    """Run a job with one way to train after the other."""
+    return {label: job(rank, world_size, how=how) for label, how in trainings.items()}
+
+
+def against_whole(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
+    """Train by islands, and then each replica whole. How far apart are the parameters?"""
+    mesh = make_mesh(world_size)
+    model = make_model(seed=1 + rank // SHARDS)  # attach copies the first island's
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        train(model, optimizer, session, how, [rank], range(how.num_steps))
+    mine = whole(model)
+    reference = make_model()
+    stepped = make_optimizer(reference, how)
+    island = rank // SHARDS * SHARDS
+    group = mesh["replicate"].get_group()
+    with offbeat.attach(reference, stepped, how.strategy, group=group) as session:
+        train(reference, stepped, session, how, [island, island + 1], range(how.num_steps))
+    theirs = whole(reference)
+    moved = theirs - whole(make_model())
+    return {
+        "apart": float((mine - theirs).norm() / theirs.norm()),
+        "moved": float(moved.norm() / theirs.norm()),
+        "bits": mine.numpy().tobytes().hex(),
+    }
+
+
+def trained(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
+    """Train by islands. What is this rank's replica, and what was decided on the way?"""
+    mesh = make_mesh(world_size)
+    model = make_model(torch.float32)
+    shard(model, mesh, how)
+    first = loss_now(model)
+    optimizer = make_optimizer(model, how)
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        with patch.object(Island, "gather", autospec=True, side_effect=Island.gather) as gather:
+            train(model, optimizer, session, how, [rank], range(how.num_steps))
+        asked = gather.call_count
+        said = [each.state_dict().get("replicated", {}) for each in session.callbacks]
+        seen = session.rank, session.world_size, session.gather(rank)
+        if how.strategy.replicas_differ:
+            session.finish()
+    replica = whole(model)
+    return {
+        "bits": replica.numpy().tobytes().hex(),
+        "messages": asked,
+        "decided": repr([{k: v for k, v in each.items() if "/" not in k} for each in said]),
+        "seen": seen,
+        "losses": [first, loss_now(model)],
+    }
+
+
+def poisoned(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
+    """In the third step the gradient of one shard of one island is not finite."""
+    mesh = make_mesh(world_size)
+    model = make_model()
+    shard(model, mesh, how)
+    step = -1
+
+    def poison(parameter: Any) -> None:
+        if step == 2 and rank == world_size - 1:
+            parameter.grad.to_local().fill_(float("nan"))
+
+    model[3].weight.register_post_accumulate_grad_hook(poison)
+    model[1].mixed.weight.register_post_accumulate_grad_hook(poison)
+    optimizer = make_optimizer(model, how)
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        kept = [whole(model)]
+        for step in range(how.num_steps):
+            train(model, optimizer, session, how, [rank], range(step, step + 1))
+            kept.append(whole(model))
+        skipped = session.stats.skipped_steps
+    moved = [float((new - old).norm()) for old, new in pairwise(kept)]
+    return {"skipped": skipped, "moved": moved, "bits": whole(model).numpy().tobytes().hex()}
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What `attach` says, by what is wrong."""
+    mesh = make_mesh(world_size)
+    said = {}
+    for label, (make, strategy, given) in mistakes(rank, mesh).items():
+        model = make_model()
+        make(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if label != "rate" else 0.1 + rank)
+        scaler = torch.amp.GradScaler("cpu") if label == "scaler" and rank == 3 else None
+        try:
+            offbeat.attach(model, optimizer, strategy, mesh=given, scaler=scaler).close()
+        except OffbeatError as error:
+            said[label] = f"{type(error).__name__}: {error}"
+    return said
+
+
+Mistakes = dict[str, tuple[Callable[[Any], object], Strategy, Any]]
+
+
+def mistakes(rank: int, mesh: DeviceMesh) -> Mistakes:
+    """By what is wrong: what divides the model, the strategy, and the mesh that is given."""
+
+    def well(model: torch.nn.Sequential) -> None:
+        shard(model, mesh)
+
+    def blocks(model: torch.nn.Sequential) -> None:
+        fully_shard(model[1], mesh=mesh["shard"])
+
+    def tensors(model: torch.nn.Sequential) -> None:
+        parallelize_module(model[0], mesh["shard"], ColwiseParallel())
+
+    def natively(model: torch.nn.Sequential) -> None:
+        fully_shard(model, mesh=mesh)
+
+    dense, across = offbeat.AllReduce(), mesh["replicate"]
+    others: Mistakes = {
+        each.name: (well, each, across)
+        for each in (
+            offbeat.WAGMA(),
+            offbeat.DPSGD(),
+            offbeat.SPDKFAC(),
+            offbeat.AdaptiveSGD(),
+            offbeat.LocalSGD(exchange="members"),
+        )
+    }
+    return others | {
+        "no mesh": (well, dense, None),
+        "whole": (lambda model: None, dense, across),
+        "blocks": (blocks, dense, across),
+        "tensors": (tensors, dense, across),
+        "natively": (natively, dense, across),
+        "both dimensions": (well, dense, mesh),
+        "the other dimension": (well, dense, mesh["shard"]),
+        "one rank": (well, offbeat.WAGMA() if rank == 2 else dense, across),
+        "scaler": (well, dense, across),
+        "rate": (well, dense, across),
+        "strategy": (well, offbeat.TopK() if rank % 2 else dense, across),
+    }
+
+
+def rebound(rank: int, world_size: int) -> dict[str, Any]:
+    """The memory of shards changes while a session lasts."""
+    mesh = make_mesh(world_size)
+    how = Training(strategy=offbeat.AllReduce(replica_check_interval=1))
+    model = make_model()
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        train(model, optimizer, session, how, [rank], range(2))
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        model.to_empty(device="cpu")
+        model.load_state_dict(kept)
+        before = whole(model)
+        train(model, optimizer, session, how, [rank], range(2, 4))
+        moved = float((whole(model) - before).norm())
+        bits = whole(model).numpy().tobytes().hex()
+        model.load_state_dict(kept, assign=True)
+        try:
+            loss_of(model, rank, 5)
+        except OffbeatError as error:
+            said = str(error)
+        session.close(average=False)
+    return {"moved": moved, "bits": bits, "said": said}
