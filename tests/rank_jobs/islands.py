@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import offbeat
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.membership.island import Island
 from offbeat.strategies.base import Strategy
 
@@ -317,3 +320,37 @@ def rebound(rank: int, world_size: int) -> dict[str, Any]:
             said = str(error)
         session.close(average=False)
     return {"moved": moved, "bits": bits, "said": said}
+
+
+def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[str, Any]:
+    """The last rank is killed: between steps, or within its backward pass. What do others hear, and
+    when?
+    """
+    mesh = make_mesh(world_size)
+    how = Training(strategy=strategy)
+    model = make_model()
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    begin_s = 0.0
+
+    def strike(_: Any) -> None:
+        if begin_s and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if at == "backward":
+        model[1].mixed.weight.register_post_accumulate_grad_hook(strike)
+    try:
+        with offbeat.attach(model, optimizer, strategy, mesh=mesh["replicate"]) as session:
+            train(model, optimizer, session, how, [rank], range(4))
+            begin_s = time.monotonic()
+            if at == "step":
+                strike(None)
+            train(model, optimizer, session, how, [rank], range(4, 12))
+    except PeerError as error:
+        return {
+            "rank": error.rank,
+            "message": str(error),
+            "after_s": time.monotonic() - begin_s,
+            "before": type(error.__cause__).__name__,
+        }
+    return {"rank": None, "message": "", "after_s": 0.0, "before": ""}

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 import offbeat
-from rank_jobs.islands import Training, against_whole, for_each, poisoned, rebound, refused, trained
+from offbeat.strategies.base import Strategy
+from offbeat.transport.link import DEFAULT_S
+from rank_jobs.islands import (
+    Training,
+    against_whole,
+    for_each,
+    poisoned,
+    rebound,
+    refused,
+    struck,
+    trained,
+)
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -152,3 +163,18 @@ def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks
     for result in results:
         assert result["moved"] > 0
         assert "load with assign=False" in result["said"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at"),
+    [(ALLREDUCE, "backward"), (offbeat.GTopK(**FEW), "step"), (LOCALSGD, "step")],
+)
+def test_a_death_is_named_on_every_rank_of_every_island(
+    run_ranks: RunRanks, strategy: Strategy, at: str
+) -> None:
+    *results, dead = run_ranks(struck, 4, may_die=(3,), strategy=strategy, at=at)
+    assert dead is None
+    for heard in results:
+        assert "rank 3" in heard["message"], results
+        assert heard["rank"] in (2, 3)  # rank 2 tells its column why it gives up
+        assert heard["after_s"] < DEFAULT_S + 3

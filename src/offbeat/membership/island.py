@@ -16,7 +16,9 @@ import math
 from typing import TypeVar, cast
 
 from offbeat.collectives.dense import gather_values
+from offbeat.errors import PeerError, PeerTimeoutError
 from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import Collective, RecvAny
 from offbeat.transport.single_rank import SingleRank
 
 T = TypeVar("T")
@@ -34,7 +36,7 @@ class Island:
     def __init__(self, driver: Driver | None = None) -> None:
         self.driver = driver or SingleRank()
         self.rank, self.size = self.driver.rank, self.driver.world_size
-        self._stream = Stream(0)
+        self._stream, self._stream_of_losses = Stream(0), Stream(2)
 
     def gather(self, value: T) -> list[T]:
         """Each rank's `value`, of JSON's kinds, in the order of shards."""
@@ -52,6 +54,25 @@ class Island:
         """
         return math.hypot(*self.gather(norm)) if self.size > 1 else norm
 
+    def loss(self, within_s: float) -> PeerError | None:
+        """That a rank of the island has failed or is gone, if that is learnt within so long. No
+        other rank need ask.
+        """
+        others = frozenset(range(self.size)) - {self.rank}
+        if others:
+            try:
+                self.driver.run(_hear(others, within_s), self._stream_of_losses.next())
+            except PeerTimeoutError:
+                return None
+            except PeerError as error:
+                return error
+        return None
+
     def first(self, value: T) -> T:
         """What the first rank says."""
         return self.gather(value)[0]
+
+
+def _hear(peers: frozenset[int], within_s: float) -> Collective[None]:
+    """Wait for a message that nobody sends."""
+    yield RecvAny(peers, timeout_s=within_s)

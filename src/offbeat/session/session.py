@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -66,6 +66,9 @@ Adopted: TypeAlias = Literal["model", "parameters", "nothing"]
 """What ranks take of rank 0's model when a session begins: parameters and buffers, parameters only,
 or nothing.
 """
+
+_CAUSE_S: Final = 3.0
+"""How long after an error of PyTorch's a rank of an island may take to be found dead."""
 
 ATTACHED_MODELS: WeakSet[torch.nn.Module] = WeakSet()
 """Models with a session, which exchanges their gradients; a second one would do so twice."""
@@ -676,7 +679,7 @@ class Session:
             return
         error = sys.exception()
         if error is not None and error is not self._handled_before:
-            self._fail(error)
+            self._fail_by(error)
         else:
             self._end(average=average)
 
@@ -695,7 +698,7 @@ class Session:
                         " close the session, or use a with block, before the model is saved"
                     )
         except BaseException as error:
-            self._fail(error)
+            self._fail_by(error)
             raise
         self._close()
         self._notices.issue_warnings()
@@ -726,6 +729,16 @@ class Session:
     def _buffers_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The buffers of the attached model, or of a copy, that have to do with other ranks."""
         return persistent_buffers(model, self._ignored)
+
+    def _fail_by(self, error: BaseException) -> None:
+        """`_fail`. Where a rank of this island has died, that is the error, and not what FSDP says
+        of its collectives, which come first.
+        """
+        is_theirs = self._sharded is not None and isinstance(error, RuntimeError)
+        cause = self._island.loss(_CAUSE_S) if is_theirs else None
+        self._fail(cause or error)
+        if cause is not None:
+            raise cause from error
 
     def _fail(self, error: BaseException) -> None:
         """Close after `error`: the peers must hear of it before the sockets go, and what goes wrong
@@ -783,7 +796,7 @@ class Session:
         elif isinstance(error, SystemExit) and not error.code:
             self._end(average=False)  # the script has ended well, on this rank at least
         else:
-            self._fail(error)
+            self._fail_by(error)
 
     def _abandon(self, reason: str, *, blame: int | None = None) -> None:
         """Tell the peers that this rank fails, so that none of them waits for it."""
