@@ -13,6 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -84,9 +89,9 @@ def make_model(dtype: torch.dtype = torch.float64, seed: int = 1) -> torch.nn.Se
     ).to(dtype)
 
 
-def make_mesh(world_size: int) -> DeviceMesh:
+def make_mesh(world_size: int, num_shards: int = SHARDS) -> DeviceMesh:
     return init_device_mesh(
-        "cpu", (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard")
+        "cpu", (world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard")
     )
 
 
@@ -151,10 +156,7 @@ def train(
 
 def whole(model: torch.nn.Module) -> torch.Tensor:
     """All parameters of a model side by side. Collective in an island."""
-    parts: list[Any] = [parameter.detach() for parameter in model.parameters()]
-    return torch.cat(
-        [(p.full_tensor() if hasattr(p, "full_tensor") else p).reshape(-1) for p in parts]
-    )
+    return torch.cat([full(parameter.detach()).reshape(-1) for parameter in model.parameters()])
 
 
 def for_each(
@@ -354,3 +356,150 @@ def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[s
             "before": type(error.__cause__).__name__,
         }
     return {"rank": None, "message": "", "after_s": 0.0, "before": ""}
+
+
+def saved(rank: int, world_size: int, *, how: Training, directory: str) -> dict[str, Any]:
+    """Train, and save halfway by `torch.distributed.checkpoint`."""
+    mesh = make_mesh(world_size)
+    model = make_model()
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    half = how.num_steps // 2
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        train(model, optimizer, session, how, [rank], range(half))
+        state = {
+            "model": model.state_dict(),
+            optimizer_key(rank // SHARDS): get_optimizer_state_dict(model, optimizer),
+            "session": session.state_dict(),
+        }
+        dcp.save(state, checkpoint_id=directory)
+        at_half = whole(model)
+        owed = summed(session)
+        own = session.state_dict()
+        mine = next(iter(own["shards"]))
+        own["shards"] = {f"{mine[:-1]}{1 - int(mine[-1])}": own["shards"][mine]}
+        try:
+            session.load_state_dict(own)
+        except OffbeatError as error:
+            said = str(error)
+        train(model, optimizer, session, how, [rank], range(half, how.num_steps))
+        session.close(average=False)
+    return {
+        "half": at_half.tolist(),
+        "owed": owed,
+        "said": said,
+        "bits": whole(model).numpy().tobytes().hex(),
+    }
+
+
+def optimizer_key(island: int) -> str:
+    """Islands have optimizers of their own where weights are averaged."""
+    return f"optimizer of island {island}"
+
+
+def resumed(
+    rank: int, world_size: int, *, how: Training, directory: str, num_shards: int
+) -> dict[str, Any]:
+    """Go on from what `saved` has saved, with as many shards."""
+    mesh = make_mesh(world_size, num_shards)
+    model = make_model(seed=7)
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    half = how.num_steps // 2
+    key = optimizer_key(rank // num_shards % 2)  # there were two islands
+    state = {"model": model.state_dict(), key: get_optimizer_state_dict(model, optimizer)}
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+        state["session"] = session.state_to_load(metadata)
+        dcp.load(state, checkpoint_id=directory)
+        set_optimizer_state_dict(model, optimizer, state[key])
+        session.load_state_dict(state["session"])
+        at_half = whole(model)
+        owed = summed(session)
+        train(model, optimizer, session, how, [rank], range(half, how.num_steps))
+        session.close(average=False)
+    return {
+        "half": at_half.tolist(),
+        "owed": owed,
+        "bits": whole(model).numpy().tobytes().hex(),
+    }
+
+
+def summed(session: offbeat.Session) -> list[float]:
+    """What all islands owe together, and the anchor of an outer optimizer, as flat vectors."""
+    state = session.state_dict()
+    (island,) = state["islands"].values()
+    entries: list[Any] = [*island.get("gradients", {}).get("additive", {}).items()]
+    owed = [value.full_tensor().reshape(-1) for _, value in sorted(entries)]
+    anchors = [
+        value.full_tensor().reshape(-1)
+        for key, value in sorted(state["replicated"].get("periodic_average", {}).items())
+        if key.startswith(("anchor", "outer/SGD/momentum"))
+    ]
+    numbers = torch.cat([*owed, torch.zeros(1)]).tolist()
+    by_rank = torch.tensor(session.gather(numbers), dtype=torch.float64)
+    total = by_rank.sum(dim=0) / state["num_shards"]
+    return [*total.tolist(), *torch.cat([*anchors, torch.zeros(1)]).tolist()]
+
+
+def averaged(rank: int, world_size: int, *, sharded: bool) -> dict[str, Any]:
+    """Models of islands, or of ranks, that differ, and their mean."""
+    mesh = make_mesh(world_size)
+    how = Training(strategy=offbeat.LocalSGD(period=100, warmup=0))
+    model = make_model()
+    if sharded:
+        shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    given = mesh["replicate"] if sharded else None
+    with offbeat.attach(model, optimizer, how.strategy, mesh=given) as session:
+        train(model, optimizer, session, how, [rank], range(3))
+        mine = whole(model)
+        every = torch.tensor(session.gather(mine.tolist()), dtype=torch.float64)
+        expected = every.mean(dim=0)
+        state: dict[str, Any] = session.averaged_state_dict()
+        named = [state[name] for name, _ in model.named_parameters()]
+        found = torch.cat([full(value).reshape(-1) for value in named])
+        before = loss_now(model)
+        with session.averaged_weights():
+            within, seen = whole(model), loss_now(model)
+        after = loss_now(model)
+        reference = make_model()
+        start = 0
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                end = start + parameter.numel()
+                parameter.copy_(expected[start:end].view(parameter.shape))
+                start = end
+    return {
+        "apart": float((every[0] - every[-1]).norm()),
+        "state": float((found - expected).norm()),
+        "within": float((within - expected).norm()),
+        "loss": abs(seen - loss_now(reference)),
+        "kept": before == after,
+        "closed": float((whole(model) - expected).norm()),
+    }
+
+
+def full(tensor: Any) -> torch.Tensor:
+    """All of a tensor, which may be a DTensor."""
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def ends_badly(rank: int, world_size: int) -> str:
+    """One shard is not finite when training ends. What do the ranks hear?"""
+    mesh = make_mesh(world_size)
+    how = Training(strategy=offbeat.LocalSGD(period=100, warmup=0))
+    model = make_model()
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    try:
+        with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+            train(model, optimizer, session, how, [rank], range(3))
+            if rank == world_size - 1:
+                weight: Any = model[1].mixed.weight
+                with torch.no_grad():
+                    weight.to_local()[0, 0] = float("inf")
+    except OffbeatError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

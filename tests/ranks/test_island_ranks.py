@@ -5,6 +5,8 @@ processes.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,14 @@ from offbeat.transport.link import DEFAULT_S
 from rank_jobs.islands import (
     Training,
     against_whole,
+    averaged,
+    ends_badly,
     for_each,
     poisoned,
     rebound,
     refused,
+    resumed,
+    saved,
     struck,
     trained,
 )
@@ -178,3 +184,43 @@ def test_a_death_is_named_on_every_rank_of_every_island(
         assert "rank 3" in heard["message"], results
         assert heard["rank"] in (2, 3)  # rank 2 tells its column why it gives up
         assert heard["after_s"] < DEFAULT_S + 3
+
+
+STEADY: dict[str, Any] = {"options": {"lr": 0.002}}
+RESUMED: dict[str, Training] = {
+    "gtopk": Training(strategy=offbeat.GTopK(**FEW, collective="all_gather"), **STEADY),
+    "gtopk, Adam": Training(strategy=offbeat.GTopK(**FEW, collective="all_gather"), **ADAM),
+    "diloco": Training(strategy=offbeat.LocalSGD(period=2, warmup=0, outer="diloco"), **ADAM),
+    "ef21": Training(strategy=offbeat.EF21(**FEW), **STEADY),
+}
+
+
+@pytest.mark.parametrize("label", RESUMED)
+def test_a_run_is_resumed_by_other_islands(run_ranks: RunRanks, tmp_path: Path, label: str) -> None:
+    how, where = replace(RESUMED[label], num_steps=8), str(tmp_path / "checkpoint")
+    before = run_ranks(saved, 4, how=how, directory=where)
+    for result in before:
+        assert "this rank needs that of" in result["said"]
+    same = run_ranks(resumed, 4, how=how, directory=where, num_shards=2)
+    for old, new in zip(before, same, strict=True):
+        assert new == {key: old[key] for key in new}
+    for world_size, num_shards in ((4, 4), (2, 1), (3, 1)):
+        others = run_ranks(resumed, world_size, how=how, directory=where, num_shards=num_shards)
+        for result in others:
+            assert result["half"] == before[0]["half"]
+            if label != "ef21":
+                assert result["owed"] == pytest.approx(before[0]["owed"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_mean_is_had_without_a_copy_of_the_model(run_ranks: RunRanks, sharded: bool) -> None:
+    for result in run_ranks(averaged, 4, sharded=sharded):
+        assert result["apart"] > 1e-3
+        assert result["kept"]
+        for what in ("state", "within", "loss", "closed"):
+            assert result[what] < 1e-12, what
+
+
+def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunRanks) -> None:
+    said = run_ranks(ends_badly, 4)
+    assert all("rank" in each and "no longer finite" in each for each in said), said

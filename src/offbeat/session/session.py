@@ -25,6 +25,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.callbacks.profile import StepProfile
+from offbeat.codec.tally import is_finite
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import (
     CheckpointError,
@@ -43,7 +44,7 @@ from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory, LockstepLoader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
-from offbeat.session.sharded import ShardedModel, no_hook
+from offbeat.session.sharded import ShardedModel, no_hook, reshard_modules
 from offbeat.session.state import (
     digest_of_frozen,
     load_state_of,
@@ -57,7 +58,13 @@ from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Arrival, Driver, SessionTraffic
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
-from offbeat.weights.model_weights import ModelWeights, average_at_the_end, choose_buffers
+from offbeat.weights.model_weights import (
+    ModelWeights,
+    average_at_the_end,
+    choose_buffers,
+    non_finite_weights,
+)
+from offbeat.weights.shard import local_of, whole_of, wrap
 
 Finish: TypeAlias = Literal["average", "keep"]
 """What a rank's model is when its session has ended well: the mean of all models, or its own."""
@@ -179,6 +186,7 @@ class Session:
         self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
         self._island = Island() if sharded is None else sharded.island
+        self._island_state = None if sharded is None else sharded.state
         self._unhook_shards = no_hook if sharded is None else sharded.hook()
         context = Context(
             parameters=self._parameters,
@@ -509,7 +517,40 @@ class Session:
         parameters = {name: p.detach().clone() for name, p in self._parameters.items()}
         buffers = {name: b.clone() for name, b in self._buffers_of(self._model).items()}
         self._average(parameters, lambda: buffers)
-        return parameters | buffers
+        wrapped = {name: wrap(self._parameters[name], mean) for name, mean in parameters.items()}
+        return wrapped | buffers
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """`state_dict()` of `averaged_model`, without a copy of the model; with DTensors where the
+        model is sharded. What is not averaged is the model's own. Collective, and raises, as that.
+        """
+        means = self.averaged_tensors()
+        names = {id(whole_of(parameter)): name for name, parameter in self._parameters.items()}
+        return {
+            name: means.get(names.get(id(value), plain_name(name)), value)
+            for name, value in self._model.state_dict(keep_vars=True).items()
+        }
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the model holds what `averaged_model` does, to evaluate and to save; afterwards
+        what it held before. Collective, and raises, as that. Train nothing inside.
+        """
+        means = self.averaged_tensors()
+        mine = {**self._parameters, **self._buffers_of(self._model)}
+        self._swap(mine, means)
+        try:
+            yield
+        finally:
+            self._swap(mine, means)
+
+    @torch.no_grad()
+    def _swap(self, mine: Mapping[str, torch.Tensor], means: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in mine.items():
+            kept, other = tensor.detach().clone(), local_of(means[name])
+            tensor.detach().copy_(other)
+            other.copy_(kept)
+        reshard_modules(self._model)
 
     @torch.no_grad()
     def _average(
@@ -623,8 +664,11 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
-        name.
+        name. Of a sharded model those that have a parameter's shape are DTensors, so that
+        `torch.distributed.checkpoint` saves them with the model.
         """
+        if self._island_state is not None:
+            return self._island_state.of(self.strategy.name, state_of(self._callbacks))
         return {
             "strategy": self.strategy.name,
             "world_size": self.world_size,
@@ -636,6 +680,9 @@ class Session:
         """Inverse of `state_dict`. Raises `CheckpointError` if the state is of another strategy,
         model, rank or world size.
         """
+        if self._island_state is not None:
+            load_state_of(self._callbacks, self._island_state.callbacks(state, self.strategy.name))
+            return
         for key, here in (
             ("strategy", self.strategy.name),
             ("world_size", self.world_size),
@@ -654,6 +701,25 @@ class Session:
                     f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
                 )
         load_state_of(self._callbacks, state.get("callbacks", {}))
+
+    def state_to_load(self, metadata: Any, key: str = "session") -> dict[str, Any]:
+        """What `torch.distributed.checkpoint.load` fills with the state of a sharded model's
+        session, however many islands and shards it was saved by; then comes `load_state_dict`.
+
+        Args:
+            metadata: of the checkpoint, `FileSystemReader(path).read_metadata()`.
+            key: under which `state_dict()` was saved.
+
+        Raises:
+            ConfigError: the model is not sharded.
+            CheckpointError: the checkpoint has no such state.
+        """
+        if self._island_state is None:
+            raise ConfigError(
+                "state_to_load() is for models that fully_shard() has divided; save state_dict() of"
+                " each rank, and load it by load_state_dict()"
+            )
+        return self._island_state.to_load(metadata, key)
 
     def close(self, *, average: bool = True) -> None:
         """End the session: take every hook out, and give back sockets and groups. Idempotent.
@@ -714,6 +780,11 @@ class Session:
             chosen=self._chosen_buffers,
         )
         self.finish()
+        if self._sharded is not None:
+            # No column may average while another one of this island cannot.
+            good = all(is_finite(tensor.detach()) for tensor in weights.tensors())
+            if any(self._island.largest(not good)):
+                raise non_finite_weights(self.rank)
         if source is not None:
             with torch.no_grad():
                 source.average_into(weights)

@@ -13,6 +13,8 @@ from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
 from offbeat.membership.island import Island
 from offbeat.session.agreement import Description, agree
+from offbeat.session.island_state import IslandState
+from offbeat.session.state import plain_name
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.grid import Grid
@@ -37,7 +39,7 @@ def check_sharded(model: torch.nn.Module, strategy: Strategy, mesh: Any, scaler:
         mesh: of the replicas, as given to `attach`; None: it was given none.
         scaler: the enabled GradScaler; None: there is none.
     """
-    _reshard(model)
+    reshard_modules(model)
     if not is_sharded(model):
         if mesh is None:
             return
@@ -80,8 +82,10 @@ def check_sharded(model: torch.nn.Module, strategy: Strategy, mesh: Any, scaler:
         )
 
 
-def _reshard(model: torch.nn.Module) -> None:
-    """A forward pass without backward leaves modules with their whole parameters."""
+def reshard_modules(model: torch.nn.Module) -> None:
+    """Let `fully_shard`'s modules have their shards, and not what those were in the last forward
+    pass, which stays where no backward pass came after it.
+    """
     for module in model.modules():
         if callable(reshard := getattr(module, "reshard", None)) and _is_fsdp(module):
             reshard()
@@ -146,12 +150,15 @@ class ShardedModel:
         grid: as given.
         island: decides together.
         parameters: this rank's shards by the parameters' names, in the model's order.
+        state: lays the session's state out.
     """
 
     def __init__(self, model: torch.nn.Module, grid: Grid, driver: Driver) -> None:
         self.grid, self.island = grid, Island(driver)
         self._model = model
         self.parameters = {name: Shard(p) for name, p in model.named_parameters()}
+        shards = {plain_name(name): shard for name, shard in self.parameters.items()}
+        self.state = IslandState(grid, shards)
         self._places = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in self.parameters

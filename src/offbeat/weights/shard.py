@@ -88,6 +88,11 @@ def whole_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return parameter.whole if isinstance(parameter, Shard) else parameter
 
 
+def wrap(parameter: torch.nn.Parameter, value: torch.Tensor) -> Any:
+    """`value` as a DTensor, where `parameter` is a shard and it has its shape."""
+    return parameter.wrap(value) if isinstance(parameter, Shard) else value
+
+
 class _View(MutableMapping[Any, Any]):
     """A mapping, as far as another one has it, in which values are shown in another form.
 
