@@ -44,6 +44,7 @@ from offbeat.gradients.reductions import (
     Reduction,
     SparseReduction,
 )
+from offbeat.membership.island import Island
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import ModelWeights, average_, non_finite_weights
@@ -466,14 +467,21 @@ class PeriodicAverage(Callback):
         exchange: with whom, and what becomes of it.
         schedule: after which steps.
         start_step: steps before the first local one, >= 0; until then all ranks hold the same.
+        island: adds up how far each rank's shards have moved; None: this rank has all of a model.
 
     Attributes:
         exchange: as given.
     """
 
     def __init__(
-        self, exchange: WeightExchange, schedule: AveragingSchedule, *, start_step: int = 0
+        self,
+        exchange: WeightExchange,
+        schedule: AveragingSchedule,
+        *,
+        start_step: int = 0,
+        island: Island | None = None,
     ) -> None:
+        self._island = island or Island()
         self.state_key = exchange.state_key  # type: ignore[misc]  # each its own
         self.exchange = exchange
         self.averages_unconnected = exchange.averages_models
@@ -536,6 +544,8 @@ class PeriodicAverage(Callback):
             return
         launched_for, self._launched_for = self._launched_for, None  # what fails is given up
         drift = self.exchange.merge(measures_drift=self._schedule.measures_drift)
+        if self._schedule.measures_drift:
+            drift = drift._replace(squared=sum(self._island.gather(drift.squared)))
         self._averaged_at_step = launched_for
         self._schedule_state = dict(self._schedule.after_average(self._schedule_state, drift))
         self._num_averages += 1

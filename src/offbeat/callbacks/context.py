@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Final
@@ -15,6 +15,7 @@ from torch.distributed import HashStore, Store
 
 from offbeat.errors import OffbeatWarning
 from offbeat.membership.generations import GenerationHost, Generations
+from offbeat.membership.island import Island
 from offbeat.transport.driver import Driver, Stream
 
 MAX_NOTICES: Final = 100
@@ -101,6 +102,8 @@ class Context:
         record_wait: counts a wait of the training thread, from when to when on the monotonic clock.
         on_merge: what the user's loop wants called for each further mega-batch that is in this
             rank's model.
+        island: the ranks that hold this replica together; parameters are this rank's shards, and
+            the driver connects those who have the same ones.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -117,6 +120,7 @@ class Context:
     count: Callable[[Driver], Driver] = lambda driver: driver
     record_wait: Callable[[float, float], None] = lambda begin_s, end_s: None
     on_merge: Sequence[Callable[[], object]] = ()
+    island: Island = field(default_factory=Island)
 
 
 def stream_counter() -> Callable[[], Stream]:

@@ -29,7 +29,7 @@ What this means for the mean of the clipped gradients:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -56,13 +56,20 @@ class LocalClipping:
         self.clip_norm = clip_norm
         self._world_size = world_size
 
-    def clip_(self, flats: Sequence[torch.Tensor], *, grad_scale: float) -> None:
+    def clip_(
+        self,
+        flats: Sequence[torch.Tensor],
+        *,
+        grad_scale: float,
+        combine: Callable[[float], float] = lambda norm: norm,
+    ) -> None:
         """Clip the gradient that `flats` hold, times `grad_scale`, in place. One that is not finite
-        stays as it is, so that its step is skipped.
+        stays as it is, so that its step is skipped. `combine` makes the gradient's norm of that of
+        the part which is here.
         """
         if self.clip_norm is None:
             return
-        self.norm = _norm(flats) / grad_scale
+        self.norm = combine(_norm(flats)) / grad_scale
         limit = self.clip_norm * math.sqrt(self._world_size)
         if math.isfinite(self.norm) and self.norm > limit:
             for flat in flats:

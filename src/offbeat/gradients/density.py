@@ -40,7 +40,7 @@ import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, ClassVar, Final, Literal
 
@@ -53,6 +53,7 @@ from offbeat.gradients.collective_choice import COLLECTIVES, BucketKind, Cheapes
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import ExchangePlan
+from offbeat.membership.island import Island
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -216,6 +217,8 @@ class DensitySchedule(Callback):
         inform: is told when the learning rate has begun to rise.
         collective: by which entries are merged; None: everything is sent, densely.
         cheapest: chooses another one for each bucket and number of entries; None: nothing does.
+        island: has the same density and collective, whatever the sizes of its shards; None: this
+            rank holds all of a replica.
 
     Attributes:
         listener: has to listen to the exchange of gradients.
@@ -233,8 +236,10 @@ class DensitySchedule(Callback):
         inform: Callable[[str], None],
         collective: SparseCollective | None = None,
         cheapest: CheapestCollective | None = None,
+        island: Island | None = None,
     ) -> None:
         self.target = target
+        self._island = island or Island()
         self.listener = ExchangeListener()
         # A density of 1 that the user named for the whole run goes through the collective that the
         # user named; one that was chosen, or begins a warm-up, need not.
@@ -255,7 +260,8 @@ class DensitySchedule(Callback):
             transform: says whether more entries have to travel while the learning rate rises.
             largest: of the buckets.
         """
-        self._transform, self._largest = transform, largest
+        elements = self._island.first(largest.num_elements)
+        self._transform, self._largest = transform, replace(largest, num_elements=elements)
         transform.follow(self)
 
     def plan(self, bucket: BucketKind) -> ExchangePlan:
@@ -263,17 +269,20 @@ class DensitySchedule(Callback):
         density = self.now()
         k = max(1, round(density * bucket.num_elements))
         everything = density == 1.0 and not self._is_named_dense
-        return ExchangePlan(k=k, collective=None if everything else self._merges(bucket, k))
+        return ExchangePlan(k=k, collective=None if everything else self._merges(bucket, density))
 
-    def _merges(self, bucket: BucketKind, k: int) -> SparseCollective | None:
+    def _merges(self, bucket: BucketKind, density: float) -> SparseCollective | None:
         if self._cheapest is None:
             return self._collective
+        if self._island.size > 1:  # whose ranks have buckets of different sizes
+            assert self._largest is not None
+            bucket = self._largest
+        k = max(1, round(density * bucket.num_elements))
         return COLLECTIVES[self._cheapest.choose(bucket, k)]
 
     def _sends_entries(self, density: float) -> bool:
         assert self._largest is not None
-        k = max(1, round(density * self._largest.num_elements))
-        return self._merges(self._largest, k) is not None
+        return self._merges(self._largest, density) is not None
 
     def sends_few(self) -> bool:
         """Whether so little travels in the coming exchange that momentum may be applied at once."""
@@ -476,6 +485,7 @@ class MeasuredDensity(DensitySchedule):
 
     def _choose(self) -> None:
         compute_s = self._driver.run(_slowest(self._intervals.median_s), self._stream.next())
+        compute_s = self._island.first(compute_s)
         if compute_s == 0.0:  # right after a resume no rank has measured anything
             return
         share = BUDGET * warm_up_factor(self._num_exchanges)

@@ -45,6 +45,7 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import Reduction
+from offbeat.membership.island import Island
 
 if TYPE_CHECKING:
     from offbeat.gradients.density import DensitySchedule
@@ -273,6 +274,7 @@ class GradientExchange(Callback):
             send; None: they keep nothing, and the mean is what is clipped.
         agree_on: makes one number of all ranks' numbers, to clip the mean by. Collective.
         transform: what works before the exchange in the optimizer's place; None: nothing.
+        island: decides together what becomes of a step; None: this rank holds all of a replica.
     """
 
     state_key: ClassVar[str] = "gradients"
@@ -290,8 +292,10 @@ class GradientExchange(Callback):
         clipping: LocalClipping | None = None,
         agree_on: Callable[[float], float] = lambda value: value,
         transform: GradientTransform | None = None,
+        island: Island | None = None,
     ) -> None:
         self.counts = counts
+        self._island = island or Island()
         self._agree_on = agree_on
         self._transform = transform or GradientTransform(None)
         self._clipping = clipping
@@ -463,21 +467,26 @@ class GradientExchange(Callback):
         self._exchanged_since_step = True
         self._unsent = False
         self.counts.exchanges += 1
-        # Every rank holds the same tallies, so listeners on all ranks are told the same.
-        is_good = all(tally.good for tally in tallies)
+        # Every rank holds the same tallies, of its own shards, and the island's ranks tell each
+        # other theirs; so listeners on all ranks are told the same.
+        num_failed, num_nonfinite = self._island.largest(
+            max((tally.num_failed for tally in tallies), default=0),
+            max((int(tally.num_nonfinite) for tally in tallies), default=0),
+        )
+        is_good = not (num_failed or num_nonfinite)
         self._transform.settle(good=is_good)
         for listener in self._listeners:
             listener.on_exchange_settled(good=is_good)
-        if any(tally.num_failed for tally in tallies):
+        if num_failed:
             self._discard()
             if not failed:
                 raise PeerError(
-                    f"{max(tally.num_failed for tally in tallies)} other rank(s) raised inside"
+                    f"{num_failed} other rank(s) raised inside"
                     f" backward in exchange {self.counts.exchanges}; their own output says why."
                     " This step was discarded on every rank"
                 )
         elif not is_good:
-            self._skip(max(int(tally.num_nonfinite) for tally in tallies))
+            self._skip(num_nonfinite)
         else:
             self.counts.skipped_in_a_row = 0
             for b, tally in enumerate(tallies):
@@ -493,7 +502,7 @@ class GradientExchange(Callback):
             for position in np.flatnonzero(~ready).tolist():
                 self._copy_in(b, position)
         flats = [bucket.flat for bucket, _ in self._pairs]
-        self._clipping.clip_(flats, grad_scale=self._grad_scale())
+        self._clipping.clip_(flats, grad_scale=self._grad_scale(), combine=self._island.hypot)
 
     def _launch_next(self, *, failed: bool = False) -> None:
         """Launch the next bucket in order, with whatever of its gradients is there."""

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.errors import NonFiniteError
+from offbeat.membership.island import Island
 from offbeat.torch_private import stored_entries
 
 
@@ -27,6 +28,7 @@ class GradientGuard(Callback):
         max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
         notify: for remarks.
         rank: for the remarks.
+        island: the ranks that skip a step together; None: this one alone.
     """
 
     state_key: ClassVar[str] = "gradient_guard"
@@ -38,7 +40,9 @@ class GradientGuard(Callback):
         max_skipped_steps: int,
         notify: Callable[[str], None],
         rank: int,
+        island: Island | None = None,
     ) -> None:
+        self._island = island or Island()
         self._parameters = parameters
         self._max_skipped_steps = max_skipped_steps
         self._notify = notify
@@ -53,7 +57,7 @@ class GradientGuard(Callback):
         gradients = [
             _entries(p.grad.detach()) for p in self._parameters.values() if p.grad is not None
         ]
-        if _all_finite(gradients):
+        if not any(self._island.largest(not _all_finite(gradients))):
             self._num_in_a_row = 0
             return
         for parameter in self._parameters.values():

@@ -7,7 +7,7 @@ them, and nobody hangs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,16 +76,23 @@ def _hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return described
 
 
-def agree(driver: Driver, stream: Stream, mine: Description | OffbeatError) -> None:
-    """Compare every rank's description with rank 0's. Collective.
+def agree(
+    driver: Driver,
+    stream: Stream,
+    mine: Description | OffbeatError,
+    *,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Compare every rank's description with rank 0's. Collective. `ranks`: what the driver's ranks
+    are called in errors; None: as they are.
 
     Raises:
         OffbeatError: this rank's own refusal, if it had one.
         MismatchError: another rank refused, or a description differs. On every rank.
     """
-    require_agreement(
-        mine, dict(enumerate(driver.run(gather_values(answer_of(mine)), stream.next())))
-    )
+    answers = driver.run(gather_values(answer_of(mine)), stream.next())
+    names = range(driver.world_size) if ranks is None else ranks
+    require_agreement(mine, dict(zip(names, answers, strict=True)))
 
 
 def answer_of(mine: Description | OffbeatError) -> dict[str, Any]:

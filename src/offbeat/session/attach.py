@@ -7,25 +7,29 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol, cast, get_args
+from typing import Any, Final, Protocol, cast, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
 from offbeat.session.loggers import LiveMetrics, MetricsLogger
 from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
+from offbeat.session.sharded import ShardedModel, check_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy, parse_spec
 from offbeat.strategies.options import require_one_of
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
+    Connection,
     connect,
     is_returning,
     join_process_group,
     reconnect,
 )
 from offbeat.transport.driver import Driver
+from offbeat.transport.grid import GlobalRanks, Grid, meet
 
 
 class SessionRecorder(Protocol):
@@ -77,6 +81,7 @@ def attach(
     strategy: Strategy | str,
     *,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     scaler: torch.amp.GradScaler | None = None,
     finish: Finish = "average",
     recorder: SessionRecorder | None = None,
@@ -93,12 +98,16 @@ def attach(
     trains alone, on the same code path.
 
     Args:
-        model: a plain module: not wrapped in DistributedDataParallel, not sharded.
+        model: a plain module, not wrapped in DistributedDataParallel; or, with `mesh`, one that
+            `fully_shard` has divided.
         optimizer: one of torch.optim's, over parameters of `model`; or what a framework such as
             Accelerate wraps around one, with that one in its attribute `optimizer`.
         strategy: such as `offbeat.GTopK(density=0.001)`, or as the command line names it,
             "gtopk:density=0.001"; the same on every rank.
         group: the ranks that take part; all by default. It is never used for communication.
+        mesh: for a model that `fully_shard(..., mesh=mesh["shard"])` has divided inside a node: the
+            other dimension of the same device mesh, `mesh["replicate"]`, along which replicas are
+            trained. Every rank of the process group takes part.
         scaler: the GradScaler in use with AMP, so that residuals are kept unscaled and all ranks
             skip the same steps.
         finish: what a rank's model is when the session has ended well, with a strategy that
@@ -123,6 +132,7 @@ def attach(
         optimizer,
         strategy if override is None else override.replace(strategy),
         group=group,
+        mesh=mesh,
         scaler=scaler,
         finish=finish,
     )
@@ -146,6 +156,7 @@ def attach_through(
     strategy: Strategy | str,
     *,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     scaler: torch.amp.GradScaler | None = None,
     finish: Finish = "average",
     ignored: Collection[str] = (),
@@ -155,7 +166,8 @@ def attach_through(
 
     Args:
         wrap: puts the wrapper around the driver that it is given.
-        model, strategy, group, scaler, finish: have the meaning that they have in `offbeat.attach`.
+        model, strategy, group, mesh, scaler, finish: have the meaning that they have in
+            `offbeat.attach`.
         optimizer: the user's; None where updates are made in another way, for strategies that need
             none.
         ignored: names of parameters and buffers that are each rank's own affair: they are neither
@@ -173,6 +185,8 @@ def attach_through(
         optimizer = _unwrapped(optimizer)
     if not returns:
         join_process_group()
+    if mesh is not None and dist.is_initialized() and getattr(mesh, "ndim", 0) == 1:
+        group = mesh.get_group()
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     refusal: OffbeatError | None = None
     try:
@@ -180,14 +194,25 @@ def attach_through(
         if isinstance(strategy, str):
             strategy = build_strategy(*parse_spec(strategy))
         _check(model, optimizer, strategy, world_size=world_size, returns=returns)
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        check_sharded(model, strategy, mesh, enabled)
     except OffbeatError as error:
         refusal = error
+    grid = None
+    if mesh is not None and dist.is_initialized():
+        grid = _met(model, group, refusal)
     if refusal is not None and (world_size == 1 or returns):
         raise refusal
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     device = next((p.device for p in parameters if p.is_cuda), None)
     connection = reconnect() if returns else connect(group, device=device)
+    sharded = None
     try:
+        if grid is not None:
+            island = connect(_shard_group(model)).driver
+            sharded = ShardedModel(model, grid, GlobalRanks(island, grid.island))
+            named = GlobalRanks(connection.driver, grid.column)
+            connection = Connection(driver=named, network=connection.network)
         return Session(
             model,
             optimizer,
@@ -200,6 +225,7 @@ def attach_through(
             finish=finish,
             ignored=ignored,
             adopted=adopted,
+            sharded=sharded,
         )
     except BaseException as error:
         # All ranks come to a refusal and to the difference between ranks alike. Of anything else
@@ -210,7 +236,28 @@ def attach_through(
             with suppress(OffbeatError):
                 connection.driver.abort(f"{type(error).__name__}: {error}", blame=blame)
         connection.driver.close()
+        if sharded is not None:
+            sharded.island.driver.close()
         raise
+
+
+def _met(
+    model: torch.nn.Module, group: dist.ProcessGroup | None, refusal: OffbeatError | None
+) -> Grid:
+    """Where this rank stands among islands, when all ranks have come and none refuses."""
+    if refusal is not None:
+        meet(refusal)
+    assert group is not None, "check_sharded has refused a mesh that has none"
+    grid = Grid.of_groups(group, _shard_group(model))
+    meet(grid)
+    return grid
+
+
+def _shard_group(model: torch.nn.Module) -> dist.ProcessGroup:
+    """The ranks among which `fully_shard` has divided the model."""
+    first: Any = next(model.parameters())
+    group: dist.ProcessGroup = first.device_mesh.get_group()
+    return group
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -284,17 +331,6 @@ def _check(
     if optimizer is not None or strategy.needs_optimizer:
         _check_optimizer(optimizer, strategy)
     parameters = dict(model.named_parameters())
-    sharded = [
-        name for name, parameter in parameters.items() if type(parameter.data).__name__ == "DTensor"
-    ]
-    if sharded or any(
-        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
-    ):
-        raise UnsupportedError(
-            f"the model is sharded (FSDP2 or DTensor{f', see {sharded[0]!r}' if sharded else ''});"
-            " offbeat needs every rank to hold whole parameters: pass the model before"
-            " fully_shard()"
-        )
     for name, parameter in parameters.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise UnsupportedError(

@@ -46,6 +46,7 @@ from offbeat.torch_private import (
     tensors_in,
 )
 from offbeat.transport.driver import Driver
+from offbeat.weights.shard import Shard, whole_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -133,7 +134,10 @@ class EventDispatcher:
         self._recomputing_pass = NO_BACKWARD_PASS
         # Accumulation nodes are made on demand and forgotten with their hooks unless somebody keeps
         # them.
-        self._nodes: list[Node] = [get_gradient_edge(p).node for p in parameters.values()]
+        # Those of parameters that FSDP has divided never run: it calls their hooks itself.
+        self._nodes: list[Node] = [
+            get_gradient_edge(p).node for p in parameters.values() if not isinstance(p, Shard)
+        ]
         # The root alone is hooked: copies of it, such as averaged models, stay out of it.
         self._handles: list[Any] = [
             model.register_forward_pre_hook(ModuleHook(model, self._on_forward)),
@@ -142,7 +146,9 @@ class EventDispatcher:
         ]
         if any(listens(callback, "on_gradient_ready") for callback in callbacks):
             self._handles += [
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+                whole_of(parameter).register_post_accumulate_grad_hook(
+                    partial(self._on_gradient, index)
+                )
                 for index, parameter in enumerate(parameters.values())
             ]
         if optimizer is not None:
@@ -243,6 +249,12 @@ class EventDispatcher:
 
     @_without_grad
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        if not self._is_open:
+            raise UnsupportedError(
+                "a gradient came from a loss that does not depend on what the attached model"
+                " returned, which is where a sharded model's backward pass is seen to begin;"
+                " compute the loss from the outputs of model(...)"
+            )
         for callback in self._those_with("on_gradient_ready"):
             callback.on_gradient_ready(index, synchronised=self._synchronised)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
+from offbeat.codec.tally import is_finite
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import (
     CheckpointError,
@@ -36,11 +37,13 @@ from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost, Generations
+from offbeat.membership.island import Island
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory, LockstepLoader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
+from offbeat.session.sharded import ShardedModel, no_hook, reshard_modules
 from offbeat.session.state import (
     digest_of_frozen,
     load_state_of,
@@ -54,7 +57,13 @@ from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Arrival, Driver, SessionTraffic
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
-from offbeat.weights.model_weights import ModelWeights, average_at_the_end, choose_buffers
+from offbeat.weights.model_weights import (
+    ModelWeights,
+    average_at_the_end,
+    choose_buffers,
+    non_finite_weights,
+)
+from offbeat.weights.shard import local_of, whole_of, wrap
 
 Finish: TypeAlias = Literal["average", "keep"]
 """What a rank's model is when its session has ended well: the mean of all models, or its own."""
@@ -63,6 +72,9 @@ Adopted: TypeAlias = Literal["model", "parameters", "nothing"]
 """What ranks take of rank 0's model when a session begins: parameters and buffers, parameters only,
 or nothing.
 """
+
+_CAUSE_S: Final = 3.0
+"""How long after an error of PyTorch's a rank of an island may take to be found dead."""
 
 ATTACHED_MODELS: WeakSet[torch.nn.Module] = WeakSet()
 """Models with a session, which exchanges their gradients; a second one would do so twice."""
@@ -115,11 +127,14 @@ class Session:
         finish: Finish = "average",
         ignored: Collection[str] = (),
         adopted: Adopted = "model",
+        sharded: ShardedModel | None = None,
     ) -> None:
         driver = wrap(connection.driver)
         self.strategy = strategy
-        self.rank = driver.rank
-        self.world_size = driver.world_size
+        self._sharded = sharded
+        place = driver if sharded is None else sharded.grid
+        self.rank = place.rank
+        self.world_size = place.world_size
         self._notices = Notices(self.rank)
         self.notices = self._notices.kept
         """Remarks that a user should see: fallbacks, skipped steps, choices made. Each is also a
@@ -140,9 +155,13 @@ class Session:
             model, optimizer, strategy, has_scaler=has_scaler, finish=finish, ignored=ignored
         )
         self._ignored = frozenset(ignored)
-        shared = {name: p for name, p in model.named_parameters() if name not in ignored}
+        everything = dict(model.named_parameters()) if sharded is None else sharded.parameters
+        shared = {name: p for name, p in everything.items() if name not in ignored}
         if not returns:
-            agree(driver, control, description)
+            if sharded is None:
+                agree(driver, control, description)
+            else:
+                sharded.agree(driver, control, description)
             if adopted != "nothing":
                 adopt_rank_0(driver, control, shared.values())
             if adopted == "model":
@@ -165,12 +184,16 @@ class Session:
         """Who is told of steps and of what is logged; to be appended to."""
         self._chosen_buffers = choose_buffers(self._buffers_of(model))
         self._control = control
+        self._island = Island() if sharded is None else sharded.island
+        self._island_state = None if sharded is None else sharded.state
+        self._unhook_shards = no_hook if sharded is None else sharded.hook()
         context = Context(
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
-            optimizer=optimizer,
+            optimizer=optimizer if sharded is None else sharded.optimizer(optimizer),
             model=model,
             driver=self._driver,
+            island=self._island,
             grad_scale=UNSCALED if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
             new_stream=new_stream,
@@ -295,7 +318,8 @@ class Session:
             for callback in self._callbacks:
                 if (norm := callback.clip_gradients(max_norm)) is not None:
                     return torch.tensor(norm)
-            return torch.tensor(clip_gradients_(self._parameters.values(), max_norm))
+            parameters, combine = self._parameters.values(), self._island.hypot
+            return torch.tensor(clip_gradients_(parameters, max_norm, agree_on=combine))
 
     def clip_as_loop_does(self, max_norm: float) -> torch.Tensor | None:
         """What `offbeat run` and integrations put in the place of a loop's clipping to `max_norm`,
@@ -344,6 +368,9 @@ class Session:
         but for LocalSGD among members, where each rank counts by its samples. In float16 give a
         number near 1, such as samples over the usual batch.
         """
+        self._refuse_shards(
+            "weigh()", "FSDP averages over the ranks of an island, who take equally many samples"
+        )
         for callback in self._callbacks:
             callback.on_batch_claimed(num_samples)
 
@@ -392,6 +419,7 @@ class Session:
                 with a `batch_sampler`, an `IterableDataset` or a sampler of their own are refused.
             MismatchError: the ranks disagree on the data.
         """
+        self._refuse_shards("loader()", "use a DataLoader with a DistributedSampler over all ranks")
         factory = LoaderFactory(
             callbacks=self._callbacks,
             driver=self._traffic.counting.inner,
@@ -463,6 +491,10 @@ class Session:
             PeerError: half of the ranks or more have no model or do not answer.
         """
         self._check_open("averaged_model")
+        self._refuse_shards(
+            "averaged_model()",
+            "FSDP refuses to copy a model; use averaged_state_dict() or averaged_weights()",
+        )
         copied = _copy_of(self._model)
         parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
         self._average(parameters, lambda: self._buffers_of(copied))
@@ -477,7 +509,40 @@ class Session:
         parameters = {name: p.detach().clone() for name, p in self._parameters.items()}
         buffers = {name: b.clone() for name, b in self._buffers_of(self._model).items()}
         self._average(parameters, lambda: buffers)
-        return parameters | buffers
+        wrapped = {name: wrap(self._parameters[name], mean) for name, mean in parameters.items()}
+        return wrapped | buffers
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """`state_dict()` of `averaged_model`, without a copy of the model; with DTensors where the
+        model is sharded. What is not averaged is the model's own. Collective, and raises, as that.
+        """
+        means = self.averaged_tensors()
+        names = {id(whole_of(parameter)): name for name, parameter in self._parameters.items()}
+        return {
+            name: means.get(names.get(id(value), plain_name(name)), value)
+            for name, value in self._model.state_dict(keep_vars=True).items()
+        }
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the model holds what `averaged_model` does, to evaluate and to save; afterwards
+        what it held before. Collective, and raises, as that. Train nothing inside.
+        """
+        means = self.averaged_tensors()
+        mine = {**self._parameters, **self._buffers_of(self._model)}
+        self._swap(mine, means)
+        try:
+            yield
+        finally:
+            self._swap(mine, means)
+
+    @torch.no_grad()
+    def _swap(self, mine: Mapping[str, torch.Tensor], means: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in mine.items():
+            kept, other = tensor.detach().clone(), local_of(means[name])
+            tensor.detach().copy_(other)
+            other.copy_(kept)
+        reshard_modules(self._model)
 
     @torch.no_grad()
     def _average(
@@ -542,7 +607,10 @@ class Session:
             PeerError: a rank has failed.
         """
         self._check_open("gather")
-        return self._traffic.counting.inner.run(gather_values(value), self._control.next())
+        island = self._island.gather((self.rank, value))
+        said = self._traffic.counting.inner.run(gather_values(island), self._control.next())
+        by_rank = {rank: theirs for island in said for rank, theirs in island}
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def finish(self) -> None:
         """Say that this rank takes no more steps. Returns when every living rank has said so.
@@ -588,8 +656,11 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
-        name.
+        name. Of a sharded model those that have a parameter's shape are DTensors, so that
+        `torch.distributed.checkpoint` saves them with the model.
         """
+        if self._island_state is not None:
+            return self._island_state.of(self.strategy.name, state_of(self._callbacks))
         return {
             "strategy": self.strategy.name,
             "world_size": self.world_size,
@@ -601,6 +672,9 @@ class Session:
         """Inverse of `state_dict`. Raises `CheckpointError` if the state is of another strategy,
         model, rank or world size.
         """
+        if self._island_state is not None:
+            load_state_of(self._callbacks, self._island_state.callbacks(state, self.strategy.name))
+            return
         for key, here in (
             ("strategy", self.strategy.name),
             ("world_size", self.world_size),
@@ -619,6 +693,25 @@ class Session:
                     f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
                 )
         load_state_of(self._callbacks, state.get("callbacks", {}))
+
+    def state_to_load(self, metadata: Any, key: str = "session") -> dict[str, Any]:
+        """What `torch.distributed.checkpoint.load` fills with the state of a sharded model's
+        session, however many islands and shards it was saved by; then comes `load_state_dict`.
+
+        Args:
+            metadata: of the checkpoint, `FileSystemReader(path).read_metadata()`.
+            key: under which `state_dict()` was saved.
+
+        Raises:
+            ConfigError: the model is not sharded.
+            CheckpointError: the checkpoint has no such state.
+        """
+        if self._island_state is None:
+            raise ConfigError(
+                "state_to_load() is for models that fully_shard() has divided; save state_dict() of"
+                " each rank, and load it by load_state_dict()"
+            )
+        return self._island_state.to_load(metadata, key)
 
     def close(self, *, average: bool = True) -> None:
         """End the session: take every hook out, and give back sockets and groups. Idempotent.
@@ -644,7 +737,7 @@ class Session:
             return
         error = sys.exception()
         if error is not None and error is not self._handled_before:
-            self._fail(error)
+            self._fail_by(error)
         else:
             self._end(average=average)
 
@@ -663,7 +756,7 @@ class Session:
                         " close the session, or use a with block, before the model is saved"
                     )
         except BaseException as error:
-            self._fail(error)
+            self._fail_by(error)
             raise
         self._close()
         self._notices.issue_warnings()
@@ -679,10 +772,15 @@ class Session:
             chosen=self._chosen_buffers,
         )
         self.finish()
+        if self._sharded is not None:
+            # No column may average while another one of this island cannot.
+            good = all(is_finite(tensor.detach()) for tensor in weights.tensors())
+            if any(self._island.largest(not good)):
+                raise non_finite_weights(self.rank)
         if source is not None:
             with torch.no_grad():
                 source.average_into(weights)
-        elif self.world_size > 1:
+        elif self._driver.world_size > 1:
             with torch.no_grad():
                 average_at_the_end(
                     weights,
@@ -695,6 +793,16 @@ class Session:
         """The buffers of the attached model, or of a copy, that have to do with other ranks."""
         return persistent_buffers(model, self._ignored)
 
+    def _fail_by(self, error: BaseException) -> None:
+        """`_fail`. Where a rank of this island has died, that is the error, and not what FSDP says
+        of its collectives, which come first.
+        """
+        is_theirs = self._sharded is not None and isinstance(error, RuntimeError)
+        cause = self._island.loss(_CAUSE_S) if is_theirs else None
+        self._fail(cause or error)
+        if cause is not None:
+            raise cause from error
+
     def _fail(self, error: BaseException) -> None:
         """Close after `error`: the peers must hear of it before the sockets go, and what goes wrong
         on the way out must not hide it.
@@ -703,6 +811,10 @@ class Session:
         self._abandon(f"{type(error).__name__}: {error}", blame=blame)
         with suppress(OffbeatError):
             self._close(error)
+
+    def _refuse_shards(self, method: str, instead: str) -> None:
+        if self._sharded is not None:
+            raise UnsupportedError(f"{method} is not for a sharded model: {instead}")
 
     def _check_open(self, method: str) -> None:
         if self._closed:
@@ -715,10 +827,12 @@ class Session:
         session_closed(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
+        self._unhook_shards()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.callback(observer.closed, error)
             stack.callback(self._driver.close)
+            stack.callback(self._island.driver.close)
             for callback in reversed(self._callbacks):
                 stack.callback(callback.close)
 
@@ -745,12 +859,14 @@ class Session:
         elif isinstance(error, SystemExit) and not error.code:
             self._end(average=False)  # the script has ended well, on this rank at least
         else:
-            self._fail(error)
+            self._fail_by(error)
 
     def _abandon(self, reason: str, *, blame: int | None = None) -> None:
         """Tell the peers that this rank fails, so that none of them waits for it."""
         with suppress(OffbeatError):
             self._driver.abort(reason, blame=blame)
+        with suppress(OffbeatError):
+            self._island.driver.abort(reason, blame=blame)
         for callback in self._callbacks:
             with suppress(OffbeatError):
                 callback.on_abandon(reason)

@@ -47,6 +47,7 @@ class AllReduce(GradientStrategy):
     """
 
     name: ClassVar[str] = "allreduce"
+    trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 
     bucket_mib: float = 25.0

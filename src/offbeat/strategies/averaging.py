@@ -64,6 +64,7 @@ class AveragingStrategy(Strategy):
             max_skipped_steps=self.max_skipped_steps,
             notify=context.notices.notify,
             rank=context.driver.rank,
+            island=context.island,
         )
         return [*self.callbacks(context, weights), guard]
 

@@ -61,6 +61,13 @@ class Strategy(ABC):
     once `Session.weigh` has been told of batches.
     """
 
+    @property
+    def trains_islands(self) -> bool:
+        """Whether the strategy trains models that `fully_shard` has divided, each rank its shards.
+        Then what depends on a rank's own data or on a clock is decided by `Context.island`.
+        """
+        return False
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         complete_docstring(cls)

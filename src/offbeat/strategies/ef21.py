@@ -69,6 +69,7 @@ class EF21(EntriesStrategy):
     """
 
     name: ClassVar[str] = "ef21"
+    trains_islands = True
 
     density: float = 0.01
 

@@ -117,10 +117,10 @@ class GradientStrategy(Strategy):
         launch_order: LaunchOrder | None = None,
     ) -> tuple[GradientExchange, list[Callback]]:
         found = self.reductions(context, counts, transform)
-        driver, norms = context.driver, context.new_stream()
+        driver, norms, island = context.driver, context.new_stream(), context.island
 
         def agree_on(norm: float) -> float:
-            said = torch.tensor([norm], dtype=torch.float64)
+            said = torch.tensor([island.hypot(norm)], dtype=torch.float64)
             return float(driver.run(dense_broadcast(said, 0), norms.next()))
 
         exchange = GradientExchange(
@@ -134,6 +134,7 @@ class GradientStrategy(Strategy):
             clipping=self.clipping(driver.world_size),
             agree_on=agree_on,
             transform=transform,
+            island=island,
         )
         others = list(found.callbacks)
         for listener in found.listeners:

@@ -80,6 +80,7 @@ class GTopK(SparseGradientStrategy):
     """
 
     name: ClassVar[str] = "gtopk"
+    trains_islands = True
     measures: ClassVar[bool] = True
 
     density: float | Literal["auto"] = "auto"
@@ -124,6 +125,7 @@ class GTopK(SparseGradientStrategy):
             notify=context.notices.notify,
             inform=context.notices.inform,
         )
+        costs.load_state_dict(context.island.first(costs.state_dict()))
         options |= {"cheapest": costs} if is_open else {"collective": named}
         if self.density != "auto":
             return DensitySchedule(self.density, **options), [costs]
@@ -131,7 +133,7 @@ class GTopK(SparseGradientStrategy):
         measured = MeasuredDensity(
             costs,
             gradient=BucketKind(
-                num_elements=sum(parameter.numel() for parameter in parameters),
+                num_elements=context.island.first(sum(p.numel() for p in parameters)),
                 element_bytes=max(parameter.element_size() for parameter in parameters),
                 codec=self.entries(),
             ),

@@ -256,6 +256,12 @@ class LocalSGD(AveragingStrategy):
         return isinstance(self.chosen_exchange, Quorum)
 
     @property
+    @override
+    def trains_islands(self) -> bool:
+        alone = isinstance(self.chosen_exchange, ObjectStore | Quorum)
+        return not alone and (not self.start_step or self.first_steps.trains_islands)
+
+    @property
     def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | Quorum | None:
         """What `exchange` is or describes. Raises `ConfigError`."""
         if self.exchange is None or isinstance(self.exchange, Pairs | ObjectStore | Quorum):
@@ -411,7 +417,9 @@ class LocalSGD(AveragingStrategy):
                     averages_state=self.averages_state,
                     notify=context.notices.notify,
                 )
-        average = PeriodicAverage(exchange, self.schedule, start_step=self.start_step)
+        average = PeriodicAverage(
+            exchange, self.schedule, start_step=self.start_step, island=context.island
+        )
         return [*self._gradient_phase(context), average]
 
     def _gradient_phase(self, context: Context) -> list[Callback]:

@@ -37,6 +37,7 @@ class PowerSGD(GradientStrategy):
     """
 
     name: ClassVar[str] = "powersgd"
+    trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 
     rank: int = 2

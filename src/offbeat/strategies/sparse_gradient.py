@@ -161,6 +161,7 @@ class SparseGradientStrategy(EntriesStrategy):
             "optimizer": context.optimizer,
             "counts": counts,
             "inform": context.notices.inform,
+            "island": context.island,
         }
 
     @override

@@ -29,6 +29,7 @@ class TopK(SparseGradientStrategy):
     """Local top-k, summed over all ranks without a further selection."""
 
     name: ClassVar[str] = "topk"
+    trains_islands = True
 
     density: float = 0.001
 

@@ -1,0 +1,216 @@
+"""A model that `fully_shard` (FSDP2) has divided inside an island, as a session sees it: what can
+be trained, its shards, and its state as DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from offbeat.callbacks.module_hook import ModuleHook
+from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
+from offbeat.membership.island import Island
+from offbeat.session.agreement import Description, agree
+from offbeat.session.island_state import IslandState
+from offbeat.session.state import plain_name
+from offbeat.strategies.base import Strategy
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.grid import Grid
+from offbeat.weights.shard import Shard, is_distributed, local_of, optimizer_of_shards
+
+_HOW = "call fully_shard(model, mesh=mesh['shard']) and pass mesh=mesh['replicate'] to attach"
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether a parameter of `model` is not whole on this rank."""
+    return any(is_distributed(parameter.data) for parameter in model.parameters()) or any(
+        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
+    )
+
+
+def check_sharded(model: torch.nn.Module, strategy: Strategy, mesh: Any, scaler: Any) -> None:
+    """Refuse a model, or what trains it, that a session over islands could not train.
+
+    Args:
+        model: of the user.
+        strategy: that is to train it.
+        mesh: of the replicas, as given to `attach`; None: it was given none.
+        scaler: the enabled GradScaler; None: there is none.
+    """
+    reshard_modules(model)
+    if not is_sharded(model):
+        if mesh is None:
+            return
+        raise ConfigError(
+            "mesh is for a model that fully_shard() has divided among the ranks of an island, and"
+            f" this one is whole on every rank; {_HOW}, or leave mesh out"
+        )
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise UnsupportedError(
+            "the model is sharded by FullyShardedDataParallel (FSDP1), which hides its shards; use"
+            f" torch.distributed.fsdp.fully_shard: {_HOW}"
+        )
+    _check_layout(model)
+    if mesh is None:
+        raise UnsupportedError(
+            "the model is sharded by fully_shard(), so this rank holds a part of it only; pass"
+            " mesh=mesh['replicate'] to attach, the dimension of the device mesh that crosses"
+            " islands, or pass the model before fully_shard()"
+        )
+    if getattr(mesh, "ndim", 0) != 1:
+        raise ConfigError(
+            f"mesh must be one dimension of a device mesh, the one that crosses islands, got"
+            f" {mesh!r}; pass mesh['replicate']"
+        )
+    if not strategy.trains_islands:
+        raise UnsupportedError(
+            f"{strategy.name} with these options does not train models that fully_shard() has"
+            " divided: it looks at whole layers or lets ranks decide alone; use AllReduce, TopK,"
+            " GTopK, EF21, PowerSGD or LocalSGD, or pass the model before fully_shard()"
+        )
+    if scaler is not None:
+        raise UnsupportedError(
+            "a GradScaler looks for infinities in this rank's shard alone; use bfloat16, as"
+            " MixedPrecisionPolicy(param_dtype=torch.bfloat16) does, which needs no scaler"
+        )
+    if not any(local_of(p.detach()).numel() for p in model.parameters() if p.requires_grad):
+        raise ConfigError(
+            "this rank holds no element of any parameter, since the model has fewer rows than the"
+            " island has ranks; shard it among fewer ranks"
+        )
+
+
+def reshard_modules(model: torch.nn.Module) -> None:
+    """Let `fully_shard`'s modules have their shards, and not what those were in the last forward
+    pass, which stays where no backward pass came after it.
+    """
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)) and _is_fsdp(module):
+            reshard()
+
+
+def _is_fsdp(module: torch.nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _check_layout(model: torch.nn.Module) -> None:
+    meshes = set()
+    for name, parameter in model.named_parameters():
+        if not is_distributed(parameter.data):
+            raise UnsupportedError(
+                f"parameter {name!r} is whole on every rank of the island, and others are sharded,"
+                " so nobody brings its gradients together; call fully_shard() on the model itself"
+                " after its blocks, without ignored_params"
+            )
+        whole: Any = parameter
+        meshes.add(whole.device_mesh)
+        if whole.device_mesh.ndim > 1:
+            if any(each.is_replicate() for each in whole.placements):
+                raise UnsupportedError(
+                    f"parameter {name!r} is sharded by native HSDP, on a mesh of"
+                    f" {whole.device_mesh.ndim} dimensions, so FSDP exchanges between islands"
+                    f" itself; {_HOW}"
+                )
+            raise UnsupportedError(
+                f"parameter {name!r} is divided along {whole.device_mesh.ndim} dimensions of a"
+                " mesh, as by tensor parallelism beside fully_shard(), which is not supported;"
+                " shard by fully_shard() alone"
+            )
+        if not whole.placements[0].is_shard():
+            raise UnsupportedError(
+                f"parameter {name!r} has the placement {whole.placements[0]}, and only shards are"
+                " supported; shard the model by fully_shard() alone"
+            )
+    if not _is_fsdp(model):
+        raise UnsupportedError(
+            "the model is divided, but not by fully_shard() on the model itself, as by tensor"
+            f" parallelism; {_HOW}"
+        )
+    if len(meshes) > 1:
+        raise UnsupportedError(
+            f"parameters are sharded over {len(meshes)} meshes; shard all of them over one"
+        )
+
+
+def no_hook() -> None:
+    """There was none to be ended."""
+
+
+class ShardedModel:
+    """The shards of a model, for as long as a session lasts.
+
+    Args:
+        model: of the user, as `check_sharded` accepts it.
+        grid: where this rank stands.
+        driver: connects the island.
+
+    Attributes:
+        grid: as given.
+        island: decides together.
+        parameters: this rank's shards by the parameters' names, in the model's order.
+        state: lays the session's state out.
+    """
+
+    def __init__(self, model: torch.nn.Module, grid: Grid, driver: Driver) -> None:
+        self.grid, self.island = grid, Island(driver)
+        self._model = model
+        self.parameters = {name: Shard(p) for name, p in model.named_parameters()}
+        shards = {plain_name(name): shard for name, shard in self.parameters.items()}
+        self.state = IslandState(grid, shards)
+        self._places = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name in self.parameters
+        }
+
+    def agree(self, driver: Driver, stream: Stream, mine: Description) -> None:
+        """Compare the descriptions of all ranks of all islands. Collective; as `agree` raises, on
+        every rank.
+
+        Args:
+            driver: connects the column.
+            stream: of its channels.
+            mine: of this rank.
+        """
+        said: Description | OffbeatError = mine
+        try:
+            agree(self.island.driver, Stream(1), mine, ranks=self.grid.island)
+        except OffbeatError as error:
+            said = error  # which all columns of this island hear
+        agree(driver, stream, said, ranks=self.grid.column)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+        """The user's optimizer as callbacks see it."""
+        if optimizer is None:
+            return None
+        return optimizer_of_shards(optimizer, list(self.parameters.values()))
+
+    def hook(self) -> Callable[[], None]:
+        """Look at each forward pass whether the shards are still the model's memory. Returns what
+        ends that.
+        """
+        # In front of FSDP's own hook, which puts whole parameters into the modules.
+        handle = self._model.register_forward_pre_hook(
+            ModuleHook(self._model, self._follow), prepend=True
+        )
+        return handle.remove
+
+    def _follow(self, module: torch.nn.Module, args: Any) -> None:
+        for (name, shard), (owner, attribute) in zip(
+            self.parameters.items(), self._places.values(), strict=True
+        ):
+            now = getattr(owner, attribute)
+            if is_distributed(now.data) and now is not shard.whole:
+                raise UnsupportedError(
+                    f"parameter {name!r} is another object than when the session was attached, as"
+                    " after load_state_dict(assign=True) or to_empty(), so this session and the"
+                    " optimizer still have the old one; load with assign=False, or do it before"
+                    " the optimizer is made and attach"
+                )
+            if shard.whole.dtype != shard.dtype:
+                raise UnsupportedError(
+                    f"parameter {name!r} is of {shard.whole.dtype} and was of {shard.dtype} when"
+                    " the session was attached; convert the model before"
+                )
+            shard.follow()

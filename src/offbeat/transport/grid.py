@@ -1,0 +1,175 @@
+"""Islands and columns: who holds one replica together, and who has the same part of each.
+
+    rank            0  1    2  3        2 islands x 2 shards
+    island          {0, 1}  {2, 3}      the shard mesh of each replica
+    column          {0, 2}  {1, 3}      the same part of all replicas: who exchanges
+
+All ranks meet here through the store before anything is connected: what one of them refuses is
+raised on every rank of every island, and none is left waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from offbeat.errors import MALFORMED, MismatchError, OffbeatError, PeerError
+from offbeat.transport.driver import Driver, Ticket, Wrapper
+from offbeat.transport.interface import check_listening, listen_address
+from offbeat.transport.link import silence_s
+from offbeat.transport.network import answering_within, serves
+from offbeat.transport.operations import Operation
+from offbeat.transport.rendezvous import Presence, Rendezvous, lost_ranks, unreadable
+
+_meetings: Final = count()
+"""Of all ranks of the process group, who meet equally often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Where this rank stands. Ranks are those of the default process group.
+
+    Attributes:
+        rank: this one.
+        column: those who have the same shard, one of each island.
+        island: those who hold a replica together, by shard.
+    """
+
+    rank: int
+    column: Sequence[int]
+    island: Sequence[int]
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of all islands."""
+        return len(self.column) * len(self.island)
+
+    @classmethod
+    def of_groups(cls, column: dist.ProcessGroup, island: dist.ProcessGroup) -> Grid:
+        """Where this rank stands, if these are its groups."""
+        return cls(
+            rank=dist.get_rank(),
+            column=dist.get_process_group_ranks(column),
+            island=dist.get_process_group_ranks(island),
+        )
+
+
+def meet(mine: Grid | OffbeatError) -> None:
+    """Compare what all ranks of the process group have for their places. Collective.
+
+    Raises:
+        OffbeatError: this rank's own refusal, if it had one.
+        MismatchError: another rank refused, or the places are those of no grid. On every rank.
+        PeerError: a rank has ended.
+    """
+    assert dist.group.WORLD is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = PrefixStore(f"offbeat/grid/{next(_meetings)}", dist.group.WORLD.get_group_store())
+    rendezvous = Rendezvous(store, rank, range(world_size), lost=lost_ranks())
+    try:
+        if isinstance(mine, OffbeatError):
+            raise mine
+        address, limit_s = listen_address(), silence_s()
+        check_listening(address)
+    except OffbeatError as refusal:
+        rendezvous.refuse(refusal)
+        raise
+    with answering_within(store, limit_s), closing(Presence(address)) as presence:
+        said = rendezvous.register(
+            {"column": list(mine.column), "island": list(mine.island)},
+            presence=presence.address,
+            serves_store=serves(store),
+        )
+        # Nobody may take its presence away while others still look for it.
+        rendezvous.exchange("met", "", limit_s=limit_s)
+    _check(said)
+
+
+def _check(said: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless the places of all ranks make a grid; every rank comes to the same."""
+    try:
+        columns = [tuple(map(int, each["column"])) for each in said]
+        islands = [tuple(map(int, each["island"])) for each in said]
+    except MALFORMED as error:
+        raise unreadable("where the ranks stand", said) from error
+    everyone = set(range(len(said)))
+    for rank, (column, island) in enumerate(zip(columns, islands, strict=True)):
+        inside = set(column) | set(island) <= everyone
+        if not (
+            inside
+            and set(column) & set(island) == {rank}
+            and len(column) * len(island) == len(said)
+            and all(columns[other] == column for other in column)
+            and all(islands[other] == island for other in island)
+            and {islands[other].index(other) for other in column} == {island.index(rank)}
+            and {columns[other].index(other) for other in island} == {column.index(rank)}
+        ):
+            raise MismatchError(
+                f"rank {rank} shards its model among ranks {list(island)} and exchanges with ranks"
+                f" {list(column)}, which is no place in a grid of all {len(said)} ranks; make one"
+                " mesh = init_device_mesh(device, (islands, shards), mesh_dim_names=('replicate',"
+                " 'shard')), call fully_shard(..., mesh=mesh['shard']), and pass"
+                " mesh=mesh['replicate'] to attach"
+            )
+
+
+class GlobalRanks(Wrapper):
+    """A driver of some ranks, whose errors have the ranks of the default process group.
+
+    Args:
+        inner: the driver.
+        ranks: of each of its ranks the one that is meant.
+    """
+
+    def __init__(self, inner: Driver, ranks: Sequence[int]) -> None:
+        super().__init__(inner)
+        self._ranks = ranks
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        try:
+            return _Named(self.inner.start(operation, channel), self)
+        except PeerError as error:
+            raise self.named(error) from error
+
+    def abort(self, reason: str, *, blame: int | None = None) -> None:
+        place = self._ranks.index(blame) if blame in self._ranks else None
+        self.inner.abort(reason, blame=place)
+
+    def end_training(self, channel: int) -> None:
+        try:
+            self.inner.end_training(channel)
+        except PeerError as error:
+            raise self.named(error) from error
+
+    def named(self, error: PeerError) -> PeerError:
+        """The same error, of this driver's, with other ranks."""
+        if error.rank is None:
+            return error
+        rank, me = self._ranks[error.rank], self._ranks[self.rank]
+        text = str(error)
+        reason = text.removeprefix(f"rank {error.rank} ")
+        if reason != text:  # what stands at its end is how this driver's rank learnt of it
+            text = f"rank {rank} {reason.rpartition(' (rank ')[0] or reason} (rank {me} waited)"
+        return type(error)(text, rank=rank)
+
+
+class _Named:
+    """A ticket of `GlobalRanks`."""
+
+    def __init__(self, ticket: Ticket, driver: GlobalRanks) -> None:
+        self._ticket, self._driver = ticket, driver
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self) -> Any:
+        try:
+            return self._ticket.wait()
+        except PeerError as error:
+            raise self._driver.named(error) from error

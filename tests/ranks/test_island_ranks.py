@@ -1,0 +1,226 @@
+"""Islands: models that `fully_shard` has divided inside a node, trained between nodes, on real
+processes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offbeat
+from offbeat.strategies.base import Strategy
+from offbeat.transport.link import DEFAULT_S
+from rank_jobs.islands import (
+    Training,
+    against_whole,
+    averaged,
+    ends_badly,
+    for_each,
+    poisoned,
+    rebound,
+    refused,
+    resumed,
+    saved,
+    struck,
+    trained,
+)
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+BASE: dict[str, Any] = {"replica_check_interval": 1}
+ALLREDUCE = offbeat.AllReduce(**BASE, bucket_mib=1e-3, first_bucket_mib=1e-4)
+EVERYTHING: dict[str, Any] = {**BASE, "density": 1.0}
+ADAM: dict[str, Any] = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}}
+LOCALSGD = offbeat.LocalSGD(period=2, warmup=0)
+EQUAL: dict[str, Training] = {
+    "allreduce": Training(strategy=ALLREDUCE),
+    "allreduce, clipped by torch": Training(strategy=ALLREDUCE, clip="torch"),
+    "allreduce, clipped": Training(strategy=ALLREDUCE, clip="session"),
+    "allreduce, accumulated": Training(strategy=ALLREDUCE, num_passes=3),
+    "allreduce, not resharded": Training(strategy=ALLREDUCE, reshard=False),
+    "allreduce, offloaded": Training(strategy=ALLREDUCE, offload=True),
+    "allreduce, AdamW": Training(strategy=ALLREDUCE, **ADAM),
+    "topk of everything": Training(strategy=offbeat.TopK(**EVERYTHING)),
+    "topk of everything, clipped": Training(
+        strategy=offbeat.TopK(**EVERYTHING, clip_norm=0.5), clip="session"
+    ),
+    "gtopk of everything": Training(
+        strategy=offbeat.GTopK(**EVERYTHING, collective="reduce_scatter")
+    ),
+    "gtopk of everything, accumulated": Training(
+        strategy=offbeat.GTopK(**EVERYTHING, collective="all_gather"), num_passes=2
+    ),
+    "ef21 of everything": Training(strategy=offbeat.EF21(**EVERYTHING)),
+    "localsgd": Training(strategy=LOCALSGD),
+    "localsgd, AdamW": Training(strategy=LOCALSGD, **ADAM),
+    "localsgd, clipped": Training(strategy=LOCALSGD, clip="session"),
+    "localsgd, clipped by torch": Training(strategy=LOCALSGD, clip="torch"),
+    "localsgd, accumulated": Training(strategy=LOCALSGD, num_passes=2),
+    "localsgd, not resharded": Training(strategy=LOCALSGD, reshard=False),
+    "localsgd after allreduce": Training(
+        strategy=offbeat.LocalSGD(period=2, warmup=0, start_step=2)
+    ),
+    "diloco": Training(strategy=offbeat.LocalSGD(period=2, outer="diloco"), **ADAM),
+    "localsgd, by drift": Training(strategy=offbeat.LocalSGD(period="adaptive"), num_steps=8),
+    "streaming": Training(strategy=offbeat.LocalSGD(period=4, exchange="2x1"), num_steps=8),
+    "pairs": Training(strategy=offbeat.LocalSGD(period=2, exchange="pairs")),
+}
+
+
+@pytest.mark.parametrize("first", ["allreduce", "topk", "gtopk", "ef21", "localsgd", "others"])
+def test_islands_train_as_whole_replicas_do(run_ranks: RunRanks, first: str) -> None:
+    named = {label: how for label, how in EQUAL.items() if family_of(label) == first}
+    for label, result in each_of(run_ranks(for_each, 4, job=against_whole, trainings=named)):
+        assert result["apart"] < 1e-9, label
+        assert result["moved"] > 1e-2, label
+
+
+def family_of(label: str) -> str:
+    word = label.partition(",")[0].partition(" ")[0]
+    return word if word in ("allreduce", "topk", "gtopk", "ef21", "localsgd") else "others"
+
+
+def each_of(results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return [(label, value) for result in results for label, value in result.items()]
+
+
+FEW: dict[str, Any] = {**BASE, "density": 0.1}
+SLOW: dict[str, Any] = {"options": {"lr": 0.002, "momentum": 0.9}}
+SAME: dict[str, Training] = {
+    "allreduce": Training(**SLOW, strategy=ALLREDUCE),
+    "allreduce, in bfloat16": Training(**SLOW, strategy=ALLREDUCE, half=True),
+    "topk": Training(**SLOW, strategy=offbeat.TopK(**FEW)),
+    "topk, Adam": Training(strategy=offbeat.TopK(**FEW), **ADAM),
+    "gtopk": Training(**SLOW, strategy=offbeat.GTopK(**FEW, collective="reduce_scatter")),
+    "gtopk, as it comes": Training(**SLOW, strategy=offbeat.GTopK(**BASE), num_steps=22),
+    "ef21": Training(**SLOW, strategy=offbeat.EF21(**FEW)),
+    "powersgd": Training(**SLOW, strategy=offbeat.PowerSGD(rank=1, **BASE)),
+    "localsgd": Training(**SLOW, strategy=LOCALSGD),
+    "diloco": Training(**SLOW, strategy=offbeat.LocalSGD(period=2, outer="diloco")),
+    "changes": Training(**SLOW, strategy=offbeat.LocalSGD(period=2, codec="sparseloco")),
+}
+
+
+def test_islands_agree_by_one_message_a_step_and_stay_identical(run_ranks: RunRanks) -> None:
+    results = run_ranks(for_each, 4, job=trained, trainings=SAME)
+    for label in SAME:
+        ranks = [result[label] for result in results]
+        assert len({result["bits"] for result in ranks}) == 1, label
+        assert ranks[0]["losses"][1] < ranks[0]["losses"][0], (label, ranks[0]["losses"])
+        assert len({result["decided"] for result in ranks}) == 1, label
+        assert [result["seen"] for result in ranks] == [[r, 4, [0, 1, 2, 3]] for r in range(4)]
+        looks = 2 if "as it comes" in label else 0  # at the measured density
+        assert {result["messages"] for result in ranks} == {SAME[label].num_steps + looks}, label
+
+
+def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(run_ranks: RunRanks) -> None:
+    trainings = {
+        "allreduce": Training(strategy=ALLREDUCE),
+        "allreduce, clipped": Training(strategy=ALLREDUCE, clip="session"),
+        "topk, clipped": Training(strategy=offbeat.TopK(**FEW, clip_norm=0.5), clip="session"),
+        "gtopk": Training(strategy=offbeat.GTopK(**FEW, collective="all_gather")),
+        "ef21": Training(strategy=offbeat.EF21(**FEW)),
+        "localsgd": Training(strategy=LOCALSGD, options={"lr": 0.02}),
+    }
+    results = run_ranks(for_each, 4, job=poisoned, trainings=trainings)
+    for label in trainings:
+        ranks = [result[label] for result in results]
+        assert len({result["bits"] for result in ranks}) == 1, label
+        struck = range(2, 4) if label == "localsgd" else range(4)
+        assert [result["skipped"] for result in ranks] == [int(r in struck) for r in range(4)]
+        for rank, result in enumerate(ranks):
+            still = [step for step, moved in enumerate(result["moved"]) if moved == 0]
+            assert still == ([2] if rank in struck else []), label
+
+
+WHY: dict[str, str] = {
+    **dict.fromkeys(("wagma", "dpsgd", "spdkfac", "adaptive"), "does not train models"),
+    "localsgd": "does not train models",
+    "no mesh": r"pass mesh=mesh\['replicate'\]",
+    "whole": "leave mesh out",
+    "blocks": r"call fully_shard\(\) on the model itself",
+    "tensors": r"call fully_shard\(\) on the model itself",
+    "natively": "native HSDP",
+    "both dimensions": r"pass mesh\['replicate'\]",
+    "the other dimension": "no place in a grid",
+    "one rank": "wagma|rank 2 refused: wagma",
+    "scaler": "bfloat16",
+    "rate": "rank [123] differs from rank [0123] in its optimizer",
+    "strategy": "rank [13] differs from rank [02] in its strategy",
+}
+
+
+def test_what_cannot_be_trained_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    results = run_ranks(refused, 4)
+    for said in results:
+        assert sorted(said) == sorted(WHY)
+        for label, text in said.items():
+            assert re.search(WHY[label], text), f"{label}: {said}"
+
+
+def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks) -> None:
+    results = run_ranks(rebound, 4)
+    assert len({result["bits"] for result in results}) == 1
+    for result in results:
+        assert result["moved"] > 0
+        assert "load with assign=False" in result["said"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at"),
+    [(ALLREDUCE, "backward"), (offbeat.GTopK(**FEW), "step"), (LOCALSGD, "step")],
+)
+def test_a_death_is_named_on_every_rank_of_every_island(
+    run_ranks: RunRanks, strategy: Strategy, at: str
+) -> None:
+    *results, dead = run_ranks(struck, 4, may_die=(3,), strategy=strategy, at=at)
+    assert dead is None
+    for heard in results:
+        assert "rank 3" in heard["message"], results
+        assert heard["rank"] in (2, 3)  # rank 2 tells its column why it gives up
+        assert heard["after_s"] < DEFAULT_S + 3
+
+
+STEADY: dict[str, Any] = {"options": {"lr": 0.002}}
+RESUMED: dict[str, Training] = {
+    "gtopk": Training(strategy=offbeat.GTopK(**FEW, collective="all_gather"), **STEADY),
+    "gtopk, Adam": Training(strategy=offbeat.GTopK(**FEW, collective="all_gather"), **ADAM),
+    "diloco": Training(strategy=offbeat.LocalSGD(period=2, warmup=0, outer="diloco"), **ADAM),
+    "ef21": Training(strategy=offbeat.EF21(**FEW), **STEADY),
+}
+
+
+@pytest.mark.parametrize("label", RESUMED)
+def test_a_run_is_resumed_by_other_islands(run_ranks: RunRanks, tmp_path: Path, label: str) -> None:
+    how, where = replace(RESUMED[label], num_steps=8), str(tmp_path / "checkpoint")
+    before = run_ranks(saved, 4, how=how, directory=where)
+    for result in before:
+        assert "this rank needs that of" in result["said"]
+    same = run_ranks(resumed, 4, how=how, directory=where, num_shards=2)
+    for old, new in zip(before, same, strict=True):
+        assert new == {key: old[key] for key in new}
+    for world_size, num_shards in ((4, 4), (2, 1), (3, 1)):
+        others = run_ranks(resumed, world_size, how=how, directory=where, num_shards=num_shards)
+        for result in others:
+            assert result["half"] == before[0]["half"]
+            if label != "ef21":
+                assert result["owed"] == pytest.approx(before[0]["owed"], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_mean_is_had_without_a_copy_of_the_model(run_ranks: RunRanks, sharded: bool) -> None:
+    for result in run_ranks(averaged, 4, sharded=sharded):
+        assert result["apart"] > 1e-3
+        assert result["kept"]
+        for what in ("state", "within", "loss", "closed"):
+            assert result[what] < 1e-12, what
+
+
+def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunRanks) -> None:
+    said = run_ranks(ends_badly, 4)
+    assert all("rank" in each and "no longer finite" in each for each in said), said
