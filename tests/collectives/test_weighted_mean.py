@@ -87,3 +87,27 @@ def test_a_part_of_another_length_is_named() -> None:
         VirtualCluster(2).run(
             [weighted_mean(0, [1.0, 1.0], model, num_elements=4, dtype=model.dtype), wrong()]
         )  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_long_vector_goes_a_few_elements_at_a_time_to_the_same_bits(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = np.random.default_rng(size).normal(size=(size, 50)).astype(np.float32)
+
+    def means() -> list[bytes]:
+        return [
+            mean.tobytes()
+            for mean in VirtualCluster(size, seed=size).run(
+                [
+                    weighted_mean(
+                        rank, range(1, size + 1), model, num_elements=50, dtype=model.dtype
+                    )
+                    for rank, model in enumerate(models)
+                ]
+            )
+        ]
+
+    whole = means()
+    monkeypatch.setattr("offbeat.collectives.weighted_mean.FRAGMENT_BYTES", 28)
+    assert means() == whole

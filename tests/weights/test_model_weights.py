@@ -20,6 +20,7 @@ from offbeat.weights.model_weights import (
     FinalModel,
     ModelWeights,
     Pack,
+    Staging,
     average_,
     choose_buffers,
     mean_of_final_models,
@@ -83,6 +84,31 @@ def test_adding_what_is_missing_leads_to_the_other_one() -> None:
     pack.add_(changes, tensors)
     for mine, theirs in zip(tensors, others, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_what_is_laid_out_is_read_and_written_piece_by_piece(step: int) -> None:
+    tensors = make_tensors(0)
+    staging = Staging(tensors)
+    whole = staging.read(tensors)
+    mine = staging.laid_out(tensors)
+    new = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    into = staging.laid_out(new)
+    for begin in range(0, whole.size, step):
+        span = slice(begin, min(begin + step, whole.size))
+        np.testing.assert_array_equal(mine[span], whole[span])
+        into[span] = whole[span]
+    torch.testing.assert_close(new, tensors, rtol=0, atol=0)
+
+
+def test_a_long_mean_is_made_of_many_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.weights.model_weights.FRAGMENT_BYTES", 32)
+    driver, tensors = Rehearsed(0, 1), [torch.randn(7, 3), torch.randn(5), torch.tensor(2.0)]
+    before = [tensor.clone() for tensor in tensors]
+    average_(tensors, tensors, driver=driver, stream=Stream(0), weight=1.0)
+    assert len(driver.noted) == 5  # three times two rows; a row and the vector; the number
+    assert max(message.numel() for message in driver.noted) <= 8 + 3  # type: ignore[attr-defined]
+    torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(0, 2**31 - 1))
@@ -202,7 +228,11 @@ def test_only_buffers_that_training_changes_are_chosen() -> None:
 
 def final(values: list[float], *, weight: float = 1.0, counter: int = 0) -> FinalModel:
     return FinalModel(
-        values=np.array(values, np.float32), counters=np.array([counter]), weight=weight
+        values=np.array(values, np.float32),
+        num_elements=len(values),
+        dtype=np.dtype(np.float32),
+        counters=np.array([counter]),
+        weight=weight,
     )
 
 

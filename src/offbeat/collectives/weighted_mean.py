@@ -6,14 +6,19 @@
    order of the ranks.
 3. It sends the mean of its region to all peers.
 
-Cost: 2(P-1) messages, 2(P-1)/P n elements sent by each rank; two messages in sequence.
+A long vector goes through this a few MiB at a time: while the means of one fragment are under way,
+the parts of the next one are. So no more of it is in memory than two fragments, besides what the
+caller keeps.
+
+Cost: for each fragment 2(P-1) messages, together 2(P-1)/P n elements sent by each rank; two
+messages in sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -23,14 +28,25 @@ from offbeat.codec.weightless import WeightlessVector
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
+FRAGMENT_BYTES: Final = 4 << 20
+
+
+class Elements(Protocol):
+    """A vector that is read and written a few elements at a time, as an array is."""
+
+    def __getitem__(self, span: slice, /) -> Values: ...
+
+    def __setitem__(self, span: slice, values: Values, /) -> None: ...
+
 
 def weighted_mean(
     rank: int,
     weights: Sequence[float],
-    values: Values | None,
+    values: Elements | None,
     *,
     num_elements: int,
     dtype: np.dtype[np.floating],
+    into: Elements | None = None,
 ) -> Collective[Values]:
     """sum of w_i x_i / sum of w_i.
 
@@ -42,44 +58,76 @@ def weighted_mean(
             without content, on all ranks.
         num_elements: the same on all ranks.
         dtype: of all values, float32 or float64.
+        into: where the result is written, shape (num_elements,); None: into a vector of its own.
 
     Returns:
-        A vector of its own, shape (num_elements,).
+        Where the result is; `values` in a simulation.
 
     Raises:
         WireError: a rank sent another number of bytes.
     """
     size, total = len(weights), sum(weights)
     assert total > 0, "at least one rank needs a weight"
-    bounds = [num_elements * owner // size for owner in range(size + 1)]
-    regions = [slice(begin, end) for begin, end in pairwise(bounds)]
+    # Sizes alone need no memory.
+    is_weightless = isinstance(values, torch.Tensor)
+    step = max(1, num_elements if is_weightless else FRAGMENT_BYTES // dtype.itemsize)
+    fragments = [
+        _regions(begin, min(begin + step, num_elements), size)
+        for begin in range(0, num_elements, step)
+    ]
+    if is_weightless:
+        into = values
+    result: Elements = np.empty(num_elements, dtype) if into is None else into
     # Each rank begins with its successor, so that not all send to the same receiver at once.
     peers = [(rank + hop) % size for hop in range(1, size)]
-    if weights[rank]:
-        assert values is not None
-        for peer in peers:
-            yield Send(peer, _bytes_of(values[regions[peer]], num_elements))
-    if isinstance(values, torch.Tensor):
-        own, result = values[regions[rank]], values
-    else:
-        own = np.zeros(bounds[rank + 1] - bounds[rank], dtype)
-        result = np.empty(num_elements, dtype)
+    # Peers receive in the order in which this sends.
+    for coming, here, gone in zip(
+        [*fragments, None, None], [None, *fragments, None], [None, None, *fragments], strict=True
+    ):
+        if coming is not None and weights[rank]:
+            assert values is not None
+            for peer in peers:
+                yield Send(peer, _bytes_of(values[coming[peer]], num_elements))
+        if here is not None:
+            mean = yield from _mean_of_region(rank, weights, values, here[rank], dtype)
+            result[here[rank]] = mean
+            for peer in peers:
+                yield Send(peer, _bytes_of(mean, num_elements))
+        if gone is not None:
+            for peer in peers:
+                result[gone[peer]] = _read((yield Recv(peer)), dtype, _length(gone[peer]), peer)
+    return cast(Values, result)
+
+
+def _regions(begin: int, end: int, size: int) -> list[slice]:
+    """The elements `begin` to `end` in as many parts of about equal length."""
+    bounds = [begin + (end - begin) * owner // size for owner in range(size + 1)]
+    return [slice(first, last) for first, last in pairwise(bounds)]
+
+
+def _mean_of_region(
+    rank: int,
+    weights: Sequence[float],
+    values: Elements | None,
+    region: slice,
+    dtype: np.dtype[np.floating],
+) -> Collective[Values]:
+    """What the peers have sent of `region`, and this rank's own, added up."""
+    total = sum(weights)
+    own = values[region] if isinstance(values, torch.Tensor) else np.zeros(_length(region), dtype)
     # In the order of the ranks, not of arrival, since floating-point sums depend on it.
     for sender in (sender for sender, weight in enumerate(weights) if weight):
         if sender == rank:
             assert values is not None
-            part = values[regions[rank]]
+            part = values[region]
         else:
-            part = _read((yield Recv(sender)), dtype, own.size, sender)
+            part = _read((yield Recv(sender)), dtype, _length(region), sender)
         own += part * dtype.type(weights[sender] / total)
-    result[regions[rank]] = own
-    for peer in peers:
-        yield Send(peer, _bytes_of(own, num_elements))
-    for peer in peers:
-        result[regions[peer]] = _read(
-            (yield Recv(peer)), dtype, bounds[peer + 1] - bounds[peer], peer
-        )
-    return result
+    return own
+
+
+def _length(region: slice) -> int:
+    return int(region.stop - region.start)
 
 
 def _bytes_of(values: Values, num_elements: int) -> memoryview:

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -39,7 +40,7 @@ from numpy.typing import NDArray
 
 from offbeat.codec.index_codecs import RowSet, decode_rows, encode_rows
 from offbeat.codec.jit import kernel
-from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.model_wire import Counters
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import ConfigError, PeerError
@@ -55,7 +56,7 @@ from offbeat.megabatch.proposal import (
 from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.transport.operations import Collective, Payload, Recv, Send
-from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
+from offbeat.weights.model_weights import ModelWeights, Staging, real, require_finite
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
     is_sum,
@@ -76,10 +77,9 @@ class ModelMean:
     """The mean of models, in memory of its own until it is committed.
 
     Attributes:
-        values: the mean, shape (num_elements,), laid out by `staging`.
-        staging: how `values` is laid out; None at a member that does not know, since it proposed
-            something else.
-        tensors: where the values belong; those of parameters in `rows` are copies of these rows.
+        merged: the mean, as tensors like `tensors`, in float32 or wider; none at a member that does
+            not know how it is laid out, since it proposed something else.
+        tensors: of which this member's are; those of parameters in `rows` are copies of these rows.
         rows: of the parameters of which only some rows are merged, and of their optimizer's states:
             which rows, by the tensor's position.
         whole: the tensors that `tensors` are, or are rows of, by position.
@@ -92,8 +92,7 @@ class ModelMean:
         owed: what this member owes then, where changes are coded.
     """
 
-    values: Values
-    staging: Staging | None
+    merged: list[torch.Tensor]
     tensors: Sequence[torch.Tensor]
     rows: Mapping[int, torch.Tensor]
     whole: Sequence[torch.Tensor]
@@ -283,8 +282,8 @@ class MergeProtocol:
             for source, target in zip(self._weights.tensors(), tensors, strict=False):
                 target.copy_(source)
         elif outcome.mean is not None:
-            assert outcome.mean.staging is not None
-            outcome.mean.staging.write_(outcome.mean.values, outcome.mean.tensors)
+            for target, new in zip(outcome.mean.tensors, outcome.mean.merged, strict=True):
+                target.copy_(new)
             weights.write_counters(outcome.mean.counters)
         return outcome
 
@@ -342,13 +341,7 @@ class MergeProtocol:
     def _laid_out(self, snapshot: ModelSnapshot, outcome: MergeOutcome) -> MergedSnapshot:
         mean = outcome.mean
         assert mean is not None
-        assert mean.staging is not None
-        before, rows, whole = [*mean.tensors], dict(mean.rows), mean.whole
-        merged = [
-            torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-            for tensor in before
-        ]
-        mean.staging.write_(mean.values, merged)
+        before, rows, whole, merged = [*mean.tensors], dict(mean.rows), mean.whole, mean.merged
         if self._momentum is not None:
             # It moves all rows, the merged ones and the others.
             for number in rows.keys() & range(len(self._parameters)):
@@ -573,33 +566,41 @@ class MergeProtocol:
             num_elements, dtype = layout.num_elements, layout.dtype
             encode_s += time.perf_counter() - begin_s
         begin_s = time.perf_counter()
-        values = None if layout is None else layout.read(tensors)
         if weights[position]:
-            assert values is not None, "a member with a weight has proposed what is done"
             # Checked before anything is sent: one bad model would spoil the models of all peers.
-            require_finite([torch.as_tensor(values)], rank=self._rank)
+            require_finite(map(real, tensors), rank=self._rank)
         encode_s += time.perf_counter() - begin_s
         joiner_state, owed = (yield from self._send_to_joiners(outcome, position)), None
         if outcome.kind == "merge" and self._changes is not None:
             assert layout is not None, "what is merged is laid out"
             if joiner_state is not None and self._momentum is not None:
                 self._momentum.from_bytes(joiner_state)
-            mean, owed = yield from self._merge_changes(
-                position, weights, own.model, tensors, layout, is_new=own.proposal.is_new
+            merged, owed = yield from self._merge_changes(
+                position, weights, own.model, tensors, is_new=own.proposal.is_new
             )
         else:
-            mean = yield from weighted_mean(
-                position, weights, values, num_elements=num_elements, dtype=dtype
+            merged = [*map(_empty_mean, tensors)]
+            yield from weighted_mean(
+                position,
+                weights,
+                None if layout is None else layout.laid_out(tensors),
+                num_elements=num_elements,
+                dtype=dtype,
+                into=None if layout is None else layout.laid_out(merged),
             )
-        if layout is not None and states:
-            first = len(whole) - sum(map(len, states.values()))
-            _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
+        first = len(whole) - sum(map(len, states.values()))
+        for mean, share in zip(
+            merged[first:], chain(*(shares[name] for name in states)), strict=True
+        ):
+            # Of the mean over all members, in which missing states are zeros, that over the members
+            # that have them.
+            if 0 < share < 1:
+                mean.div_(share)
         counters = own.model.counters
         if outcome.reference.num_counters:
             counters = yield from gather_largest(position, parties, own.model.counters)
         return ModelMean(
-            values=mean,
-            staging=layout,
+            merged=merged,
             tensors=tensors,
             rows=rows,
             whole=whole,
@@ -618,10 +619,9 @@ class MergeProtocol:
         weights: Sequence[float],
         model: ModelSnapshot,
         tensors: Sequence[torch.Tensor],
-        layout: Staging,
         *,
         is_new: bool,
-    ) -> Collective[tuple[Values, Owed]]:
+    ) -> Collective[tuple[list[torch.Tensor], Owed]]:
         """The mean by changes of parameters, and what this member owes then. What else is merged
         travels whole.
 
@@ -630,7 +630,6 @@ class MergeProtocol:
             weights: of each member's model.
             model: this member's.
             tensors: its own, and the optimizer's states.
-            layout: of them.
             is_new: whether the model counts for nothing.
         """
         assert self._changes is not None, "asked before"
@@ -643,21 +642,21 @@ class MergeProtocol:
             mine=None if is_new else model.tensors[:number],
             frozen=model.frozen,
         )
-        merged += tensors[number:]
+        merged += map(_empty_mean, tensors[number:])
         if others := [*model.frozen, *range(number, len(tensors))]:
-            staging = Staging([tensors[other] for other in others])
-            values = yield from weighted_mean(
+            for other in model.frozen:
+                merged[other] = _empty_mean(tensors[other])
+            mine = [tensors[other] for other in others]
+            staging = Staging(mine)
+            yield from weighted_mean(
                 position,
                 weights,
-                staging.read([tensors[other] for other in others]),
+                staging.laid_out(mine),
                 num_elements=staging.num_elements,
                 dtype=staging.dtype,
+                into=staging.laid_out([merged[other] for other in others]),
             )
-            for other in others:
-                kind = torch.promote_types(tensors[other].dtype, torch.float32)
-                merged[other] = torch.empty_like(tensors[other], dtype=kind)
-            staging.write_(values, [merged[other] for other in others])
-        return layout.read(merged), owed
+        return merged, owed
 
     def _union_of_rows(
         self, outcome: MergeOutcome, touched: Mapping[int, RowSet], position: int
@@ -738,23 +737,10 @@ def _shared(states: Sequence[torch.Tensor], shares: Sequence[float]) -> list[tor
     ]
 
 
-def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: int) -> None:
-    """Make of means over all members, in which missing tensors are zeros, those over the members
-    that have them.
-
-    Args:
-        mean: shape (num_elements,), laid out by `layout`.
-        layout: of the tensors.
-        shares: of each tensor from `first` on: which part of the weights has it, in [0, 1].
-        first: position of a tensor.
-    """
-    positions: dict[float, set[int]] = {}
-    for position, share in enumerate(shares, start=first):
-        if 0 < share < 1:
-            positions.setdefault(share, set()).add(position)
-    for share, chosen in positions.items():
-        for span in layout.spans(chosen):
-            mean[span] /= share
+def _empty_mean(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a mean of tensors like this one, in the type in which means are computed."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # Which rows have changed, and whether it is cheaper to merge those rows alone.

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,9 +28,9 @@ from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.tally import is_finite
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.collectives.gather import all_gather, gather_largest
-from offbeat.collectives.weighted_mean import weighted_mean
+from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements, weighted_mean
 from offbeat.errors import CheckpointError, NonFiniteError
-from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import AllGather, Collective, Payload
 
 
@@ -342,6 +347,10 @@ class Staging:
             return [real(tensor).reshape(-1).numpy() for tensor in tensors]
         return [self.read(tensors)]
 
+    def laid_out(self, tensors: Sequence[torch.Tensor]) -> Elements:
+        """What `read` gives, a few elements at a time, and where they are written to."""
+        return self.read(tensors) if self._is_weightless else LaidOut(self, tensors)
+
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:
         """A vector of its own, shape (num_elements,), with what `tensors` hold; or a tensor of this
         shape, if they hold nothing.
@@ -349,17 +358,29 @@ class Staging:
         vectors = self._pack.vectors(tensors)
         if self._is_weightless:
             return torch.cat(vectors)  # type: ignore[return-value]  # as arithmetic they are alike
-        if (
-            len(vectors) == 1
-            and vectors[0].device.type == "cpu"
-            and vectors[0].dtype == self._dtype
-        ):
-            return vectors[0].numpy()
-        whole = torch.empty(self.num_elements, dtype=self._dtype, pin_memory=bool(self._streams))
-        for vector, part in zip(vectors, whole.split(self._sizes), strict=True):
-            self._copy(vector, part, vector.device)
+        return self.on_host(vectors)
+
+    def holds(self, part: torch.Tensor) -> bool:
+        """Whether the vector has the type of `part`."""
+        return part.dtype == self._dtype
+
+    @property
+    def order(self) -> list[int]:
+        """The positions of tensors in the order in which the vector has them."""
+        return [position for piece in self._pack.pieces for position in piece.positions]
+
+    def on_host(self, parts: Sequence[torch.Tensor]) -> Values:
+        """Vectors side by side, of the type of the vector; a single one's own memory where that can
+        be.
+        """
+        if len(parts) == 1 and parts[0].device.type == "cpu" and self.holds(parts[0]):
+            return parts[0].numpy()
+        sizes = [part.numel() for part in parts]
+        joined = torch.empty(sum(sizes), dtype=self._dtype, pin_memory=bool(self._streams))
+        for part, place in zip(parts, joined.split(sizes), strict=True):
+            self._copy(part, place, part.device)
         self._finish()
-        return whole.numpy()
+        return joined.numpy()
 
     def write_(self, values: Values, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `values`, shape (num_elements,), into `tensors`."""
@@ -393,6 +414,48 @@ class Staging:
             stream.synchronize()
 
 
+class LaidOut:
+    """Tensors as one vector, which is read and written a few elements at a time. What is read is
+    the tensors' own memory where that can be.
+
+    Args:
+        staging: how they lie in it.
+        tensors: contiguous, if they are written.
+    """
+
+    def __init__(self, staging: Staging, tensors: Sequence[torch.Tensor]) -> None:
+        self._staging = staging
+        self._tensors = [tensors[position] for position in staging.order]
+        sizes = [real(tensor).numel() for tensor in self._tensors]
+        self._begins = [*accumulate(sizes, initial=0)]
+
+    def __getitem__(self, span: slice) -> Values:
+        """The elements `span`, which has both ends."""
+        parts = [flat[there] for flat, there, _ in self._parts(span)]
+        return self._staging.on_host(parts)
+
+    def __setitem__(self, span: slice, values: Values) -> None:
+        for flat, there, here in self._parts(span):
+            if flat.device.type == "cpu" and self._staging.holds(flat):
+                flat[there].numpy()[:] = values[here]
+            else:  # what was received is not writable, which torch asks for
+                flat[there].copy_(torch.from_numpy(values[here].copy()))
+
+    def _parts(self, span: slice) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+        """The tensors that `span` goes through, which elements of each it has, and where they are
+        in the span.
+        """
+        first = bisect_right(self._begins, span.start) - 1
+        for tensor, begin in zip(self._tensors[first:], self._begins[first:], strict=False):
+            if begin >= span.stop:
+                break
+            flat = real(tensor).reshape(-1)
+            low, high = max(span.start, begin), min(span.stop, begin + flat.numel())
+            if low < high:
+                there = slice(low - begin, high - begin)
+                yield flat, there, slice(low - span.start, high - span.start)
+
+
 def average_(
     tensors: Sequence[torch.Tensor],
     like: Sequence[torch.Tensor],
@@ -423,25 +486,90 @@ def average_(
             sent.
     """
     begin_s = time.perf_counter()
-    pack = Pack(like)
-    vectors = pack.vectors(tensors, with_tails=True)
-    require_finite(vectors, rank=driver.rank)
-    sums = []
-    for piece, vector in zip(pack.pieces, vectors, strict=True):
-        weights = [0.0 if position in absent else weight for position in piece.positions]
-        vector.mul_(weight)[-len(weights) :] = vector.new_tensor(weights)
-        sums.append(driver.launch(dense_all_reduce(vector), stream.next()))
+    require_finite(map(real, tensors), rank=driver.rank)
+    means: dict[int, torch.Tensor] = {}
+    under_way: deque[Callable[[], float]] = deque()
     encode_s = time.perf_counter() - begin_s
+    for cuts in _fragments(like):
+        if len(under_way) == _UNDER_WAY:
+            encode_s += under_way.popleft()()
+        begin_s = time.perf_counter()
+        pack = Pack([_cut(like[position], rows) for position, rows in cuts])
+        mine, sums = [_cut(tensors[position], rows) for position, rows in cuts], []
+        vectors = pack.vectors(mine, with_tails=True)
+        for piece, vector in zip(pack.pieces, vectors, strict=True):
+            tail = [0.0 if cuts[place][0] in absent else weight for place in piece.positions]
+            vector.mul_(weight)[-len(tail) :] = vector.new_tensor(tail)
+            sums.append(driver.launch(dense_all_reduce(vector), stream.next()))
+        under_way.append(partial(_take_means, pack, cuts, sums, tensors, means))
+        encode_s += time.perf_counter() - begin_s
+    encode_s += sum(take() for take in under_way)
+    begin_s = time.perf_counter()
+    # Only now, so that a rank whose peer fails meanwhile still has its own.
+    for position, mean in means.items():
+        real(tensors[position]).copy_(mean)
+    return encode_s + time.perf_counter() - begin_s
+
+
+_UNDER_WAY: Final = 2
+"""How many fragments are summed at a time."""
+
+
+_Cut: TypeAlias = tuple[int, slice | None]
+"""The position of a tensor, and which of its rows; None: it has none."""
+
+
+def _fragments(like: Sequence[torch.Tensor]) -> Iterator[list[_Cut]]:
+    """Tensors a few MiB at a time. What they are cut into follows from shapes alone, which are the
+    same on all ranks.
+    """
+    # Sizes alone need no memory.
+    left = limit = math.inf if any(each.is_meta for each in like) else FRAGMENT_BYTES // 4
+    fragment: list[_Cut] = []
+    for position, tensor in enumerate(like):
+        num_rows = len(tensor) if tensor.dim() else 0
+        row = tensor.numel() // max(1, num_rows)
+        step = int(min(num_rows, max(1, limit // max(1, row)))) or 1
+        for begin in range(0, max(1, num_rows), step):
+            rows = slice(begin, min(begin + step, num_rows)) if num_rows else None
+            size = row if rows is None else row * (rows.stop - rows.start)
+            if fragment and size > left:
+                yield fragment
+                fragment, left = [], limit
+            fragment.append((position, rows))
+            left -= size
+    if fragment:
+        yield fragment
+
+
+def _cut(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    whole = real(tensor)
+    return whole if rows is None else whole[rows]
+
+
+def _take_means(
+    pack: Pack,
+    cuts: Sequence[_Cut],
+    sums: Sequence[Pending[torch.Tensor]],
+    like: Sequence[torch.Tensor],
+    means: dict[int, torch.Tensor],
+) -> float:
+    """Wait for the sums of a fragment, and write its means into `means`, by position. Returns the
+    seconds without the waiting.
+    """
     totals = [pending.wait() for pending in sums]
     begin_s = time.perf_counter()
     views = pack.views(totals)
     for piece, total in zip(pack.pieces, totals, strict=True):
-        for position, divisor in zip(
-            piece.positions, total[-len(piece.positions) :].tolist(), strict=True
-        ):
+        divisors = total[-len(piece.positions) :].tolist()
+        for place, divisor in zip(piece.positions, divisors, strict=True):
+            position, rows = cuts[place]
             if divisor:
-                real(tensors[position]).copy_(views[position].div_(divisor))
-    return encode_s + time.perf_counter() - begin_s
+                # One block a tensor: where many small ones are freed, the heap may keep them all.
+                if position not in means:
+                    means[position] = torch.empty_like(real(like[position]))
+                _cut(means[position], rows).copy_(views[place].div_(divisor))
+    return time.perf_counter() - begin_s
 
 
 def _maximum(mine: Counters) -> Collective[Counters]:
@@ -450,7 +578,7 @@ def _maximum(mine: Counters) -> Collective[Counters]:
     return np.max([np.frombuffer(payload, dtype=np.int64) for payload in payloads], axis=0)  # type: ignore[no-any-return]
 
 
-def require_finite(vectors: Sequence[torch.Tensor], *, rank: int) -> None:
+def require_finite(vectors: Iterable[torch.Tensor], *, rank: int) -> None:
     """Raise `NonFiniteError` before what is not finite reaches another rank."""
     if not all(is_finite(vector) for vector in vectors):
         raise non_finite_weights(rank)
@@ -482,23 +610,36 @@ class FinalModel:
     """One rank's model when its loop has ended.
 
     Attributes:
-        values: parameters and statistics, shape (any,).
+        values: parameters and statistics, shape (num_elements,).
+        num_elements: of them.
+        dtype: their type, float32 or float64.
         counters: the integer buffers, shape (any,).
         weight: of the model in the mean, >= 0.
     """
 
-    values: Values
+    values: Elements
+    num_elements: int
+    dtype: np.dtype[np.floating]
     counters: Counters
     weight: float
 
-    def digest(self) -> str:
-        """Equal if, and only if, values and counters are equal to the bit."""
-        digest = hashlib.sha256(self.values.view(np.uint8).data)
+    def summary(self) -> dict[str, float | str | bool]:
+        """The weight, whether the values are finite, and a digest, which is equal if, and only if,
+        values and counters are equal to the bit.
+        """
+        digest, finite = hashlib.sha256(), True
+        step = FRAGMENT_BYTES // self.dtype.itemsize
+        for begin in range(0, self.num_elements, step):
+            part = self.values[begin : min(begin + step, self.num_elements)]
+            finite = finite and bool(is_finite(torch.from_numpy(part)))
+            digest.update(part.view(np.uint8).data)
         digest.update(self.counters.tobytes())
-        return digest.hexdigest()
+        return {"weight": self.weight, "finite": finite, "digest": digest.hexdigest()}
 
 
-def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collective[FinalModel]:
+def mean_of_final_models(
+    rank: int, world_size: int, mine: FinalModel, into: Elements | None = None
+) -> Collective[FinalModel]:
     """The mean of all ranks' models when training is over; `mine` itself where all hold the same.
 
         rank                                    every peer
@@ -515,16 +656,13 @@ def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collec
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks, >= 1.
         mine: this rank's model.
+        into: where the values of a mean are written; None: into a vector of its own.
 
     Raises:
         NonFiniteError: a rank's model is not finite. On every rank.
     """
-    summary = {
-        "weight": mine.weight,
-        "finite": bool(is_finite(torch.from_numpy(mine.values))),
-        "digest": mine.digest(),
-    }
-    summaries = yield from all_gather(rank, world_size, json.dumps(summary).encode(), _read_summary)
+    summary = json.dumps(mine.summary()).encode()
+    summaries = yield from all_gather(rank, world_size, summary, _read_summary)
     broken = [number for number, each in enumerate(summaries) if not each["finite"]]
     if broken:
         raise NonFiniteError(f"the weights of rank {broken[0]}{_NOT_FINITE}")
@@ -534,13 +672,14 @@ def mean_of_final_models(rank: int, world_size: int, mine: FinalModel) -> Collec
         rank,
         [float(each["weight"]) for each in summaries],
         mine.values,
-        num_elements=mine.values.size,
-        dtype=mine.values.dtype,
+        num_elements=mine.num_elements,
+        dtype=mine.dtype,
+        into=into,
     )
     counters = mine.counters
     if counters.size:
         counters = yield from gather_largest(rank, [True] * world_size, counters)
-    return FinalModel(values=values, counters=counters, weight=mine.weight)
+    return replace(mine, values=values, counters=counters)
 
 
 def average_at_the_end(
@@ -562,10 +701,20 @@ def average_at_the_end(
     driver.end_training(channel)
     tensors = weights.tensors()
     staging = Staging(tensors)
-    mine = FinalModel(values=staging.read(tensors), counters=weights.read_counters(), weight=weight)
-    mean = driver.run(mean_of_final_models(driver.rank, driver.world_size, mine), channel)
+    mine = FinalModel(
+        values=staging.laid_out(tensors),
+        num_elements=staging.num_elements,
+        dtype=staging.dtype,
+        counters=weights.read_counters(),
+        weight=weight,
+    )
+    # Until the mean is complete the model is this rank's own.
+    means = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+    work = mean_of_final_models(driver.rank, driver.world_size, mine, into=staging.laid_out(means))
+    mean = driver.run(work, channel)
     if mean is not mine:
-        staging.write_(mean.values, tensors)
+        for tensor, new in zip(tensors, means, strict=True):
+            tensor.copy_(new)
         weights.write_counters(mean.counters)
 
 
