@@ -27,8 +27,7 @@ from offbeat_lab.cli import doctor as doctor_command
 from offbeat_lab.cluster.reading import load, parse_cluster
 from offbeat_lab.doctor import Diagnosis, diagnose
 from offbeat_lab.doctor import diagnosis as whole
-from offbeat_lab.doctor.advice import cluster_of, display_link
-from offbeat_lab.doctor.diagnosis import ALONE, analyse
+from offbeat_lab.doctor.diagnosis import ALONE, analyse, cluster_of, display_link
 from offbeat_lab.doctor.facts import (
     Finding,
     capabilities,

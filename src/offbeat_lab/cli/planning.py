@@ -240,7 +240,7 @@ def _clusters(
 
 
 def _show(made: Plan, commands: Sequence[str]) -> None:
-    from offbeat_lab.plan.table import column_words, plan_tables
+    from offbeat_lab.plan.predictions import column_words, plan_tables
 
     console = Console()
     for found in plan_tables(made):
