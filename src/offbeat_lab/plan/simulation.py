@@ -33,15 +33,15 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
-from offbeat.simulation.training import LEAD_IN, Common, with_lead_in
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.virtual_driver import SleepUntil
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import is_comparison
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.records import Record
+from offbeat_lab.simulation.training import LEAD_IN, Common, with_lead_in
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual_driver import SleepUntil
 
 EVENTS_UP_TO: Final = 64
 """Workers up to which every message of every exchange of entries is simulated. Beyond that all
