@@ -48,11 +48,6 @@ def emulate(cluster: Cluster, *, mode: Mode = "auto") -> Emulation:
             f"cluster {cluster.name!r} has racks, which `offbeat plan` simulates and nothing"
             " emulates; leave racks out, or pass --emulation none"
         )
-    if cluster.straggling_record is not None and mode != "none":
-        raise ConfigError(
-            f"cluster {cluster.name!r} takes computing times from a record, which `offbeat plan`"
-            " simulates and nothing emulates; give --delay in its place, or pass --emulation none"
-        )
     if mode == "none" or (mode == "auto" and not needs_network(cluster)):
         return LoopbackEmulation(cluster, kind="none", limit_compute=mode != "none")
     if mode == "delaying":

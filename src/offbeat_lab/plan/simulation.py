@@ -22,9 +22,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -34,11 +33,8 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
-from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.comparison import is_comparison
 from offbeat_lab.plan.profile import ModelProfile
-from offbeat_lab.records import Record
 from offbeat_lab.simulation.training import LEAD_IN, Common, with_lead_in
 from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.simulation.virtual_driver import SleepUntil
@@ -170,8 +166,7 @@ class Setting:
     def is_steady(self) -> bool:
         """Whether all steps take the same time on all ranks."""
         cluster = self.cluster
-        late = cluster.straggling or cluster.straggling_record is not None
-        return not (late or self.profile.spread or set(cluster.speeds) != {1.0})
+        return not (cluster.straggling or self.profile.spread or set(cluster.speeds) != {1.0})
 
     @property
     def by_closed_forms(self) -> bool:
@@ -203,14 +198,6 @@ class Setting:
     def factors(self) -> NDArray[np.float64]:
         """By what computing takes longer than the profile says, shape (steps, ranks)."""
         speeds = np.array(self.cluster.speeds)
-        record = self.cluster.straggling_record
-        if record is not None:
-            times, seed = recorded_times(record), self.cluster.seed
-            rows = range(self._first_step, self._first_step + self.num_steps)
-            recorded: NDArray[np.float64] = (
-                np.stack([times.drawn(seed, row, self.world_size) for row in rows]) / speeds
-            )
-            return recorded
         generator = np.random.default_rng([self.cluster.seed, 2])
         shape = (self.num_steps, self.world_size)
         spread = self.profile.spread
@@ -428,10 +415,9 @@ class Run:
         profile, cluster = self.setting.profile, self.setting.cluster
         if profile.padding_s:
             # What computing takes longer once, padding takes less.
-            is_recorded, factor = cluster.straggling_record is not None, self.factor(rank, number)
             speed = cluster.speeds[self._slowest(rank, number)]
-            whole_s = size * profile.batch.forward_s * (factor if is_recorded else 1 / speed)
-            yield Sleep(max(0.0, whole_s - computed_s - coming_s * factor))
+            whole_s = size * profile.batch.forward_s / speed
+            yield Sleep(max(0.0, whole_s - computed_s - coming_s * self.factor(rank, number)))
 
     def compute(self, rank: int, number: int, seconds: float) -> Collective[None]:
         """Compute what takes `seconds` on a worker of speed 1, alone."""
@@ -507,70 +493,6 @@ class ClosedForm(DenseOperation):
     @override
     def finish(self, backends: Any) -> Any:
         raise NotImplementedError("a closed form is simulated only")
-
-
-_FEWEST_STEPS: Final = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RecordedTimes:
-    """How the computing times of a run differ from its median: stragglers of a record.
-
-        of each rank and step    compute_s / median over all ranks and steps
-        for each planned step    a step of the record, drawn from (seed, step), for every R workers,
-                                 who take as long as the record's R ranks took in it
-
-    So what ranks share stays shared: one that is always slow, and steps in which several are.
-
-    Attributes:
-        relative: to their median, shape (steps, ranks).
-    """
-
-    relative: NDArray[np.float64]
-
-    def drawn(self, seed: int, step: int, workers: int) -> NDArray[np.float64]:
-        """What computing takes each worker in a step, over what is usual, shape (workers,).
-
-        Args:
-            seed: of the cluster.
-            step: of the run that is planned, >= 0.
-            workers: how many, >= 1.
-        """
-        num_steps, num_ranks = self.relative.shape
-        # The 2 keeps these draws apart from those of delays, which have a 1 there.
-        draws = np.random.default_rng((seed, 0, 2, step))
-        rows = draws.integers(num_steps, size=-(-workers // num_ranks))
-        drawn: NDArray[np.float64] = self.relative[rows].ravel()[:workers]
-        return drawn
-
-
-@lru_cache(maxsize=1)
-def recorded_times(directory: str) -> RecordedTimes:
-    """The times of the run that is recorded in `directory`, without its first steps.
-
-    Raises:
-        RecordError: there is no record, or it is damaged.
-        ConfigError: it is a comparison's, its batches differ in size, or it is too short.
-    """
-    path = Path(directory)
-    if is_comparison(path):
-        raise ConfigError(
-            f"straggling_record {directory} is a comparison; name one of the runs in it, such as"
-            f" {path / 'runs'}/alone-seed-0"
-        )
-    steps = read_steps(Record(path)).settled()
-    if steps.merged.size:
-        raise ConfigError(
-            f"straggling_record {directory} is of a run whose workers claimed batches of different"
-            " sizes; name one whose batches are equal"
-        )
-    whole = steps.compute_s[:, steps.done.all(axis=0)].T
-    if len(whole) < _FEWEST_STEPS or not np.median(whole) > 0:
-        raise ConfigError(
-            f"straggling_record {directory} has {len(whole)} steps that all ranks did after the"
-            f" first ones; needed are {_FEWEST_STEPS} or more in which they computed"
-        )
-    return RecordedTimes(relative=whole / np.median(whole))
 
 
 DENSE_CPU_S_PER_BYTE: Final = 0.32e-9
