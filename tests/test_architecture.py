@@ -66,7 +66,6 @@ MAY_BLOCK = {
         "time.sleep"
     },  # holds torch's own collectives back where links are imitated in user space
     "offbeat_lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
-    "offbeat_lab/native/local.py": {"torch.distributed"},
     "offbeat_lab/emulation/check.py": {"socket"},  # sends through the links it checks
     "offbeat_lab/emulation/commands.py": {"subprocess"},  # ip and tc
     "offbeat_lab/emulation/namespaces.py": {"socket"},  # names of interfaces

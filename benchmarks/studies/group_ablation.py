@@ -53,11 +53,11 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.operations import Collective, Sleep
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.virtual_driver import VirtualThread
 from offbeat.weights.model_weights import Staging
 from offbeat_lab.cluster import Cluster, Straggling
 from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual_driver import VirtualThread
 from offbeat_lab.statistics import Estimate
 from offbeat_lab.tasks import Batch, Task, build_task
 

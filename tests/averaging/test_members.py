@@ -32,9 +32,9 @@ from offbeat.membership.generations import GenerationHost
 from offbeat.membership.quorum import Quorum
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Sleep
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.virtual_driver import VirtualThread
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual_driver import VirtualThread
 
 PLAIN = offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False)
 NESTEROV = offbeat.Outer(lr=0.7, momentum=0.8)

@@ -16,7 +16,7 @@ from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.errors import WireError
 from offbeat.transport.driver import Counting, Driver
-from offbeat.transport.virtual import VirtualCluster
+from offbeat_lab.simulation.virtual import VirtualCluster
 
 codecs = st.sampled_from(sorted(VALUE_CODECS))
 

@@ -24,7 +24,7 @@ from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import clipped_sum, global_topk, topk_sum
 from offbeat.errors import PeerError
 from offbeat.transport.operations import Recv
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from transport_support.wrappers import Failing, ScriptedFault
 
 CONSERVING: dict[str, SparseCollective] = {

@@ -29,8 +29,8 @@ from offbeat.transport.backends import Backends, BackendWork
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Counting, Driver
 from offbeat.transport.operations import AllReduceTensor, Collective, DenseOperation, Traffic
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.emulation.delaying import Delaying
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from ranks_support.launch import RunRanks
 from transport_support.wrappers import Recorded, RecordingDriver
 

@@ -18,7 +18,7 @@ from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk
 from offbeat.transport.driver import Driver
-from offbeat.transport.virtual import VirtualCluster
+from offbeat_lab.simulation.virtual import VirtualCluster
 from transport_support.wrappers import RecordingDriver
 
 TREE_OF_5 = {

@@ -28,7 +28,7 @@ from offbeat.errors import PeerError, PeerTimeoutError
 from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, SampleRange, SampleRanges
 from offbeat.membership.atomic_group import all_or_none
 from offbeat.transport.operations import Collective, Operation, Recv, Send, Sleep
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 T = TypeVar("T")
 

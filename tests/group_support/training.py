@@ -20,8 +20,8 @@ from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.operations import Collective, Sleep
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.virtual_driver import VirtualThread
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual_driver import VirtualThread
 
 PARAMETERS, VARIANCE = slice(0, 3), slice(5, 7)
 

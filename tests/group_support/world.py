@@ -37,8 +37,8 @@ from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.transport.driver import Counting, Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.emulation.delaying import Raised
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 SERVE, TRAIN = 1 << 32, 2 << 32
 GENERATION = 3

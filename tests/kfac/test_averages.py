@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.averages import RunningFactor, damping_of, mean_eigenvalue
+from offbeat.kfac.callback import RunningFactor, damping_of, mean_eigenvalue
 from offbeat.kfac.factors import FactorShape, pack
 
 SHAPE = FactorShape(groups=2, dim=3)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from kfac_maths_support.reference import capture_all, square
-from offbeat.kfac.averages import damping_of, mean_eigenvalue
 from offbeat.kfac.blocks import Block
+from offbeat.kfac.callback import damping_of, mean_eigenvalue
 from offbeat.kfac.capture import Capture
 from offbeat.kfac.curvature import Curvature, Grafting
 from offbeat.kfac.factors import FactorShape

@@ -13,7 +13,7 @@ from torch import nn
 import offbeat
 from kfac_maths_support.reference import Conv1D, capture_all, square, take_all
 from offbeat import Curvature
-from offbeat.kfac.averages import joined_factors
+from offbeat.kfac.callback import joined_factors
 from offbeat.kfac.factors import FactorShape, pack
 from offbeat.kfac.survey import survey
 

@@ -20,7 +20,6 @@ from pydantic import BaseModel
 
 from offbeat.errors import ConfigError
 from offbeat.transport.operations import Collective, Recv, Send
-from offbeat.transport.virtual import VirtualCluster, VirtualLink, VirtualRacks
 from offbeat_lab.cluster import (
     PRESETS,
     Cluster,
@@ -36,6 +35,7 @@ from offbeat_lab.cluster import (
 from offbeat_lab.cluster.quantities import duration_text, parse_duration, parse_rate, rate_text
 from offbeat_lab.cluster.toml_writer import toml_key
 from offbeat_lab.emulation import emulate
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
 
 durations = st.floats(0, 86_400)
 lengths = st.floats(0, 86_400, exclude_min=True)

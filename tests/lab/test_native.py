@@ -16,8 +16,7 @@ from offbeat.strategies.docstrings import first_sentence
 from offbeat_lab.attaching import attach_recipe
 from offbeat_lab.config import Request, resolve, resolve_resume
 from offbeat_lab.native import NATIVE, Native
-from offbeat_lab.native.ddp import PowerSGDHook
-from offbeat_lab.native.local import PostLocalSGD
+from offbeat_lab.native.ddp import PostLocalSGD, PowerSGDHook
 from offbeat_lab.options import RECIPES, build_strategy, strategy_options
 from offbeat_lab.tasks import TASKS
 

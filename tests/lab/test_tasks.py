@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat_lab.tasks import TASKS, Task, build_task, digits
+from offbeat_lab.tasks import TASKS, Task, build_task, images
 from offbeat_lab.tasks.gpt import Gpt
 from offbeat_lab.tasks.image_task import label_shares
 
@@ -190,8 +190,8 @@ def test_digits_are_those_of_scikit_learn_which_is_not_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = build_task("digits", {}).data
-    monkeypatch.setattr(digits, "find_spec", lambda name: None)  # as if its file had moved
-    monkeypatch.setattr(digits, "bundled_table", digits.bundled_table.__wrapped__)  # read anew
+    monkeypatch.setattr(images, "find_spec", lambda name: None)  # as if its file had moved
+    monkeypatch.setattr(images, "bundled_table", images.bundled_table.__wrapped__)  # read anew
     loaded = build_task("digits", {}).data
     for field in fields(read):
         assert torch.equal(getattr(read, field.name), getattr(loaded, field.name))

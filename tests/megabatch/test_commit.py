@@ -15,7 +15,7 @@ from group_support.rounds import Script, World, draw_script
 from offbeat.errors import PeerError
 from offbeat.membership.atomic_group import all_or_none
 from offbeat.transport.operations import Collective, Recv, Send
-from offbeat.transport.virtual import VirtualCluster
+from offbeat_lab.simulation.virtual import VirtualCluster
 
 
 @pytest.mark.parametrize("first", range(0, 120, 10))

@@ -8,13 +8,12 @@ import pytest
 
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.transport.operations import Collective, Sleep
-from offbeat.transport.virtual import VirtualCluster
 from offbeat_lab.cluster import Cluster, RackSpec, from_flags
-from offbeat_lab.plan.cores import SLICE_S, Cores
 from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch
-from offbeat_lab.plan.simulation import Run
+from offbeat_lab.plan.simulation import SLICE_S, Cores, Run
+from offbeat_lab.simulation.virtual import VirtualCluster
 
 MODEL = ModelProfile(
     name="toy",

@@ -19,11 +19,16 @@ from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
 from offbeat_lab.cluster import Cluster, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
-from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_recipe, predict_step
+from offbeat_lab.plan.predictions import (
+    PlanRequest,
+    make_plan,
+    plan_tables,
+    predict_recipe,
+    predict_step,
+)
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import PUBLISHED, factors_of, named_profile, resnet, shipped_profile
 from offbeat_lab.plan.simulation import Setting
-from offbeat_lab.plan.table import plan_tables
 from offbeat_lab.tasks import build_task
 from thread_support.world import ThreadDriver, results_of, session_on
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offbeat.transport.operations import Now
-from offbeat.transport.virtual import VirtualCluster
+from offbeat_lab.simulation.virtual import VirtualCluster
 from transport_support.wrappers import Failing, ScriptedFault
 
 

@@ -18,8 +18,8 @@ from offbeat.transport.operations import (
     Send,
 )
 from offbeat.transport.peers import Peers
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.emulation.delaying import Delaying, Delivery
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from transport_support.protocols import clock, receive, send
 
 LATENCY_S = 0.5

@@ -15,8 +15,8 @@ from offbeat.transport.driver import Counting, Driver, total_of
 from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep, Traffic
 from offbeat.transport.peers import Peers
 from offbeat.transport.single_rank import SingleRank
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.emulation.delaying import Delaying, Delivery
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from transport_support.wrappers import Failing, Recorded, RecordingDriver
 
 OpenMesh = Callable[..., list[Peers]]

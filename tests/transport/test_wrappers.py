@@ -25,7 +25,7 @@ from offbeat.transport.operations import (
     Traffic,
 )
 from offbeat.transport.peers import Peers
-from offbeat.transport.virtual import VirtualCluster
+from offbeat_lab.simulation.virtual import VirtualCluster
 from rank_jobs.fault import killed
 from ranks_support.process import StartProcess, start_process
 from transport_support.protocols import clock, receive, send

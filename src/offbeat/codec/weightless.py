@@ -29,7 +29,7 @@ from offbeat.codec.wire import HEAD_BYTES, LENGTH_BYTES, Wire
 class WeightlessMessage:
     """A message that has a length, and what its receiver would read in it.
 
-    A virtual cluster passes it on as it is (`transport.virtual.VirtualCluster.weightless`).
+    A virtual cluster passes it on as it is (`VirtualCluster` of the lab).
     """
 
     __slots__ = ("content", "num_bytes")

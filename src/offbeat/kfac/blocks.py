@@ -19,7 +19,7 @@ which are further groups, and one that would need many of them is kept as its di
 
 A tied weight is used by several layers. Each use sees inputs and output gradients of its own; where
 the uses lie the same way round, the factors add up as those of one layer that is called several
-times. `kfac.averages` says what happens to the rest.
+times. `kfac.callback` says what happens to the rest.
 """
 
 from __future__ import annotations

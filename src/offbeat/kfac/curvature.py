@@ -190,7 +190,7 @@ class KFACSettings:
     """What all K-FAC strategies do alike: how factors are taken, averaged, damped and used.
 
     Attributes:
-        damping: as of `kfac.averages.damping_of`, > 0; or a function of the step.
+        damping: as of `kfac.callback.damping_of`, > 0; or a function of the step.
         bfloat16: whether inverses are kept in bfloat16; None: where that costs nothing
             (`kfac.inverses.form_of`).
         kl_clip: limit of a step's predicted change, > 0, or a function of the step; None: no limit.

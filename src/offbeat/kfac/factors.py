@@ -56,7 +56,7 @@ class FactorShape:
         padding: how many rows, of all matrices together, stand for nothing and are zeros, since
             what was cut has not the length of its pieces.
         uses: 2 for a weight that is used both ways round, whose factors are averaged apart and
-            joined before they are inverted (`kfac.averages`); else 1.
+            joined before they are inverted (`kfac.callback`); else 1.
     """
 
     groups: int

@@ -154,12 +154,7 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
     user should know. Arguments and result are those of `run_command`.
     """
     # What imports torch is imported once the words are known to be right.
-    from offbeat.run.plan import (
-        DEFAULT_WORKERS,
-        script_command,
-        script_config,
-        with_strategys_problem,
-    )
+    from offbeat.run.plan import DEFAULT_WORKERS, script_command, script_config
     from offbeat.run.progress import MembershipChange, WorkerProgress
     from offbeat.run.supervise import meet, meeting, run_script
     from offbeat.run.worker import run_launched
@@ -168,10 +163,7 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
     where = meeting(given.rendezvous, given.nodes, given.node_rank)
     if given.restarts < 0:
         raise ConfigError(f"--restarts is {given.restarts}; allowed is 0 or more")
-    try:
-        script = script_command(given.words, as_module=given.module, metric=given.metric)
-    except ConfigError as problem:
-        raise with_strategys_problem(problem, given.strategy, given.words) from None
+    script = script_command(given.words, as_module=given.module, metric=given.metric)
     loggers = [name.strip() for name in given.log_to.split(",") if name.strip()]
     config_of = partial(script_config, script, given.strategy, steps=given.steps, log_to=loggers)
     # Where hosts are named this process supervises its own, whoever has started it on them.

@@ -444,8 +444,6 @@ def is_good_end(error: BaseException) -> bool:
 STATE_KEY: Final = "offbeat"
 """The key of the entry in the optimizer's state."""
 
-LOGGER = logging.getLogger("offbeat")
-
 
 class CarriedStates:
     """The states of the sessions of one script, by optimizer, in the checkpoints that the script

@@ -69,20 +69,6 @@ def script_config(
     return script_run(script, built.name, options, workers=workers, steps=steps, log_to=log_to)
 
 
-def with_strategys_problem(
-    problem: ConfigError, strategy: str, words: Sequence[str]
-) -> ConfigError:
-    """`problem` of the script that `words` begin with, and what is wrong with `strategy` besides,
-    so that both are mended at once.
-    """
-    try:
-        name, options = _one_strategy(strategy, words[0] if words else "train.py")
-        build_strategy(name, options, SCRIPT_STRATEGIES)
-    except ConfigError as other:
-        return ConfigError(f"{problem}. And {other}")
-    return problem
-
-
 def _one_strategy(text: str, path: str) -> tuple[str, dict[str, str]]:
     if "," in text.partition(":")[0]:
         raise ConfigError(

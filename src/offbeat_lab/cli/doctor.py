@@ -14,12 +14,13 @@ from rich.table import Table
 from offbeat.errors import ConfigError
 from offbeat_lab.cli.common import require_writable
 from offbeat_lab.doctor import Diagnosis, diagnose
-from offbeat_lab.doctor.advice import (
+from offbeat_lab.doctor.diagnosis import (
+    ALONE,
     cluster_of,
     display_link,
     display_seconds,
+    within,
 )
-from offbeat_lab.doctor.diagnosis import ALONE, within
 from offbeat_lab.doctor.facts import Finding, Purpose
 from offbeat_lab.doctor.measure import Measurement
 from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan

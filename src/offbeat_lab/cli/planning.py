@@ -240,7 +240,7 @@ def _clusters(
 
 
 def _show(made: Plan, commands: Sequence[str]) -> None:
-    from offbeat_lab.plan.table import column_words, plan_tables
+    from offbeat_lab.plan.predictions import column_words, plan_tables
 
     console = Console()
     for found in plan_tables(made):
@@ -375,8 +375,6 @@ class ClusterFlags:
             asked = from_flags(workers=workers, **given)
             if asked.racks is not None:
                 without = ", without racks, which it cannot emulate"
-            elif asked.straggling_record is not None:
-                without = ", without the record's computing times, which it cannot emulate"
         except ConfigError:
             without = ", without what is said of further workers"
         if without:

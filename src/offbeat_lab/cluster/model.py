@@ -12,7 +12,6 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from offbeat.run.config import MAX_WORKERS
-from offbeat.transport.virtual import VirtualLink, VirtualRacks
 from offbeat_lab.cluster.parts import (
     SPEEDS,
     Action,
@@ -28,6 +27,7 @@ from offbeat_lab.cluster.parts import (
 )
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.cluster.toml_writer import to_toml
+from offbeat_lab.simulation.virtual import VirtualLink, VirtualRacks
 
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 
@@ -44,8 +44,6 @@ class Cluster(DescribedModel):
         links: workers with a link of their own; it stands in place of `link` as a whole.
         racks: which workers share a connection to all others; None: none do. Simulated only.
         straggling: who is late. Delays of several entries add up.
-        straggling_record: directory of a recorded run; workers' computing times differ from the
-            median as its ranks' did. Used by predictions only; None: they do not.
         changes: speeds that change while training runs, sorted by time.
         faults: what breaks, sorted by time.
         step_s: how long forward and backward take a worker of speed 1, as an accelerator would
@@ -79,9 +77,6 @@ class Cluster(DescribedModel):
     )
     straggling: tuple[Straggling, ...] = Field(
         default=(), description='text such as "2x320ms", tables, or a list of these'
-    )
-    straggling_record: str | None = Field(
-        default=None, strict=True, min_length=1, max_length=4096, description="a run's directory"
     )
     changes: tuple[SpeedChange, ...] = Field(
         default=(), description="a list of tables with at, worker and speed"
@@ -353,8 +348,6 @@ class Cluster(DescribedModel):
         if self.step_s is not None:
             parts.append(f"steps padded to {display_duration(self.step_s)}")
         parts += [late.describe() for late in self.straggling]
-        if self.straggling_record is not None:
-            parts.append(f"computing times as in {self.straggling_record}")
         parts += [
             f"worker {c.worker} at speed {c.speed:g} from {display_duration(c.at_s)}"
             for c in self.changes

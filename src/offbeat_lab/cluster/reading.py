@@ -59,12 +59,9 @@ def load(path: Path) -> Cluster:
             f"cannot read cluster {path}: {error.strerror}; presets are {', '.join(PRESETS)}"
         ) from None
     cluster = parse_cluster(text, str(path))
-    more: dict[str, str] = {}
-    if "name" not in cluster.model_fields_set:
-        more["name"] = path.stem
-    if cluster.straggling_record is not None:
-        more["straggling_record"] = str(path.parent / cluster.straggling_record)
-    return Cluster(**{**cluster.fields(), **more}) if more else cluster
+    if "name" in cluster.model_fields_set:
+        return cluster
+    return Cluster(**{**cluster.fields(), "name": path.stem})
 
 
 def preset(name: str) -> Cluster:
@@ -271,7 +268,6 @@ def from_flags(
         values["speeds"] = _parse_speeds(speeds)
     if delay is not None:
         values["straggling"] = parse_delays(delay, "--delay")
-        values["straggling_record"] = None
     if step_time is not None:
         values["step_s"] = None if is_none(step_time) else parse_duration(step_time, "--step-time")
     try:

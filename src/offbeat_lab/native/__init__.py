@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from offbeat_lab.native.base import Native
-from offbeat_lab.native.ddp import DDP, BFloat16, Float16, PowerSGDHook
-from offbeat_lab.native.local import PostLocalSGD, TorchftLocalSGD
+from offbeat_lab.native.ddp import (
+    DDP,
+    BFloat16,
+    Float16,
+    PostLocalSGD,
+    PowerSGDHook,
+    TorchftLocalSGD,
+)
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 NATIVE: Final[Mapping[str, type[Native]]] = {

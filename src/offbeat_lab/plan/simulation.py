@@ -6,16 +6,24 @@ real protocols' messages.
         run the generators that training runs, with lengths in the place of payloads
 
 `plan.methods` says what each strategy does in a step.
+
+Workers may share the cores of one machine: whoever computes has a core for a slice of time, as an
+operating system gives it, and then it is the turn of whoever has waited longest.
+
+So a step takes longer the more of the other workers compute at the same time, and no longer where
+they wait for messages. Whoever needs less than a slice is not interrupted, so workers that were
+held up by each other once begin their next steps one after the other, and hold each other up no
+more. What carries messages takes cores too.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -24,23 +32,12 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
-from offbeat.simulation.training import LEAD_IN, Common, with_lead_in
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.comparison import is_comparison
-from offbeat_lab.plan.cores import (
-    DENSE_CPU_S_PER_BYTE,
-    DENSE_WAKE_S,
-    MESSAGE_CPU_S,
-    MESSAGE_CPU_S_PER_BYTE,
-    MESSAGE_WAKE_S,
-    Cores,
-    Work,
-)
 from offbeat_lab.plan.profile import ModelProfile
-from offbeat_lab.records import Record
+from offbeat_lab.simulation.training import LEAD_IN, Common, with_lead_in
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual_driver import SleepUntil
 
 EVENTS_UP_TO: Final = 64
 """Workers up to which every message of every exchange of entries is simulated. Beyond that all
@@ -169,8 +166,7 @@ class Setting:
     def is_steady(self) -> bool:
         """Whether all steps take the same time on all ranks."""
         cluster = self.cluster
-        late = cluster.straggling or cluster.straggling_record is not None
-        return not (late or self.profile.spread or set(cluster.speeds) != {1.0})
+        return not (cluster.straggling or self.profile.spread or set(cluster.speeds) != {1.0})
 
     @property
     def by_closed_forms(self) -> bool:
@@ -202,14 +198,6 @@ class Setting:
     def factors(self) -> NDArray[np.float64]:
         """By what computing takes longer than the profile says, shape (steps, ranks)."""
         speeds = np.array(self.cluster.speeds)
-        record = self.cluster.straggling_record
-        if record is not None:
-            times, seed = recorded_times(record), self.cluster.seed
-            rows = range(self._first_step, self._first_step + self.num_steps)
-            recorded: NDArray[np.float64] = (
-                np.stack([times.drawn(seed, row, self.world_size) for row in rows]) / speeds
-            )
-            return recorded
         generator = np.random.default_rng([self.cluster.seed, 2])
         shape = (self.num_steps, self.world_size)
         spread = self.profile.spread
@@ -427,10 +415,9 @@ class Run:
         profile, cluster = self.setting.profile, self.setting.cluster
         if profile.padding_s:
             # What computing takes longer once, padding takes less.
-            is_recorded, factor = cluster.straggling_record is not None, self.factor(rank, number)
             speed = cluster.speeds[self._slowest(rank, number)]
-            whole_s = size * profile.batch.forward_s * (factor if is_recorded else 1 / speed)
-            yield Sleep(max(0.0, whole_s - computed_s - coming_s * factor))
+            whole_s = size * profile.batch.forward_s / speed
+            yield Sleep(max(0.0, whole_s - computed_s - coming_s * self.factor(rank, number)))
 
     def compute(self, rank: int, number: int, seconds: float) -> Collective[None]:
         """Compute what takes `seconds` on a worker of speed 1, alone."""
@@ -508,65 +495,117 @@ class ClosedForm(DenseOperation):
         raise NotImplementedError("a closed form is simulated only")
 
 
-_FEWEST_STEPS: Final = 10
+DENSE_CPU_S_PER_BYTE: Final = 0.32e-9
+"""gloo's all-reduce on loopback, CPU time of a rank for each byte that it sends: 0.29 to 0.36 ns
+for 20 MB among 2 and 4 ranks.
+"""
+
+MESSAGE_CPU_S_PER_BYTE: Final = 2.6e-9
+"""ZeroMQ with CURVE on loopback, CPU time of sender and receiver together: 2.4 to 2.9 ns (0.2 to
+0.3 without encryption).
+"""
+
+MESSAGE_CPU_S: Final = 25e-6
+"""Likewise for a message of 200 bytes: 22 to 29 us."""
+
+MESSAGE_WAKE_S: Final = 0.4e-3
+"""How long a message takes to come from one process to another where both wait on cores that they
+share: what `GTopK(collective="auto")` probed on emulated links with 2 to 8 workers on 2 cores was
+0.3 to 0.66 ms.
+"""
+
+DENSE_WAKE_S: Final = 1e-3
+"""Likewise of a round of gloo's all-reduce, whose threads hand each message on: SPD-KFAC's sums of
+a few hundred bytes beside training took 0.3 to 2.6 ms a round there.
+"""
+
+SLICE_S: Final = 4e-3
+"""A tick of a kernel that has 250 of them a second, as most do: it looks who is next at a tick."""
+
+_LEAST_S: Final = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RecordedTimes:
-    """How the computing times of a run differ from its median: stragglers of a record.
-
-        of each rank and step    compute_s / median over all ranks and steps
-        for each planned step    a step of the record, drawn from (seed, step), for every R workers,
-                                 who take as long as the record's R ranks took in it
-
-    So what ranks share stays shared: one that is always slow, and steps in which several are.
+class Work:
+    """Something that a core is needed for.
 
     Attributes:
-        relative: to their median, shape (steps, ranks).
+        over: whether it is done.
     """
 
-    relative: NDArray[np.float64]
+    __slots__ = ("left_s", "over", "rank")
 
-    def drawn(self, seed: int, step: int, workers: int) -> NDArray[np.float64]:
-        """What computing takes each worker in a step, over what is usual, shape (workers,).
-
-        Args:
-            seed: of the cluster.
-            step: of the run that is planned, >= 0.
-            workers: how many, >= 1.
-        """
-        num_steps, num_ranks = self.relative.shape
-        # The 2 keeps these draws apart from those of delays, which have a 1 there.
-        draws = np.random.default_rng((seed, 0, 2, step))
-        rows = draws.integers(num_steps, size=-(-workers // num_ranks))
-        drawn: NDArray[np.float64] = self.relative[rows].ravel()[:workers]
-        return drawn
+    def __init__(self, rank: int, work_s: float) -> None:
+        self.rank = rank
+        self.left_s = work_s
+        self.over = work_s <= 0
 
 
-@lru_cache(maxsize=1)
-def recorded_times(directory: str) -> RecordedTimes:
-    """The times of the run that is recorded in `directory`, without its first steps.
+class Cores:
+    """The cores that all ranks of `cluster` share.
 
-    Raises:
-        RecordError: there is no record, or it is damaged.
-        ConfigError: it is a comparison's, its batches differ in size, or it is too short.
+    Args:
+        cluster: has the clock.
+        number: of them, >= 1; None: each rank has enough of its own.
     """
-    path = Path(directory)
-    if is_comparison(path):
-        raise ConfigError(
-            f"straggling_record {directory} is a comparison; name one of the runs in it, such as"
-            f" {path / 'runs'}/alone-seed-0"
-        )
-    steps = read_steps(Record(path)).settled()
-    if steps.merged.size:
-        raise ConfigError(
-            f"straggling_record {directory} is of a run whose workers claimed batches of different"
-            " sizes; name one whose batches are equal"
-        )
-    whole = steps.compute_s[:, steps.done.all(axis=0)].T
-    if len(whole) < _FEWEST_STEPS or not np.median(whole) > 0:
-        raise ConfigError(
-            f"straggling_record {directory} has {len(whole)} steps that all ranks did after the"
-            f" first ones; needed are {_FEWEST_STEPS} or more in which they computed"
-        )
-    return RecordedTimes(relative=whole / np.median(whole))
+
+    def __init__(self, cluster: VirtualCluster, number: int | None) -> None:
+        self.number = number
+        self._cluster = cluster
+        self._waiting: deque[Work] = deque()
+        self._num_busy = 0
+        self._left_of_slice_s: dict[int, float] = {}
+
+    def begin(self, rank: int, work_s: float) -> Work:
+        """Begin something that takes a core `work_s` seconds, on behalf of `rank`."""
+        work = Work(rank, 0.0 if self.number is None else work_s)
+        if not work.over:
+            # Whoever goes on at once keeps its core.
+            if rank in self._left_of_slice_s:
+                self._waiting.appendleft(work)
+            else:
+                self._waiting.append(work)
+            self._cluster.at(self._cluster.now_s, self._assign)
+        return work
+
+    def compute(self, rank: int, duration_s: float, work_s: float) -> Collective[None]:
+        """Compute for `duration_s` at least, of which `work_s` take a core."""
+        if self.number is None:
+            yield Sleep(duration_s)
+            return
+        begun_s = self._cluster.now_s
+        yield until_done(self.begin(rank, work_s))
+        left_s = begun_s + duration_s - self._cluster.now_s
+        if left_s > 0:
+            yield Sleep(left_s)
+
+    def _assign(self) -> None:
+        """Give free cores to those who wait."""
+        assert self.number is not None
+        while self._waiting and self._num_busy < self.number:
+            work = self._waiting.popleft()
+            slice_s = self._left_of_slice_s.pop(work.rank, SLICE_S)
+            self._run(work, min(work.left_s, slice_s), slice_s)
+        self._left_of_slice_s.clear()
+
+    def _run(self, work: Work, duration_s: float, slice_s: float) -> None:
+        self._num_busy += 1
+
+        def stop() -> None:
+            self._num_busy -= 1
+            work.left_s -= duration_s
+            if work.left_s <= _LEAST_S:
+                work.over = True
+                self._cluster.touch(work.rank)
+                if slice_s - duration_s > _LEAST_S:
+                    self._left_of_slice_s[work.rank] = slice_s - duration_s
+            else:
+                self._waiting.append(work)
+            # Behind what the rank does next at this moment.
+            self._cluster.at(self._cluster.now_s, self._assign)
+
+        self._cluster.at(self._cluster.now_s + duration_s, stop)
+
+
+def until_done(work: Work) -> SleepUntil:
+    """Wait until `work` is done."""
+    return SleepUntil(over=lambda: work.over)

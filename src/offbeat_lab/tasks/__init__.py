@@ -9,11 +9,9 @@ from pydantic import ValidationError
 
 from offbeat.errors import ConfigError, nearest
 from offbeat_lab.tasks.base import Batch, Task, TaskOptions, num_samples_of
-from offbeat_lab.tasks.charlm import Charlm
-from offbeat_lab.tasks.digits import Digits
-from offbeat_lab.tasks.images import Images, Mnist
+from offbeat_lab.tasks.images import Digits, Images, Mnist
 from offbeat_lab.tasks.sequences import Sequences
-from offbeat_lab.tasks.text import Text
+from offbeat_lab.tasks.text import Charlm, Text
 from offbeat_lab.tasks.xmc import Xmc
 
 __all__ = ["TASKS", "Batch", "Task", "TaskOptions", "build_task", "num_samples_of", "task_type"]

@@ -10,7 +10,7 @@ import pytest
 from group_support.training import PARAMETERS, Trainer, Training, trained
 from offbeat.codec.model_wire import Values
 from offbeat.strategies.wagma import WAGMA
-from offbeat.transport.virtual import VirtualLink
+from offbeat_lab.simulation.virtual import VirtualLink
 
 NUM_STEPS = 24
 LATENCY_S = 1e-3

@@ -30,7 +30,7 @@ from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 LATENCY_S = 0.001
 BOTH_WAYS = pytest.mark.parametrize("direct_bytes", [0, 1 << 20], ids=["scattered", "direct"])

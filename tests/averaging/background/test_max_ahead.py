@@ -10,7 +10,7 @@ import pytest
 from group_support.training import Trainer, Training, trained
 from offbeat.averaging.background import averager
 from offbeat.strategies.wagma import WAGMA
-from offbeat.transport.virtual import VirtualLink
+from offbeat_lab.simulation.virtual import VirtualLink
 
 PERIOD, ANY = 10, 1000
 

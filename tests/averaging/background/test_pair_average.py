@@ -24,7 +24,7 @@ from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
-from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 LATENCY_S = 0.001
 

@@ -12,7 +12,7 @@ import pytest
 from group_support.training import PARAMETERS, VARIANCE, Training, trained
 from offbeat.strategies.adpsgd import ADPSGD
 from offbeat.strategies.wagma import WAGMA
-from offbeat.transport.virtual import VirtualLink
+from offbeat_lab.simulation.virtual import VirtualLink
 
 ADPSGD_VALUES = ("float32", "bfloat16")
 

@@ -1,4 +1,4 @@
-"""Steps of a strategy by its own callbacks, which know of no simulation (`offbeat.simulation`)."""
+"""Steps of a strategy by its own callbacks, which know of no simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from offbeat.collectives.base import Exchanged
 from offbeat.errors import ConfigError
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
-from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Ticket, Wrapper
 from offbeat.transport.operations import (
@@ -34,7 +33,6 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile, TensorProfile
 from offbeat_lab.plan.simulation import (
     FEW_WORKERS,
@@ -44,6 +42,8 @@ from offbeat_lab.plan.simulation import (
     Setting,
     Simulated,
 )
+from offbeat_lab.simulation.training import SimulatedRank, Timeline, carry_out
+from offbeat_lab.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 
 _NAMES: Final[dict[Any, str]] = {
     one: name for name, one in {**SELECTORS, **VALUE_CODECS, **INDEX_CODECS}.items()

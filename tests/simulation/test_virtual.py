@@ -19,8 +19,8 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
-from offbeat.transport.virtual_driver import VirtualThread
+from offbeat_lab.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
+from offbeat_lab.simulation.virtual_driver import VirtualThread
 
 
 def swap(peer: int, mine: bytes) -> Collective[bytes]:

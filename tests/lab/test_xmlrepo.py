@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from lab_support.rows import write
 from offbeat.errors import ConfigError
-from offbeat.xmc import text_rows
 from offbeat.xmc.rows import Examples, SparseRows
-from offbeat.xmc.xmlrepo import XmlFiles, load, read
+from offbeat_lab import xmlrepo
+from offbeat_lab.xmlrepo import XmlFiles, load, read
 
 NUM_FEATURES, NUM_LABELS = 40, 12
 
@@ -145,7 +145,7 @@ def test_blocks_may_end_anywhere(
     expected = build([([row % 12], {row % 40: row / 8, 39: 2.0}) for row in range(50)])
     files = XmlFiles(path=tmp_path / "x")
     write(files, [expected], header=(50, NUM_FEATURES, NUM_LABELS))
-    monkeypatch.setattr(text_rows, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(xmlrepo, "BLOCK_BYTES", block_bytes)
     assert same(load(files), expected)
 
 
@@ -213,7 +213,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
 def test_lines_are_counted_over_blocks_and_the_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_rows, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(xmlrepo, "BLOCK_BYTES", 16)
     (tmp_path / "x").write_text("100 8 4\n" + "1 3:1\n" * 70 + "1 3:x\n" + "1 3:1\n" * 29)
     with pytest.raises(ConfigError, match="line 72, character 5"):
         load(XmlFiles(path=tmp_path / "x"))
@@ -308,7 +308,7 @@ def test_values_of_labels_are_kept_in_a_file_of_their_own_and_refused_elsewhere(
 
 
 def test_a_line_without_an_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_rows, "LONGEST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(xmlrepo, "LONGEST_LINE_BYTES", 1 << 20)
     (tmp_path / "x").write_bytes(b"7" * 3_000_000)
     with pytest.raises(
         ConfigError, match="has a line of more than 1 MiB; is it a text file of rows"

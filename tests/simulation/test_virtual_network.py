@@ -20,8 +20,8 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat.transport.virtual import VirtualCluster, VirtualLink, VirtualRacks
-from offbeat.transport.virtual_driver import SleepUntil
+from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
+from offbeat_lab.simulation.virtual_driver import SleepUntil
 
 FAST, SLOW = VirtualLink(bytes_per_s=1000.0), VirtualLink(bytes_per_s=100.0)
 
