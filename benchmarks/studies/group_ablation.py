@@ -49,6 +49,8 @@ from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.model_wire import Values
 from offbeat.errors import ConfigError
 from offbeat.membership.agreement import Generation
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.simulation.virtual_driver import VirtualThread
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.localsgd import LocalSGD
 from offbeat.strategies.wagma import WAGMA
@@ -56,8 +58,6 @@ from offbeat.transport.operations import Collective, Sleep
 from offbeat.weights.model_weights import Staging
 from offbeat_lab.cluster import Cluster, Straggling
 from offbeat_lab.options import build_strategy, parse_spec
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat_lab.simulation.virtual_driver import VirtualThread
 from offbeat_lab.statistics import Estimate
 from offbeat_lab.tasks import Batch, Task, build_task
 

@@ -30,11 +30,11 @@ from offbeat.membership.agreement import Member as Listed
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import GenerationHost
 from offbeat.membership.quorum import Quorum
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.simulation.virtual_driver import VirtualThread
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat_lab.simulation.virtual_driver import VirtualThread
 
 PLAIN = offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False)
 NESTEROV = offbeat.Outer(lr=0.7, momentum=0.8)

@@ -15,7 +15,7 @@ from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import clipped_sum, global_topk, topk_sum
-from offbeat_lab.simulation.virtual import VirtualCluster
+from offbeat.simulation.virtual import VirtualCluster
 
 WORLD_SIZE, NUM_ELEMENTS, K = 6, 1_000_000, 20_000
 TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(3, dtype=np.bool_))

@@ -15,8 +15,8 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.errors import WireError
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.driver import Counting, Driver
-from offbeat_lab.simulation.virtual import VirtualCluster
 
 codecs = st.sampled_from(sorted(VALUE_CODECS))
 

@@ -14,8 +14,8 @@ from offbeat.arithmetic.topologies import GossipPeers, exponential_peers, ring_w
 from offbeat.collectives import gossip
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import PeerError, WireError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.operations import Recv, Send
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from transport_support.wrappers import Failing, ScriptedFault
 
 cases = st.tuples(st.integers(1, 17), st.integers(0, 2**32 - 1))

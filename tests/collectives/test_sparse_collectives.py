@@ -23,8 +23,8 @@ from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import clipped_sum, global_topk, topk_sum
 from offbeat.errors import PeerError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.operations import Recv
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from transport_support.wrappers import Failing, ScriptedFault
 
 CONSERVING: dict[str, SparseCollective] = {

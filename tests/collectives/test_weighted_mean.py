@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import WireError
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.driver import Counting
 from offbeat.transport.operations import Collective, Payload, Send
-from offbeat_lab.simulation.virtual import VirtualCluster
 
 weights_of_ranks = st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=7).filter(
     any

@@ -25,12 +25,12 @@ from offbeat.codec.value_codecs import ValueCodec, WireValues
 from offbeat.codec.wire import Wire
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.errors import ConfigError, MismatchError, WireError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.backends import Backends, BackendWork
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Counting, Driver
 from offbeat.transport.operations import AllReduceTensor, Collective, DenseOperation, Traffic
 from offbeat_lab.emulation.delaying import Delaying
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from ranks_support.launch import RunRanks
 from transport_support.wrappers import Recorded, RecordingDriver
 

@@ -17,8 +17,8 @@ from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.driver import Driver
-from offbeat_lab.simulation.virtual import VirtualCluster
 from transport_support.wrappers import RecordingDriver
 
 TREE_OF_5 = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offbeat.gradients.collective_choice import MESSAGE_BYTES, fit_cost, probe
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

@@ -27,8 +27,8 @@ from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import PeerError, PeerTimeoutError
 from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, SampleRange, SampleRanges
 from offbeat.membership.atomic_group import all_or_none
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.operations import Collective, Operation, Recv, Send, Sleep
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 T = TypeVar("T")
 

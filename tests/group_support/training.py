@@ -18,10 +18,10 @@ from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.simulation.virtual_driver import VirtualThread
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.operations import Collective, Sleep
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat_lab.simulation.virtual_driver import VirtualThread
 
 PARAMETERS, VARIANCE = slice(0, 3), slice(5, 7)
 

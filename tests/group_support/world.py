@@ -35,10 +35,10 @@ from offbeat.codec.few_bits import E3M0Values
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.errors import OffbeatError, PeerError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.driver import Counting, Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
 from offbeat_lab.emulation.delaying import Raised
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 SERVE, TRAIN = 1 << 32, 2 << 32
 GENERATION = 3

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from offbeat.errors import ConfigError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
 from offbeat.transport.operations import Collective, Recv, Send
 from offbeat_lab.cluster import (
     PRESETS,
@@ -35,7 +36,6 @@ from offbeat_lab.cluster import (
 from offbeat_lab.cluster.quantities import duration_text, parse_duration, parse_rate, rate_text
 from offbeat_lab.cluster.toml_writer import toml_key
 from offbeat_lab.emulation import emulate
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
 
 durations = st.floats(0, 86_400)
 lengths = st.floats(0, 86_400, exclude_min=True)

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.errors import ConfigError, OffbeatError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat_lab.cli import doctor as doctor_command
 from offbeat_lab.cluster.reading import load, parse_cluster
 from offbeat_lab.doctor import Diagnosis, diagnose
@@ -39,7 +40,6 @@ from offbeat_lab.doctor.measure import HostFacts, Listening, Measurement, own_so
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.shipped import named_profile
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 
 def network(rate_bit_per_s: float, *, latency_s: float = 1e-4) -> NetworkCosts:

@@ -16,10 +16,10 @@ from lab_support.rows import write
 from offbeat.errors import ConfigError
 from offbeat.xmc.label_loss import SparseClassifier
 from offbeat.xmc.rows import SparseBatch
+from offbeat.xmc.xmlrepo import XmlFiles, read
 from offbeat_lab.config import Request, resolve, steps_to_do, task_of
 from offbeat_lab.tasks import build_task, num_samples_of, xmc
 from offbeat_lab.tasks.xmc import Calls, Xmc, load_standard_library
-from offbeat_lab.xmlrepo import XmlFiles, read
 
 NUM_TRAIN, NUM_TEST = 300, 80
 

@@ -14,8 +14,8 @@ import pytest
 from group_support.rounds import Script, World, draw_script
 from offbeat.errors import PeerError
 from offbeat.membership.atomic_group import all_or_none
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.operations import Collective, Recv, Send
-from offbeat_lab.simulation.virtual import VirtualCluster
 
 
 @pytest.mark.parametrize("first", range(0, 120, 10))

@@ -30,11 +30,11 @@ from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.atomic_group import AtomicGroup, GroupWork
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.driver import Counting, Ticket, Wrapper
 from offbeat.transport.operations import Collective, Operation
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 from offbeat.weights.optimizer_state import OptimizerStates
-from offbeat_lab.simulation.virtual import VirtualCluster
 
 
 def report_of(rank: int, *, updates: int = 0, since_merge: int = 0) -> TrainerReport:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.transport.operations import Collective, Sleep
 from offbeat_lab.cluster import Cluster, RackSpec, from_flags
@@ -13,7 +14,6 @@ from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
 from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch
 from offbeat_lab.plan.simulation import SLICE_S, Cores, Run
-from offbeat_lab.simulation.virtual import VirtualCluster
 
 MODEL = ModelProfile(
     name="toy",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.operations import Now
-from offbeat_lab.simulation.virtual import VirtualCluster
 from transport_support.wrappers import Failing, ScriptedFault
 
 

@@ -19,6 +19,15 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import WireError
 from offbeat.kfac.curvature import Curvature
+from offbeat.simulation.training import (
+    REMEMBERED_STEPS,
+    Common,
+    SimulatedRank,
+    Timeline,
+    carry_out,
+    with_lead_in,
+)
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.strategies.adaptive import AdaptiveSGD
 from offbeat.strategies.adpsgd import ADPSGD
 from offbeat.strategies.base import Strategy
@@ -33,15 +42,6 @@ from offbeat.strategies.topk import TopK
 from offbeat.strategies.wagma import WAGMA
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import Collective, Sleep
-from offbeat_lab.simulation.training import (
-    REMEMBERED_STEPS,
-    Common,
-    SimulatedRank,
-    Timeline,
-    carry_out,
-    with_lead_in,
-)
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 NUM_ELEMENTS, MIB = 1 << 20, 1 << 20
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from offbeat.errors import PeerError, PeerTimeoutError
+from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
+from offbeat.simulation.virtual_driver import VirtualThread
 from offbeat.transport.driver import Pending
 from offbeat.transport.operations import (
     AllGather,
@@ -19,8 +21,6 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat_lab.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
-from offbeat_lab.simulation.virtual_driver import VirtualThread
 
 
 def swap(peer: int, mine: bytes) -> Collective[bytes]:

@@ -10,6 +10,8 @@ import torch
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
+from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import (
     AllReduceTensor,
     Broadcast,
@@ -20,8 +22,6 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
-from offbeat_lab.simulation.virtual_driver import SleepUntil
 
 FAST, SLOW = VirtualLink(bytes_per_s=1000.0), VirtualLink(bytes_per_s=100.0)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offbeat.errors import PeerTimeoutError, WireError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import (
     AllGather,
@@ -19,7 +20,6 @@ from offbeat.transport.operations import (
 )
 from offbeat.transport.peers import Peers
 from offbeat_lab.emulation.delaying import Delaying, Delivery
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from transport_support.protocols import clock, receive, send
 
 LATENCY_S = 0.5

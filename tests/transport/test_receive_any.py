@@ -11,12 +11,12 @@ from functools import partial
 import pytest
 
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.driver import Counting, Driver, total_of
 from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep, Traffic
 from offbeat.transport.peers import Peers
 from offbeat.transport.single_rank import SingleRank
 from offbeat_lab.emulation.delaying import Delaying, Delivery
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 from transport_support.wrappers import Failing, Recorded, RecordingDriver
 
 OpenMesh = Callable[..., list[Peers]]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.driver import Counting, Driver
 from offbeat.transport.operations import (
     AllGather,
@@ -25,7 +26,6 @@ from offbeat.transport.operations import (
     Traffic,
 )
 from offbeat.transport.peers import Peers
-from offbeat_lab.simulation.virtual import VirtualCluster
 from rank_jobs.fault import killed
 from ranks_support.process import StartProcess, start_process
 from transport_support.protocols import clock, receive, send

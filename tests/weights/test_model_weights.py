@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import NonFiniteError
+from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.driver import Driver, Finished, Stream, Ticket
 from offbeat.transport.operations import AllGather, AllReduceTensor, Operation
 from offbeat.weights.model_weights import (
@@ -24,7 +25,6 @@ from offbeat.weights.model_weights import (
     choose_buffers,
     mean_of_final_models,
 )
-from offbeat_lab.simulation.virtual import VirtualCluster
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from offbeat.run.config import MAX_WORKERS
+from offbeat.simulation.virtual import VirtualLink, VirtualRacks
 from offbeat_lab.cluster.parts import (
     SPEEDS,
     Action,
@@ -27,7 +28,6 @@ from offbeat_lab.cluster.parts import (
 )
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.cluster.toml_writer import to_toml
-from offbeat_lab.simulation.virtual import VirtualLink, VirtualRacks
 
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 

@@ -32,12 +32,12 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
+from offbeat.simulation.training import LEAD_IN, Common, with_lead_in
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.profile import ModelProfile
-from offbeat_lab.simulation.training import LEAD_IN, Common, with_lead_in
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat_lab.simulation.virtual_driver import SleepUntil
 
 EVENTS_UP_TO: Final = 64
 """Workers up to which every message of every exchange of entries is simulated. Beyond that all

@@ -9,8 +9,8 @@ import pytest
 
 from group_support.training import PARAMETERS, Trainer, Training, trained
 from offbeat.codec.model_wire import Values
+from offbeat.simulation.virtual import VirtualLink
 from offbeat.strategies.wagma import WAGMA
-from offbeat_lab.simulation.virtual import VirtualLink
 
 NUM_STEPS = 24
 LATENCY_S = 1e-3

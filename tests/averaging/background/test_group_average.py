@@ -28,9 +28,9 @@ from offbeat.averaging.background.protocol_member import (
 )
 from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
+from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
-from offbeat_lab.simulation.virtual import VirtualCluster, VirtualLink
 
 LATENCY_S = 0.001
 BOTH_WAYS = pytest.mark.parametrize("direct_bytes", [0, 1 << 20], ids=["scattered", "direct"])

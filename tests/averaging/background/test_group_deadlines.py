@@ -10,7 +10,7 @@ import pytest
 from group_support.world import Model, Schedule, World
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import ProtocolSettings
-from offbeat_lab.simulation.virtual import VirtualLink
+from offbeat.simulation.virtual import VirtualLink
 
 DEFAULTS = ProtocolSettings(
     members=(0,), generation=0, num_elements=1, group_of=lambda _: VersionGroup(ranks=(0,))

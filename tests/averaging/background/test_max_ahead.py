@@ -9,8 +9,8 @@ import pytest
 
 from group_support.training import Trainer, Training, trained
 from offbeat.averaging.background import averager
+from offbeat.simulation.virtual import VirtualLink
 from offbeat.strategies.wagma import WAGMA
-from offbeat_lab.simulation.virtual import VirtualLink
 
 PERIOD, ANY = 10, 1000
 

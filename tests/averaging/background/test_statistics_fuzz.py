@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from group_support.training import PARAMETERS, VARIANCE, Training, trained
+from offbeat.simulation.virtual import VirtualLink
 from offbeat.strategies.adpsgd import ADPSGD
 from offbeat.strategies.wagma import WAGMA
-from offbeat_lab.simulation.virtual import VirtualLink
 
 ADPSGD_VALUES = ("float32", "bfloat16")
 

@@ -22,6 +22,8 @@ from offbeat.collectives.base import Exchanged
 from offbeat.errors import ConfigError
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
+from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
+from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Ticket, Wrapper
 from offbeat.transport.operations import (
@@ -42,8 +44,6 @@ from offbeat_lab.plan.simulation import (
     Setting,
     Simulated,
 )
-from offbeat_lab.simulation.training import SimulatedRank, Timeline, carry_out
-from offbeat_lab.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 
 _NAMES: Final[dict[Any, str]] = {
     one: name for name, one in {**SELECTORS, **VALUE_CODECS, **INDEX_CODECS}.items()

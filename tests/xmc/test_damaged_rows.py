@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
 from offbeat.errors import ConfigError
+from offbeat.xmc.xmlrepo import XmlFiles, load
 from offbeat_lab.tasks import build_task
-from offbeat_lab.xmlrepo import XmlFiles, load
 
 MIB = 1 << 20
 LARGEST = 2**31 - 1

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
+from offbeat.simulation.virtual_driver import VirtualDriver
 from offbeat.transport.driver import Driver, Pending
 from offbeat.transport.operations import Collective, DenseOperation, Payload
-from offbeat_lab.simulation.virtual_driver import VirtualDriver
 
 _MOST_GLOO_BYTES: Final = 1 << 20
 """Of a part that gloo's ring passes on (`AllreduceOptions::kMaxSegmentSize`)."""

@@ -48,6 +48,9 @@ from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import GenerationHost
+from offbeat.simulation.virtual import VirtualCluster
+from offbeat.simulation.virtual_driver import Job, VirtualThread
+from offbeat.simulation.weightless import WeightlessCodec, kept_bytes
 from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
 from offbeat.transport.operations import (
@@ -58,9 +61,6 @@ from offbeat.transport.operations import (
     RecvAny,
     Send,
 )
-from offbeat_lab.simulation.virtual import VirtualCluster
-from offbeat_lab.simulation.virtual_driver import Job, VirtualThread
-from offbeat_lab.simulation.weightless import WeightlessCodec, kept_bytes
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from offbeat.transport.operations import (
 )
 
 if TYPE_CHECKING:
-    from offbeat_lab.simulation.virtual import VirtualCluster
+    from offbeat.simulation.virtual import VirtualCluster
 
 
 @dataclass(frozen=True, slots=True)
