@@ -1,6 +1,6 @@
 """Gradients, exchanged once for each outermost backward pass.
 
-A gradient's walk: it becomes ready and is copied into its bucket; a full bucket is launched, in the
+A gradient's walk: it becomes ready and moves into its bucket; a full bucket is launched, in the
 same order on every rank; when backward is over all buckets are waited for; if every rank's step is
 good, changes of state are committed and `param.grad` becomes the result, else everything is
 discarded and the step is skipped on all ranks together.
@@ -385,6 +385,8 @@ class GradientExchange(Callback):
                 " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         self._copy_in(b, position)
+        # Until the result takes its place, its memory is that of the gradients that come next.
+        self._pairs[b][0].parameters[position].grad = None
         # The last bucket waits for the end of backward, so that its tally can still say that this
         # rank failed.
         # Buckets are launched in one order on every rank, because dense operations match by order.

@@ -31,14 +31,14 @@ Outside `optimizer.step()` everything reads as PyTorch would show it: `param_gro
 that the user has set, and may be changed, and `optimizer.state_dict()` has `momentum_buffer`, which
 is this rank's velocity. Where momentum is applied at once there is none, and a notice says so.
 
-Memory: two buffers of the gradient's size, in float32 for half precision, which takes a third one
-while a step lasts.
+Memory: two buffers of the gradient's size, one where momentum is always applied at once, in float32
+for half precision, which takes a further one while a step lasts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
@@ -71,7 +71,7 @@ class _State:
         bucket: whose gradients have it.
         groups: the optimizer's groups of its elements.
         velocity: of the steps that were applied, shape (n,).
-        staged: the velocity after the step under way, once `is_staged`.
+        staged: the velocity after the step under way, once `is_staged`; empty before the first one.
         is_staged: whether it moves in this step.
         is_zero: whether the velocity is zero, so that momentum at once costs no pass; None: not
             known.
@@ -80,7 +80,7 @@ class _State:
     bucket: Bucket
     groups: GroupRanges
     velocity: torch.Tensor
-    staged: torch.Tensor
+    staged: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     is_staged: bool = False
     is_zero: bool | None = True
 
@@ -121,11 +121,9 @@ class OptimizerMomentum(GradientTransform):
 
     @override
     def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
-        velocity, staged = (
-            torch.zeros_like(bucket.flat, dtype=bucket.state_dtype) for _ in range(2)
-        )
+        velocity = torch.zeros_like(bucket.flat, dtype=bucket.state_dtype)
         groups = GroupRanges(bucket, self._optimizer)
-        self._states[id(bucket)] = _State(bucket, groups, velocity, staged)
+        self._states[id(bucket)] = _State(bucket, groups, velocity)
 
     @override
     def follow(self, density: DensitySchedule) -> None:
@@ -171,6 +169,8 @@ class OptimizerMomentum(GradientTransform):
         if self._at_once and state.is_zero:
             return bucket.flat, weight
         state.is_staged = True
+        if not state.staged.numel():
+            state.staged = torch.empty_like(state.velocity)
         step = bucket.flat.to(bucket.state_dtype)
         mix = mix_by_kernel if step.device.type == "cpu" else mix_by_torch
         for here, (factor, nesterov) in state.groups.merged(self._options, default=(0.0, False)):

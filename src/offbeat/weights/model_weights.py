@@ -358,7 +358,7 @@ class Staging:
         vectors = self._pack.vectors(tensors)
         if self._is_weightless:
             return torch.cat(vectors)  # type: ignore[return-value]  # as arithmetic they are alike
-        return self.on_host(vectors)
+        return self.on_host(vectors, self._sizes)
 
     def holds(self, part: torch.Tensor) -> bool:
         """Whether the vector has the type of `part`."""
@@ -369,13 +369,12 @@ class Staging:
         """The positions of tensors in the order in which the vector has them."""
         return [position for piece in self._pack.pieces for position in piece.positions]
 
-    def on_host(self, parts: Sequence[torch.Tensor]) -> Values:
-        """Vectors side by side, of the type of the vector; a single one's own memory where that can
-        be.
+    def on_host(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Values:
+        """Vectors side by side, of the type of the vector and of these sizes; a single one's own
+        memory where that can be.
         """
         if len(parts) == 1 and parts[0].device.type == "cpu" and self.holds(parts[0]):
             return parts[0].numpy()
-        sizes = [part.numel() for part in parts]
         joined = torch.empty(sum(sizes), dtype=self._dtype, pin_memory=bool(self._streams))
         for part, place in zip(parts, joined.split(sizes), strict=True):
             self._copy(part, place, part.device)
@@ -432,7 +431,7 @@ class LaidOut:
     def __getitem__(self, span: slice) -> Values:
         """The elements `span`, which has both ends."""
         parts = [flat[there] for flat, there, _ in self._parts(span)]
-        return self._staging.on_host(parts)
+        return self._staging.on_host(parts, [part.numel() for part in parts])
 
     def __setitem__(self, span: slice, values: Values) -> None:
         for flat, there, here in self._parts(span):
