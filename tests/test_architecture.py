@@ -57,10 +57,7 @@ MAY_BLOCK = {
     },  # serves the store, as torchrun does for a user's workers
     "offbeat_lab/joining.py": {"torch.distributed"},  # makes the group of the lab's workers
     "offbeat/run/records.py": {"socket"},  # the host's name
-    "offbeat_lab/doctor/facts.py": {
-        "torch.distributed",
-        "subprocess",
-    },  # asks which backends there are, and ip and tc
+    "offbeat_lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
     "offbeat_lab/doctor/diagnosis.py": {"subprocess"},  # starts workers to measure between
     "offbeat_lab/native/session.py": {
         "time.sleep"

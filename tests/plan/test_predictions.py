@@ -519,31 +519,6 @@ def test_a_row_of_the_table_is_one_line_of_80_columns(tmp_path: Path) -> None:
     assert [len(row.split()) for row in rows] == [len(heads.split()) + 3] * 3
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "left"),
-    [
-        (
-            'workers = 8\nlink = "1gbit/1ms"',
-            ["--delay", "1x50ms"],
-            "--cluster {file} --delay 1x50ms",
-        ),
-        ('workers = 8\nracks = {size = 4, rate = "1gbit"}', ["--link", "10gbit"], "--link 10gbit"),
-        ('workers = 8\nlink = "1gbit"\nlinks.7 = "100mbit"', [], "--link 1gbit"),
-    ],
-)
-def test_the_lab_is_asked_for_what_it_can_emulate(
-    text: str, flags: list[str], left: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "office.toml"
-    file.write_text(text)
-    arguments = ["plan", "--profile", "vgg16", "--cluster", str(file), "--strategies", "ddp"]
-    result = CliRunner().invoke(app, [*arguments, *flags])
-    assert result.exit_code == 0, result.output
-    (line,) = (one for one in result.output.splitlines() if one.startswith("To check"))
-    assert f"--workers 4 {left.format(file=file)} --seeds 1" in line
-    assert ("cannot emulate" in line, "further workers" in line) == ("racks" in text, "7" in text)
-
-
 def test_a_task_is_profiled_as_it_trains() -> None:
     result = CliRunner().invoke(app, ["profile", "--task", "digits", "--steps", "2"])
     assert result.exit_code == 0, result.output

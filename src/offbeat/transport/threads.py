@@ -1,8 +1,5 @@
-"""Threads as Linux knows them: which ones send and receive, and which come first.
-
-Linux counts for each thread how long it ran, and how long it was ready to run and waited for a
-processor: the first two numbers of `/proc/PID/task/TID/schedstat`. It has a priority for each
-thread, too. Elsewhere nothing is known, and nothing is changed.
+"""Threads as Linux knows them: which ones send and receive, and which come first. Linux has a
+priority for each thread. Elsewhere nothing is known, and nothing is changed.
 """
 
 from __future__ import annotations

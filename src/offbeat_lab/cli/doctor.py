@@ -21,7 +21,7 @@ from offbeat_lab.doctor.diagnosis import (
     display_seconds,
     within,
 )
-from offbeat_lab.doctor.facts import Finding, Purpose
+from offbeat_lab.doctor.facts import Finding
 from offbeat_lab.doctor.measure import Measurement
 from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.profile import ModelProfile
@@ -30,11 +30,6 @@ from offbeat_lab.plan.shipped import named_profile
 _MARKS = {
     "ok": "[green]ok[/green]",
     "missing": "[yellow]missing[/yellow]",
-    "unknown": "[dim]not tried[/dim]",
-}
-_HEADS: dict[Purpose, str] = {
-    "training": "for training",
-    "emulation": "for emulating a cluster on this machine",
 }
 _PAIRS_SHOWN = 10
 
@@ -109,10 +104,7 @@ def _with_cluster(diagnosis: Diagnosis, path: Path | None, model: ModelProfile |
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """The tables, and the verdict last, where the eye is."""
-    for purpose, head in _HEADS.items():
-        console.print(
-            _findings(head, [one for one in diagnosis.findings if one.purpose == purpose])
-        )
+    console.print(_findings(diagnosis.findings))
     if diagnosis.measurement is not None:
         console.print(_network(diagnosis.measurement))
         console.print(_sockets(diagnosis.measurement))
@@ -121,8 +113,8 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     console.print(escape(diagnosis.verdict), style="bold", highlight=False, soft_wrap=True)
 
 
-def _findings(head: str, findings: Sequence[Finding]) -> Table:
-    table = Table(title=head, title_justify="left", show_header=False)
+def _findings(findings: Sequence[Finding]) -> Table:
+    table = Table(title="for training", title_justify="left", show_header=False)
     for _ in range(2):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

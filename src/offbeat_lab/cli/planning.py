@@ -6,8 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
 _SCRIPT_STEPS = 20
-_CHECK_S, _LEAST_CHECKED_STEPS, _MOST_CHECKED_STEPS = 120.0, 24, 5000
-_LAB_WORKERS = 4
 _NAME_COLUMNS = 12  # with all other columns that is 80
 
 
@@ -101,12 +98,10 @@ def plan(
     made = make_plan(
         PlanRequest(profile=model, clusters=clusters, strategies=specs, to_target=to_target)
     )
-    flags = ClusterFlags(cluster=cluster, link=link, latency=latency, delay=delay)
-    commands = _to_check(made, flags, trains=_to_train(model, script, clusters[0]))
     if as_json:
         print(json.dumps([asdict(one) for one in made.predictions]))
     else:
-        _show(made, commands)
+        _show(made)
 
 
 def profile(
@@ -239,7 +234,7 @@ def _clusters(
     return found
 
 
-def _show(made: Plan, commands: Sequence[str]) -> None:
+def _show(made: Plan) -> None:
     from offbeat_lab.plan.predictions import column_words, plan_tables
 
     console = Console()
@@ -260,7 +255,7 @@ def _show(made: Plan, commands: Sequence[str]) -> None:
             table.add_row(*map(escape, cells), style="bold" if number == found.best else "")
         console.print(table)
     console.print(column_words(made), highlight=False, style="dim")
-    for sentence in (*made.crossovers, *made.remarks, *commands):
+    for sentence in (*made.crossovers, *made.remarks):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -311,81 +306,3 @@ def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: b
     )
     if out is not None:
         console.print(f"Profile with this check: {out}", highlight=False)
-
-
-def _to_train(model: ModelProfile, script: str | None, first: Cluster) -> str:
-    """What the lab can train of it: the script, the task, or any script in padded steps."""
-    from offbeat_lab.cluster.quantities import duration_text
-    from offbeat_lab.tasks import TASKS
-
-    if script is not None:
-        return f"-- {script}"
-    if model.name in TASKS:
-        return f"--task {model.name}"
-    passes_s = first.step_s or float(f"{model.batch.forward_s + model.batch.backward_s:.3g}")
-    return f"--step-time {duration_text(passes_s)} -- YOUR_SCRIPT.py"
-
-
-def _to_check(made: Plan, flags: ClusterFlags, *, trains: str) -> list[str]:
-    """The commands that hold the first recommendation, beside plain DDP, against two minutes of
-    training. What exchanges nothing takes part in a comparison anyway.
-    """
-    first = made.request.clusters[0]
-    here = made.at(first.workers, first.link.rate_bit_per_s or float("inf"))
-    best = made.best(first.workers, first.link.rate_bit_per_s or float("inf"))
-    specs = dict.fromkeys(["ddp", *({best.strategy} - {"alone"})])
-    known_s = {one.strategy: one.step_s for one in here}
-    round_s = best.share_of_ideal * best.step_s
-    round_s += sum(known_s.get(spec, best.step_s) for spec in specs)
-    steps = min(_MOST_CHECKED_STEPS, max(_LEAST_CHECKED_STEPS, round(_CHECK_S / round_s)))
-    beside = ", and with ddp as well" if len(specs) > 1 else ""
-    workers = min(_LAB_WORKERS, first.workers)
-    without, where = flags.in_lab(first, workers)
-    return [
-        f"To check it for two minutes in the lab{without}: offbeat compare --strategies"
-        f" {','.join(specs)} --workers {workers} {where} --seeds 1 --steps {steps} {trains}",
-        f"On the cluster, started on every host as training is{beside}: offbeat run --strategy"
-        f" {best.strategy} --steps {steps} -- {trains.partition('-- ')[2] or 'YOUR_SCRIPT.py'}",
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterFlags:
-    """What was said of the cluster, as it was given."""
-
-    cluster: str | None
-    link: str | None
-    latency: str | None
-    delay: str | None
-
-    def in_lab(self, first: Cluster, workers: int) -> tuple[str, str]:
-        """How a comparison gets the cluster `first` with so many workers: what has to be left out,
-        in words, and its flags.
-        """
-        from offbeat_lab.cluster import from_flags
-
-        given = {
-            "cluster": self.cluster,
-            "link": None if self.link is None and self.cluster is not None else _link_text(first),
-            "latency": self.latency if self.link is None and self.cluster is not None else None,
-            "delay": self.delay,
-        }
-        without = ""
-        try:
-            asked = from_flags(workers=workers, **given)
-            if asked.racks is not None:
-                without = ", without racks, which it cannot emulate"
-        except ConfigError:
-            without = ", without what is said of further workers"
-        if without:
-            given = {"cluster": None, "link": _link_text(first), "latency": None, "delay": None}
-        flags = " ".join(f"--{name} {shlex.quote(text)}" for name, text in given.items() if text)
-        return without, flags
-
-
-def _link_text(cluster: Cluster) -> str:
-    from offbeat_lab.cluster.quantities import duration_text, rate_text
-
-    rate = rate_text(cluster.link.rate_bit_per_s or 1e13)
-    latency_s = cluster.link.latency_s
-    return f"{rate}/{duration_text(latency_s)}" if latency_s else rate
