@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import offbeat
+from offbeat.strategies import REGISTRY
 from offbeat_lab.records import Record
 
 ROOT = Path(__file__).parents[1]
@@ -99,21 +99,10 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def plain_install() -> dict[str, Any]:
+def test_all_of_the_library_is_imported_and_every_strategy_trains_without_the_lab() -> None:
     done = run(WHAT_A_PLAIN_INSTALL_CAN_DO)
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
-
-
-def test_every_strategy_trains_without_the_lab(plain_install: dict[str, Any]) -> None:
-    from offbeat.strategies import REGISTRY
-
-    assert plain_install["trained"] == list(REGISTRY)
-
-
-def test_nothing_below_the_lab_needs_what_the_lab_needs(plain_install: dict[str, Any]) -> None:
-    assert plain_install["failed imports"] == {}
+    assert json.loads(done.stdout) == {"failed imports": {}, "trained": list(REGISTRY)}
 
 
 @pytest.mark.parametrize(

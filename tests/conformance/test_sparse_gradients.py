@@ -74,8 +74,9 @@ def attached() -> Iterator[Callable[..., tuple[SparseNet, torch.optim.Optimizer,
 
 
 @every_strategy
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "set_to_none"), [("sgd", True), ("adagrad", False), ("torch's sgd", True)]
+)
 def test_alone_it_is_the_plain_loop(
     name: str, kind: str, set_to_none: bool, attached: Callable
 ) -> None:

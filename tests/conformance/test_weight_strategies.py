@@ -64,11 +64,7 @@ PLAIN: dict[str, AveragingStrategy] = {
     "elasticsgd": offbeat.ElasticSGD(mega_batch=2),
 }
 """Those that leave a world of one as it is."""
-PLAIN |= {
-    f"dpsgd over {name}": offbeat.DPSGD(codec=name)
-    for name in WEIGHT_CODECS
-    if name != "sparseloco"  # which is refused
-}
+PLAIN |= {"dpsgd over signs": offbeat.DPSGD(codec="sign")}
 PLAIN |= {f"local sgd, {name}": offbeat.LocalSGD(period=name) for name in SCHEDULES}
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
@@ -97,9 +93,9 @@ STRATEGIES |= {
     f"local sgd over {name}": offbeat.LocalSGD(period=2, codec=name) for name in WEIGHT_CODECS
 }
 STRATEGIES |= {
-    f"adaptive over {name}": offbeat.AdaptiveSGD(mega_batch=2, codec=name) for name in WEIGHT_CODECS
+    "adaptive over the largest": offbeat.AdaptiveSGD(mega_batch=2, codec="sparseloco"),
+    "elasticsgd over linear4": offbeat.ElasticSGD(mega_batch=2, codec="linear4"),
 }
-STRATEGIES |= {"elasticsgd over linear4": offbeat.ElasticSGD(mega_batch=2, codec="linear4")}
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -192,17 +188,17 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
 ) -> None:
     straight, straight_optimizer, straight_session = attached(strategy)
     models = []
-    for step in range(9):
+    for step in range(8):
         train(straight, straight_optimizer, range(step, step + 1))
         models.append(copy.deepcopy(straight.state_dict()))
-        if step < 5:
+        if step < 4:
             states = {
                 "model": straight.state_dict(),
                 "optimizer": straight_optimizer.state_dict(),
                 "session": straight_session.state_dict(),
             }
             save(tmp_path, f"{step + 1}", states)
-    for stop in range(1, 6):
+    for stop in range(1, 5):  # in each phase of a period
         stored = load(tmp_path, f"{stop}").tree
         second, second_optimizer, second_session = attached(strategy)
         second.load_state_dict(stored["model"])

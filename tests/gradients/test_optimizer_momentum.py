@@ -207,8 +207,7 @@ GRADIENT_OF_ONE_STEP: dict[str, SparseGradientStrategy] = {
 }
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 3])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("num_before", "nesterov"), [(0, True), (1, False), (3, True), (3, False)])
 @pytest.mark.parametrize("strategy", GRADIENT_OF_ONE_STEP.values(), ids=GRADIENT_OF_ONE_STEP)
 def test_one_gradient_moves_a_parameter_as_far_as_it_does_in_pytorch(
     strategy: SparseGradientStrategy, nesterov: bool, num_before: int

@@ -73,8 +73,7 @@ def trained(num_ranks: int, strategy: KFACStrategy) -> list[tuple[torch.Tensor, 
     return results_of(num_ranks, work)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_ranks", "kind"), [*zip((1, 2, 5), KINDS, strict=True)])
 def test_steps_are_nearly_those_of_exact_factors(kind: type[KFACStrategy], num_ranks: int) -> None:
     exact = kind(factor_interval=1, inverse_interval=1, damping=0.03)
     start = torch.cat([p.detach().flatten() for p in make_net().parameters()])

@@ -178,7 +178,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize(
     ("strategy", "asks"),
-    [("wagma", False), ("wagma", True), ("localsgd:period=2:exchange=members", True)],
+    [("wagma", False), ("localsgd:period=2:exchange=members", True)],
 )
 def test_survivors_do_not_wait_for_a_worker_that_has_come_back_to_run_the_script_again(
     run: RunScript, strategy: str, asks: bool

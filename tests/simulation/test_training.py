@@ -11,6 +11,7 @@ import pytest
 import torch
 from typing_extensions import override
 
+import offbeat
 from offbeat import TopKCodec
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -28,18 +29,8 @@ from offbeat.simulation.training import (
     with_lead_in,
 )
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat.strategies.adaptive import AdaptiveSGD
-from offbeat.strategies.adpsgd import ADPSGD
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.dpsgd import DPSGD
-from offbeat.strategies.eagersgd import EagerSGD
-from offbeat.strategies.ef21 import EF21
-from offbeat.strategies.elasticsgd import ElasticSGD
-from offbeat.strategies.kfac import DKFAC, DPKFAC, MPDKFAC, SPDKFAC, KFACStrategy
-from offbeat.strategies.localsgd import LocalSGD
-from offbeat.strategies.sgp import SGP
-from offbeat.strategies.topk import TopK
-from offbeat.strategies.wagma import WAGMA
+from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import Collective, Sleep
 
@@ -210,8 +201,10 @@ def test_what_a_callback_raises_ends_the_simulation() -> None:
         trained(Strange(), range(1))
 
 
-@pytest.mark.parametrize("kind", [TopK, EF21])
-def test_entries_travel_as_numbers_and_selecting_takes_its_time(kind: type[TopK | EF21]) -> None:
+@pytest.mark.parametrize("kind", [offbeat.TopK, offbeat.EF21])
+def test_entries_travel_as_numbers_and_selecting_takes_its_time(
+    kind: type[offbeat.TopK | offbeat.EF21],
+) -> None:
     strategy = kind(density=0.01, replica_check_interval=0)
     ranks, cluster = trained(strategy, range(4))
     expected = ranks[0].machine
@@ -223,7 +216,8 @@ def test_entries_travel_as_numbers_and_selecting_takes_its_time(kind: type[TopK 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_peers"), [(DPSGD(), 2), (SGP(), 1), (SGP(out_degree=2), 2)]
+    ("strategy", "num_peers"),
+    [(offbeat.DPSGD(), 2), (offbeat.SGP(), 1), (offbeat.SGP(out_degree=2), 2)],
 )
 def test_vectors_are_published_once_and_added_by_each_who_receives_them(
     strategy: Strategy, num_peers: int
@@ -245,7 +239,7 @@ PUBLISHED_S = NUM_BYTES / 2e9
 def test_models_are_averaged_beside_training_by_the_threads_that_do_so_in_training() -> None:
     """Each rank asks one other in each step, and answers one in the mean, with whole models."""
     steps = range(10)
-    ranks, cluster = trained(ADPSGD(), steps, workers=4, link=VirtualLink(bytes_per_s=1e9))
+    ranks, cluster = trained(offbeat.ADPSGD(), steps, workers=4, link=VirtualLink(bytes_per_s=1e9))
     num_sent = sum(cluster.bytes_sent) / NUM_BYTES
     assert num_sent == pytest.approx(2 * 4 * len(steps), rel=0.15)  # asked at once: one declines
     assert round(num_sent) == pytest.approx(num_sent, abs=0.01)
@@ -266,7 +260,7 @@ def test_a_miniature_travels_as_the_model_that_it_stands_for(
     values: Literal["auto", "float32"], element_bytes: int
 ) -> None:
     """Two regions of a model, there and back, in each version."""
-    strategy = WAGMA(period=2, quorum=1.0, values=values)
+    strategy = offbeat.WAGMA(period=2, quorum=1.0, values=values)
     _, cluster = trained(strategy, range(4))
     assert cluster.bytes_sent[0] == pytest.approx(4 * 2 * NUM_ELEMENTS * element_bytes, rel=0.01)
 
@@ -274,7 +268,7 @@ def test_a_miniature_travels_as_the_model_that_it_stands_for(
 def test_ranks_that_wait_for_an_average_are_as_late_as_the_network() -> None:
     """Half of a vector goes to its owner, and half of the average comes back, at 100 MB/s."""
     ranks, _ = trained(
-        EagerSGD(mode="majority", period=100),
+        offbeat.EagerSGD(mode="majority", period=100),
         range(4),
         workers=4,
         link=VirtualLink(bytes_per_s=1e8),
@@ -293,7 +287,7 @@ def test_a_late_step_is_reached_without_all_those_before_it() -> None:
     """Averages come after steps 10,000, 10,010 and so on, counted from 1."""
     late = range(10_000, 10_010)
     assert late.start > REMEMBERED_STEPS
-    local = LocalSGD(period=10, warmup=0, optimizer_state="local")
+    local = offbeat.LocalSGD(period=10, warmup=0, optimizer_state="local")
     ranks, _ = trained(local, late)
     device = ranks[0].machine
     assert isinstance(device, Device)
@@ -305,7 +299,7 @@ def test_a_late_step_is_reached_without_all_those_before_it() -> None:
 
 
 def test_changes_of_weights_travel_as_the_codec_writes_them() -> None:
-    strategy = LocalSGD(period=1, warmup=0, optimizer_state="local", codec="sparseloco")
+    strategy = offbeat.LocalSGD(period=1, warmup=0, optimizer_state="local", codec="sparseloco")
     _, cluster = trained(strategy, range(2))
     # One in 64 travels: 12 bits for the place and 2 for the value.
     assert cluster.bytes_sent[0] / 2 == pytest.approx(2 * NUM_ELEMENTS / 64 * 14 / 8, rel=0.1)
@@ -313,7 +307,7 @@ def test_changes_of_weights_travel_as_the_codec_writes_them() -> None:
 
 def test_a_schedule_that_follows_drift_is_simulated() -> None:
     """It begins with averages after every fourth step."""
-    ranks, _ = trained(LocalSGD(period="adaptive", optimizer_state="local"), range(8))
+    ranks, _ = trained(offbeat.LocalSGD(period="adaptive", optimizer_state="local"), range(8))
     device = ranks[0].machine
     assert isinstance(device, Device)
     durations_s = np.diff([0.0, *device.ends_s.values()])
@@ -341,7 +335,8 @@ TWO_LAYERS = Timeline(
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_inverted"), [(DKFAC, 4), (MPDKFAC, 2), (SPDKFAC, 2), (DPKFAC, 2)]
+    ("kind", "num_inverted"),
+    [(offbeat.DKFAC, 4), (offbeat.MPDKFAC, 2), (offbeat.SPDKFAC, 2), (offbeat.DPKFAC, 2)],
 )
 def test_factors_take_their_time_where_layers_are_seen(
     kind: type[KFACStrategy], num_inverted: int
@@ -355,7 +350,7 @@ def test_factors_take_their_time_where_layers_are_seen(
     assert isinstance(device, Device)
     durations_s = np.diff([device.ends_s[step] for step in range(3, 8)])
     squares = [20**2 + 10**2, 30**2 + 20**2]
-    own = squares[1] / sum(squares) if kind is DPKFAC else 1.0
+    own = squares[1] / sum(squares) if kind is offbeat.DPKFAC else 1.0
     looked_s = 0.3 * own
     inverted_s = 0.5 * num_inverted
     expected_s = [3.25 + looked_s + inverted_s, 3.25, 3.25 + looked_s, 3.25]
@@ -375,7 +370,7 @@ def _handed_out(ranks: Sequence[SimulatedRank]) -> list[list[float]]:
 def test_batches_and_merges_of_a_simulation_are_those_of_the_loader() -> None:
     """A rank of three times the speed has batches of 18 samples where the other one has 6."""
     steps, speeds = range(4000, 4004), (3.0, 1.0)
-    strategy = AdaptiveSGD(mega_batch=4, warmup=0, overlap=False, optimizer_state="local")
+    strategy = offbeat.AdaptiveSGD(mega_batch=4, warmup=0, overlap=False, optimizer_state="local")
     link = VirtualLink(bytes_per_s=2**22)  # 2 s for a merge of 8 MiB
     fast, slow = _handed_out(trained(strategy, steps, speeds=speeds, link=link)[0])
     # Two batches each, then a merge. A step of the optimizer takes as long for any batch.
@@ -385,7 +380,7 @@ def test_batches_and_merges_of_a_simulation_are_those_of_the_loader() -> None:
 
 def test_a_merge_that_is_overlapped_goes_on_beside_batches() -> None:
     steps, link = range(4000, 4004), VirtualLink(bytes_per_s=2**22)
-    strategy = AdaptiveSGD(mega_batch=4, warmup=0, optimizer_state="local")
+    strategy = offbeat.AdaptiveSGD(mega_batch=4, warmup=0, optimizer_state="local")
     ranks, cluster = trained(strategy, steps, link=link)
     *begun, end = _handed_out(ranks)[0]
     assert np.diff(begun) == pytest.approx([3.25] * 3, rel=0.02)
@@ -394,7 +389,7 @@ def test_a_merge_that_is_overlapped_goes_on_beside_batches() -> None:
 
 
 def test_equal_shares_wait_for_the_slowest_at_each_merge() -> None:
-    strategy = ElasticSGD(mega_batch=4)
+    strategy = offbeat.ElasticSGD(mega_batch=4)
     begun = _handed_out(trained(strategy, range(4000, 4004), speeds=(3.0, 1.0))[0])
     assert np.diff(begun[1]) == pytest.approx([3.25] * 4, rel=0.02)
     assert np.diff(begun[0])[:2] == pytest.approx([3.25 / 3, 6.5 - 3.25 / 3], rel=0.02)

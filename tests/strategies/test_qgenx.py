@@ -51,14 +51,17 @@ def play(driver: ThreadDriver, strategy: offbeat.AllReduce | offbeat.QGenX) -> t
     return game.distance(), game
 
 
-@pytest.mark.parametrize("codec", ["stochastic4", "linear2", "float32"])
-def test_a_game_ends_at_its_solution_that_plain_steps_circle_around(codec: str) -> None:
+def test_plain_steps_circle_around_the_solution_of_a_game() -> None:
+    found = results_of(3, lambda driver: play(driver, offbeat.AllReduce()))
+    assert found[0][0] > 10 * Game().distance()
+
+
+@pytest.mark.parametrize("codec", ["stochastic4", "linear2"])
+def test_a_game_ends_at_its_solution(codec: str) -> None:
     before = Game().distance()
-    plain = results_of(3, lambda driver: play(driver, offbeat.AllReduce()))
     found = results_of(
         3, lambda driver: play(driver, offbeat.QGenX(codec=codec, replica_check_interval=1))
     )
-    assert plain[0][0] > 10 * before
     for distance, game in found:
         assert distance < before / 100
         assert torch.equal(game.x, found[0][1].x)

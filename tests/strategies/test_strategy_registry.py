@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 
@@ -60,12 +58,3 @@ def test_a_name_that_is_not_there_is_no_key() -> None:
     assert "gtopc" not in REGISTRY
     with pytest.raises(KeyError):
         REGISTRY["gtopc"]
-
-
-def test_a_strategy_that_averages_weights_loads_no_module_of_kfac() -> None:
-    program = "import sys, offbeat; offbeat.LocalSGD(start_step=3); print(*sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "offbeat.strategies.localsgd" in ran.stdout.split()
-    assert not [name for name in ran.stdout.split() if "kfac" in name]

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
+import offbeat
 from group_support.training import PARAMETERS, Trainer, Training, trained
 from offbeat.codec.model_wire import Values
 from offbeat.simulation.virtual import VirtualLink
-from offbeat.strategies.wagma import WAGMA
 
 NUM_STEPS = 24
 LATENCY_S = 1e-3
@@ -28,7 +28,7 @@ def train(*, seed: int, rounds: bool = False, interval: int = 1) -> list[Trainer
             seed=seed,
             world_size=4,
             num_steps=NUM_STEPS,
-            strategy=WAGMA(
+            strategy=offbeat.WAGMA(
                 period=5,
                 interval=interval,
                 max_ahead=10,

@@ -35,13 +35,13 @@ def run(schedule: Schedule) -> World:
     return world
 
 
-@pytest.mark.parametrize("first", range(0, 96, 12))
+@pytest.mark.parametrize("first", range(0, 36, 12))
 def test_random_schedules(first: int) -> None:
     for seed in range(first, first + 12):
         run(draw_pairs(seed))
 
 
-@pytest.mark.parametrize("first", range(400, 448, 12))
+@pytest.mark.parametrize("first", range(400, 412, 12))
 def test_random_schedules_with_rounded_values(first: int) -> None:
     for seed in range(first, first + 12):
         run(draw_pairs(seed, rounds=True))
@@ -55,7 +55,7 @@ def test_ten_thousand_random_schedules(first: int) -> None:
         run(draw_pairs(seed))
 
 
-@pytest.mark.parametrize("seed", range(0, 20, 4))
+@pytest.mark.parametrize("seed", range(0, 20, 10))
 def test_a_seed_replays_its_schedule(seed: int) -> None:
     first, second = run(draw_pairs(seed)), run(draw_pairs(seed))
     assert first.cluster.now_s == second.cluster.now_s

@@ -9,10 +9,9 @@ import random
 import numpy as np
 import pytest
 
+import offbeat
 from group_support.training import PARAMETERS, VARIANCE, Training, trained
 from offbeat.simulation.virtual import VirtualLink
-from offbeat.strategies.adpsgd import ADPSGD
-from offbeat.strategies.wagma import WAGMA
 
 ADPSGD_VALUES = ("float32", "bfloat16")
 
@@ -29,9 +28,9 @@ def draw_training(seed: int, values: str) -> Training:
         seed=seed,
         world_size=world_size,
         num_steps=30,
-        strategy=ADPSGD(seed=seed, values=values)
+        strategy=offbeat.ADPSGD(seed=seed, values=values)
         if pairs
-        else WAGMA(
+        else offbeat.WAGMA(
             group_size=min(world_size, 2 + seed % 3),
             period=7,
             values=values,
@@ -46,8 +45,10 @@ def draw_training(seed: int, values: str) -> Training:
     )
 
 
-@pytest.mark.parametrize("values", ["float32", "bfloat16", "linear4", "e3m0"])
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize(
+    ("seed", "values"),
+    list(enumerate(4 * ["float32", "bfloat16", "linear4", "e3m0"])),
+)
 def test_statistics_stay_in_their_range_and_parameters_keep_their_mean(
     seed: int, values: str
 ) -> None:
