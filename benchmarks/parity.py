@@ -8,8 +8,8 @@ depend on who comes first, train in processes, as `offbeat train` runs them, and
 it comes, which chooses its density by what its link carries: here 100 Mbit/s.
 
 Each run is kept as soon as it is over, so the benchmark may be stopped at any time and goes on with
-`--results`. `images`, `text` and `mnist` need `--images`, `--text` and `--mnist`; what is not given
-is left out.
+`--results`. `images`, `text` and `mnist` need `--images`, `--text` and `--mnist`, `charlm` needs
+`--text`; what is not given is left out.
 
     python benchmarks/parity.py [--json] [--images NPZ] [--text FILE] [--mnist NPZ]
         [--tasks NAME,...] [--strategies NAME,...] [--seeds N] [--seconds S] [--results DIR]
@@ -60,6 +60,16 @@ def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
             goal=1.0,
             unit="%",
         )
+        yield Case(
+            name="charlm",
+            task="charlm",
+            settings=(f"path={asked.text}", "model=transformer", "batch_size=8", "window=32"),
+            lrs=(0.012, 0.006, 0.003),
+            steps=400,
+            higher_is_better=False,
+            goal=1.0,
+            unit="%",
+        )
     if asked.mnist is not None:
         yield images(asked.mnist, name="mnist", lrs=(0.05, 0.025, 0.0125), steps=400)
     yield Case(
@@ -106,7 +116,9 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text")
     parser.add_argument("--mnist", type=Path, metavar="NPZ", help="handwritten digits")
-    parser.add_argument("--tasks", default="images,text,mnist,xmc", help="default: %(default)s")
+    parser.add_argument(
+        "--tasks", default="images,text,charlm,mnist,xmc", help="default: %(default)s"
+    )
     parser.add_argument(
         "--strategies",
         default=",".join(one.label for one in CONTESTANTS),

@@ -1,7 +1,10 @@
-"""States of the optimizer averaged at intervals of their own, against DES-LOC in one process."""
+"""States of the optimizer averaged with the weights or at intervals of their own, against formulas
+and DES-LOC in one process.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -35,18 +38,25 @@ def run(num_steps: int, *, stop: int | None = None, **options: Any) -> list[list
     return trained(RANKS, strategy, num_steps, optimizer_of=adam, held=held, stop=stop)
 
 
-def reference(num_steps: int) -> list[list[States]]:
+def reference(
+    num_steps: int, intervals: Mapping[str, int] = INTERVALS, *, noise: bool = True
+) -> list[list[States]]:
+    """What the ranks hold after so many steps; without `noise` what squares have gained is
+    corrected after each average.
+    """
     models = [make_model() for _ in range(RANKS)]
     optimizers = [adam(model) for model in models]
+    last: dict[int, tuple[int, torch.Tensor]] = {}
     for step in range(num_steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             step_of(model, optimizer, rank, step)
         average, rest = divmod(step + 1, 2)
         if rest:
             continue
-        for parameters in zip(*(model.parameters() for model in models), strict=True):
+        every = zip(*(model.parameters() for model in models), strict=True)
+        for number, parameters in enumerate(every):
             alike = [[each.detach() for each in parameters]]
-            for name, interval in INTERVALS.items():
+            for name, interval in intervals.items():
                 if average % interval == 0:
                     states = zip(optimizers, parameters, strict=True)
                     alike.append([optimizer.state[each][name] for optimizer, each in states])
@@ -54,6 +64,19 @@ def reference(num_steps: int) -> list[list[States]]:
                 mean = torch.stack(tensors).mean(0)
                 for tensor in tensors:
                     tensor.copy_(mean)
+            if noise:
+                continue
+            states = [each.state[p] for each, p in zip(optimizers, parameters, strict=True)]
+            square = states[0]["exp_avg_sq"]
+            begun, before = last.get(number, (0, torch.zeros_like(square)))
+            kept = 0.999 ** (step + 1 - begun)
+            gained = (square - kept * before) / (1 - kept)
+            mean, share = states[0]["exp_avg"] / (1 - 0.9 ** (step + 1)), 0.1 / 1.9
+            signal = ((mean**2 - share * gained) / (1 - share)).clamp_min(0)
+            square = kept * before + (1 - kept) * (signal + (gained - signal) / RANKS)
+            last[number] = step + 1, square
+            for state in states:
+                state["exp_avg_sq"].copy_(square)
     return [held(*each) for each in zip(models, optimizers, strict=True)]
 
 
@@ -70,14 +93,33 @@ def test_states_are_those_of_the_paper(num_steps: int) -> None:
         assert same == {"parameter": True, "exp_avg": False, "exp_avg_sq": True}
 
 
-def test_intervals_of_one_are_averages_of_all_states() -> None:
-    each = run(5, optimizer_state="exp_avg=1+exp_avg_sq=1")
-    torch.testing.assert_close(each, run(5, optimizer_state="averaged"), rtol=0, atol=0)
+@pytest.mark.parametrize("chosen", ["averaged", "exp_avg=1+exp_avg_sq=1"])
+def test_averaged_squares_are_those_of_the_mean_unless_they_have_an_interval(chosen: str) -> None:
+    each_time = {"exp_avg": 1, "exp_avg_sq": 1}
+    expected = reference(7, each_time, noise=chosen != "averaged")
+    torch.testing.assert_close(run(7, optimizer_state=chosen), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_run_goes_on_between_two_averages_of_a_state() -> None:
-    resumed = run(12, stop=5, optimizer_state=INTERVALS)
-    torch.testing.assert_close(resumed, run(12, optimizer_state=INTERVALS), rtol=0, atol=0)
+@pytest.mark.parametrize("stop", [1, 5, 6])
+@pytest.mark.parametrize("chosen", ["averaged", INTERVALS], ids=str)
+def test_a_run_goes_on_between_two_averages_of_a_state(chosen: Any, stop: int) -> None:
+    resumed = run(12, stop=stop, optimizer_state=chosen)
+    torch.testing.assert_close(resumed, run(12, optimizer_state=chosen), rtol=0, atol=0)
+
+
+def test_squares_gathered_before_ranks_part_are_the_means() -> None:
+    """All-reduced gradients made them, here or in a run before this one."""
+
+    def squares(start_step: int) -> torch.Tensor:
+        strategy = offbeat.LocalSGD(
+            period=2, warmup=0, start_step=start_step, optimizer_state="averaged"
+        )
+        found = trained(RANKS, strategy, 12, optimizer_of=adam, held=held)
+        return torch.cat([each["exp_avg_sq"].flatten() for each in found[0]])
+
+    # As of a rank that is alone with the mean, but for two steps of twelve.
+    reduced = squares(12)
+    assert float((squares(10) / reduced).median()) == pytest.approx(1, abs=0.3)
 
 
 def test_a_rank_without_states_is_given_none_of_them_or_all() -> None:

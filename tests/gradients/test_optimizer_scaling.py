@@ -15,6 +15,7 @@ import torch
 
 import offbeat
 from offbeat.errors import CheckpointError, OffbeatWarning
+from offbeat.gradients.density import START
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -33,7 +34,7 @@ def linear() -> torch.nn.Linear:
 def backward(net: torch.nn.Module, rank: int, step: int) -> None:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
     net.zero_grad()
-    net(x).square().mean().backward()
+    net(x.to(next(net.parameters()).dtype)).square().mean().backward()
 
 
 def lr_at(step: int) -> float:
@@ -48,9 +49,10 @@ def trained(
     steps: int = STEPS,
     between: Between = lambda net, step: None,
     notices: list[str] | None = None,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> torch.Tensor:
-    net = linear()
+    net = linear().to(dtype)
     optimizer = make(net.parameters(), lr=0.1, **options)
     with session_on(driver, net, optimizer, strategy) as session:
         for step in range(steps):
@@ -235,16 +237,90 @@ def test_what_adam_has_gathered_is_gone_on_with(world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [offbeat.GTopK(collective="dense"), offbeat.GTopK(collective="dense", density=0.01)],
+    [
+        offbeat.GTopK(collective="dense"),
+        offbeat.GTopK(collective="dense", density=0.01),
+        offbeat.GTopK(collective="all_gather", density=1.0),
+        offbeat.TopK(density=1.0),
+    ],
     ids=str,
 )
 def test_where_everything_is_sent_adam_is_adam(strategy: Strategy) -> None:
     def job(driver: ThreadDriver, strategy: Strategy) -> torch.Tensor:
-        return trained(driver, strategy, torch.optim.AdamW)
+        return trained(driver, strategy, torch.optim.AdamW, dtype=torch.float64)
 
     ours = results_of(WORLD_SIZE, lambda driver: job(driver, strategy))
     theirs = results_of(WORLD_SIZE, lambda driver: job(driver, offbeat.AllReduce()))
-    torch.testing.assert_close(ours[0], theirs[0])
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=1e-14)
+
+
+BEGINS = replace(SPARSE, warmup="auto")
+
+
+def test_training_begins_with_adams_own_steps() -> None:
+    """Everything travels in them, and the steps after them are scaled."""
+
+    def job(driver: ThreadDriver, strategy: Strategy, steps: int) -> torch.Tensor:
+        return trained(driver, strategy, torch.optim.Adam, steps=steps, dtype=torch.float64)
+
+    for steps, is_alike in ((START, True), (START + 1, False)):
+        ours, theirs = (
+            results_of(WORLD_SIZE, lambda d, each=each, steps=steps: job(d, each, steps))[0]
+            for each in (BEGINS, offbeat.AllReduce())
+        )
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14) is is_alike
+
+
+def test_named_stages_are_a_beginning_too() -> None:
+    """Adam sees what was sent for as long as much is, as without the takeover."""
+    staged = replace(SPARSE, warmup=((0.5, 3), (0.14, 1)))
+    left = replace(staged, momentum_correction=None)
+    for steps, is_alike in ((3, True), (4, False)):
+        ours, theirs = (
+            results_of(
+                2, lambda d, each=each, n=steps: trained(d, each, torch.optim.Adam, steps=n)
+            )[0]
+            for each in (staged, left)
+        )
+        assert torch.equal(ours, theirs) is is_alike
+
+
+def test_a_loop_that_clips_before_training_has_begun_keeps_its_adam() -> None:
+    notices: list[str] = []
+
+    def clip_fifth(net: torch.nn.Module, step: int) -> None:
+        if step == 4:
+            clip(net, step)
+
+    results_of(
+        1,
+        lambda d: trained(
+            d, BEGINS, torch.optim.Adam, steps=START + 2, between=clip_fifth, notices=notices
+        ),
+    )
+    assert any("gradients are changed between" in said for said in notices)
+
+
+@pytest.mark.parametrize("stop", [START // 2, START])
+def test_a_run_that_is_resumed_as_training_begins_goes_on_alike(stop: int) -> None:
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = trained(driver, BEGINS, torch.optim.AdamW, steps=START + 3)
+        net = linear()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        states: list[dict[str, Any]] = []
+        for steps in (range(stop), range(stop, START + 3)):
+            with session_on(driver, net, optimizer, BEGINS) as session:
+                for state, each in zip(states, (optimizer, session), strict=False):
+                    each.load_state_dict(state)
+                for step in steps:
+                    optimizer.param_groups[0]["lr"] = lr_at(step)
+                    backward(net, driver.rank, step)
+                    optimizer.step()
+                states = [copy.deepcopy(each.state_dict()) for each in (optimizer, session)]
+        return whole, net.weight.detach().flatten()
+
+    for whole, resumed in results_of(WORLD_SIZE, job):
+        assert torch.equal(whole, resumed)
 
 
 def test_a_resumed_run_goes_on_alike() -> None:

@@ -14,7 +14,9 @@ from typing_extensions import override
 import offbeat
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError
+from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy, options_of, parse_spec, strategy_values
+from thread_support.world import ThreadDriver, results_of, session_on
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,35 @@ def test_a_period_that_grows_is_announced(
     )
     strategy.build(context)
     assert (notices.kept == []) if said is None else (said in notices.kept[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "is_said"),
+    [
+        (offbeat.LocalSGD(optimizer_state="local"), torch.optim.AdamW, True),
+        (offbeat.LocalSGD(optimizer_state={"exp_avg": 2}), torch.optim.AdamW, True),
+        (offbeat.LocalSGD(), torch.optim.AdamW, False),  # squares are corrected
+        (offbeat.LocalSGD(outer="diloco"), torch.optim.AdamW, False),  # has a rate of its own
+        (offbeat.LocalSGD(optimizer_state="local"), torch.optim.SGD, False),
+        (offbeat.WAGMA(), torch.optim.Adam, True),
+        (offbeat.WAGMA(), torch.optim.SGD, False),
+    ],
+)
+def test_steps_that_noise_makes_short_are_announced(
+    strategy: Strategy, make: type[torch.optim.Optimizer], is_said: bool
+) -> None:
+    net = torch.nn.Linear(2, 1)
+
+    def job(driver: ThreadDriver) -> list[str]:
+        mine = torch.nn.Linear(2, 1)
+        mine.load_state_dict(net.state_dict())
+        optimizer = make(mine.parameters(), lr=0.1)  # type: ignore[call-arg]  # all of them have it
+        with session_on(driver, mine, optimizer, strategy) as session:
+            return session.notices
+
+    said = [one for one in results_of(4, job)[0] if "4 times the noise" in one]
+    assert bool(said) is is_said
+    assert all("1.4 to 2 times as high" in one for one in said)
 
 
 class Quantised(torch.optim.SGD):

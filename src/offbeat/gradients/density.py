@@ -129,6 +129,11 @@ least density for so much of that time, and `BETWEEN` times the density until so
 Without, images are 1.2 points worse (`benchmarks/sparse_accuracy.py`, 3000 steps, density 0.001).
 """
 
+START: Final = 20
+"""So many exchanges bring everything where Adam's scaling is to be taken over afterwards: until
+then Adam works as ever (`benchmarks/studies/adam_rules.py`, at once). More were not better.
+"""
+
 LIMIT: Final = 1000
 """In this exchange and later ones, counted from 0, no learning rate begins it again."""
 
@@ -294,9 +299,20 @@ class DensitySchedule(Callback):
         """
         return self._sends_entries(self._few)
 
+    def begins(self) -> bool:
+        """Whether training begins, as far as Adam is concerned: in the coming exchange everything
+        travels, or at least so much that Adam is not to be replaced.
+        """
+        exchange = self._counts.exchanges
+        if isinstance(self._warmup, Warmup):
+            return self._warmup.density_at(exchange, 0.0) >= AT_ONCE
+        return self._warmup == "auto" and exchange < START
+
     def now(self) -> float:
         """Of the coming exchange."""
         exchange = self._counts.exchanges
+        if self._warmup == "auto" and self._transform.is_taken is None and self.begins():
+            return 1.0
         if isinstance(self._warmup, Warmup):
             return self._warmup.density_at(exchange, self.target)
         if self._warmup is None or self._optimizer is None or not self._transform.needs_warm_up:

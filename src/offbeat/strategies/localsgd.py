@@ -27,7 +27,8 @@ after the step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes
 and ranks wait for each other once in H steps. With a codec P - 1 times its message of k entries is
 sent in place of the weights, and two vectors more are kept besides the anchor.
 
-Differences from the papers: H grows and the optimizer's state is averaged, unless gradients are
+Differences from the papers: H grows and the optimizer's state is averaged, with Adam's second
+moments made those of the mean gradient (`averaging.periodic.MeanSquares`), unless gradients are
 all-reduced first or an outer optimizer is used; `warmup=0` with `optimizer_state="local"` is the
 algorithm as published. The optimizer is the user's; buffers are averaged; a rank whose gradient is
 not finite skips its own step; SlowMo's outer momentum is not rescaled when the learning rate
@@ -64,7 +65,11 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.quorum import Quorum
 from offbeat.strategies.allreduce import AllReduce
-from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
+from offbeat.strategies.averaging import (
+    AveragingStrategy,
+    chosen_codec,
+    inform_of_short_steps,
+)
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import (
     refuse_idle,
@@ -136,9 +141,10 @@ class LocalSGD(AveragingStrategy):
             optimizer of the parameters it is given, such as
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
-            the weights, which multiplies the bytes; "local": they stay the rank's own; or each
-            state by its name, with the number of averages of the weights to one of the state, such
-            as `{"exp_avg": 3, "exp_avg_sq": 6}` or "exp_avg=3+exp_avg_sq=6"; None: "averaged", and
+            the weights, which multiplies the bytes, and second moments of Adam and AdamW become
+            those of the mean gradient; "local": they stay the rank's own; or each state by its
+            name, with the number of averages of the weights to one of the state, such as
+            `{"exp_avg": 3, "exp_avg_sq": 6}` or "exp_avg=3+exp_avg_sq=6"; None: "averaged", and
             "local" with `start_step`, `outer`, `codec` or `exchange`.
         codec: how changes of weights since the last average travel: the name of a codec, or a
             `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
@@ -373,6 +379,8 @@ class LocalSGD(AveragingStrategy):
                 f" {self.start_step + period * self.steps_of_growth:,} on after every"
                 f" {period}; warmup=0 begins with that"
             )
+        if self.averages_state is not True and self.outer is None:
+            inform_of_short_steps(context)
         codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         chosen = self.chosen_exchange

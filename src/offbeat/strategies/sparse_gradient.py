@@ -48,9 +48,9 @@ class EntriesStrategy(GradientStrategy):
     Args:
         momentum_correction: "auto" takes over the momentum of `torch.optim.SGD`, Nesterov's too,
             and with it weight decay, until the session ends, and applies it before entries are
-            selected (DGC, arXiv 1712.01887, section 3.1); and the scaling of Adam and AdamW at
-            densities below 0.15, where the loop leaves gradients alone. None leaves all to the
-            optimizer.
+            selected (DGC, arXiv 1712.01887, section 3.1); and the scaling of Adam and AdamW after
+            the warm-up, at densities below 0.15, where the loop leaves gradients alone. None leaves
+            all to the optimizer.
         codec: what picks entries and how they are written: a `TopKCodec`, or names of its parts
             such as "bfloat16" or "reuse+float8". None: "float32", all exact.
         bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
@@ -125,8 +125,8 @@ class SparseGradientStrategy(EntriesStrategy):
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or None. "auto": at least 0.1 while
             the learning rate rises and for 50 exchanges after that, if it begins to rise within the
-            first 1,000, unless Adam's scaling is taken over; for longer at densities below 0.01;
-            all ranks must have the same learning rate.
+            first 1,000; for longer at densities below 0.01; all ranks must have the same learning
+            rate. Where Adam's scaling is taken over, 1 in the first 20 exchanges instead.
     """
 
     warmup: Literal["auto"] | tuple[tuple[float, int], ...] | str | None = "auto"

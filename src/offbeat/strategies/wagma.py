@@ -68,7 +68,7 @@ from offbeat.codec.rounding import CodedChanges, Rounding
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, inform_of_short_steps
 from offbeat.strategies.options import refuse_idle, require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights, Staging
 
@@ -176,6 +176,7 @@ class WAGMA(AveragingStrategy):
             )
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        inform_of_short_steps(context)
         staging, values = Staging(weights.tensors(), in_miniature=True), self.change_values
         rule: Callable[[Values], MergeRule] = PaperMerge
         if self.merge == "delta":
