@@ -267,8 +267,6 @@ def test_local_sgd_begins_with_what_it_is_told_to(first: str) -> None:
 
     alone, later = step_s(first, range(10)), step_s(f"{LOCAL}:period=4", range(12))
     # Of steps that are alike a few are predicted where there is nothing else.
-    assert step_s(spec, range(10)) == pytest.approx(alone, rel=0.02)
-    assert step_s(spec, range(10, 22)) == pytest.approx(later)
     assert step_s(spec, range(22)) == pytest.approx((10 * alone + 12 * later) / 22, rel=0.02)
     assert predict_step(spec, where).step_s == pytest.approx(later)
 
