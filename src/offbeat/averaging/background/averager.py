@@ -204,8 +204,7 @@ class BackgroundCallback(Callback):
         values, counters, missing = self._averager.progress.mean()
         # Peers have sent what they average: with buffers="local" the buffers are not in it.
         weights = replace(weights, chosen=self._averager.weights.chosen)
-        staging = self._averager.staging
-        staging.write_(values.astype(staging.dtype), weights.tensors())
+        self._averager.staging.write_(values, weights.tensors())
         weights.write_counters(counters)
         return missing
 

@@ -25,6 +25,7 @@ from offbeat.averaging.background.interface import (
 from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.codec.model_wire import Counters, Values
+from offbeat.collectives.weighted_mean import FRAGMENT_BYTES
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
@@ -61,7 +62,7 @@ class MeanModel(NamedTuple):
     """A mean of models.
 
     Attributes:
-        values: float64, shape (num_elements,).
+        values: of the type of the members' values, added up in float64, shape (num_elements,).
         counters: the largest value of each counter.
         missing: the ranks of members whose models are not in it.
     """
@@ -194,12 +195,16 @@ class ProgressThread:
         # In the order of positions, so that all members compute the same bits.
         every = {served.position: self._model.own_model(), **models}
         included = [every[position] for position in sorted(every)]
-        total = np.zeros(served.settings.num_elements, np.float64)
-        for model in included:
-            total += model.values * np.float64(model.weight)
-        total /= sum(model.weight for model in included)
+        sum_of_weights = sum(model.weight for model in included)
+        values = np.empty(served.settings.num_elements, served.settings.dtype)
+        for begin in range(0, values.size, FRAGMENT_BYTES // 8):
+            part = slice(begin, begin + FRAGMENT_BYTES // 8)
+            total = np.zeros(values[part].size, np.float64)
+            for model in included:
+                total += model.values[part] * np.float64(model.weight)
+            values[part] = total / sum_of_weights
         counters = np.maximum.reduce([model.counters for model in included])
-        return MeanModel(total, counters, served.ranks(missing))
+        return MeanModel(values, counters, served.ranks(missing))
 
     def _no_mean(self, served: ServedGeneration, models: Collection[int]) -> str:
         if not self._model.is_available:

@@ -316,7 +316,7 @@ class DirectRound(GroupRound):
             )
         # The chunks are still needed to tell which members have sent one, but their values are not.
         self._chunks = {
-            rank: replace(chunk, values=chunk.values[:0], codes=no_codes())
+            rank: replace(chunk, values=np.empty(0, chunk.values.dtype), codes=no_codes())
             for rank, chunk in self._chunks.items()
         }
 
