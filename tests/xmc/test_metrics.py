@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat.xmc.rows import SparseRows
-from offbeat_lab.tasks.xmc import (
+from offbeat.xmc.metrics import (
     PROPENSITY_CONSTANTS,
     PropensityConstants,
     RankingMetrics,
     propensities,
 )
+from offbeat.xmc.rows import SparseRows
 
 NUM_LABELS = 9
 KS = (1, 3, 5)
