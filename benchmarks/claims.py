@@ -122,8 +122,8 @@ def gtopk_over_topk() -> Finding:
     return Finding(
         ours=f"predicted {listed(ours)}",
         holds=within(ours, 1.1, 1.7),
-        why="An all-gather of k entries of 32 workers takes little beside selection here; the paper's"
-        f" table gives {listed(over('top-k', 'published'))}.",
+        why="An all-gather of k entries of 32 workers takes little beside selection here; the"
+        f" paper's table gives {listed(over('top-k', 'published'))}.",
     )
 
 
@@ -132,9 +132,9 @@ def gtopk_measured() -> Finding:
     slow = figure("links", "cases", "100 Mbit/s: ddp over gtopk, seconds a step")
     return Finding(
         ours=f"measured {told('at 1 Gbit/s', step)}, {told('at 100 Mbit/s', slow)}",
-        holds=step.holds,
-        why="Four workers, 25 million parameters. The goal of 5 at 1 Gbit/s is not certain: what"
-        " remains of a step is computing.",
+        holds=step.interval is not None and step.interval[0] > 1,
+        why="Four workers, 25 million parameters; most of what remains of a step at 1 Gbit/s is"
+        " computing.",
     )
 
 
@@ -184,8 +184,8 @@ def wagma_to_target() -> Finding:
     return Finding(
         ours=f"measured {told('seconds over those of published LocalSGD', ratio)}",
         holds=ratio.holds,
-        why="To an accuracy of .9, three seeds. Eight ranks share two cores here, and a step of WAGMA"
-        " computes more than one of LocalSGD.",
+        why="To an accuracy of .9, three seeds. Eight ranks share two cores here, and a step of"
+        " WAGMA computes more than one of LocalSGD.",
     )
 
 
@@ -255,8 +255,8 @@ def spdkfac_over_dkfac() -> Finding:
         ours=f"predicted {listed(ours)} ({', '.join(KFAC_NETWORKS)}); measured"
         f" {told('on four workers', measured)}",
         holds=min(ours) >= 1.1,
-        why="By this package's planner on 64 GPUs of the paper's cluster; measured with padded steps"
-        " at 1 Gbit/s.",
+        why="By this package's planner on 64 GPUs of the paper's cluster; measured with padded"
+        " steps at 1 Gbit/s.",
     )
 
 
@@ -267,7 +267,7 @@ def spdkfac_by_the_papers_rules() -> Finding:
         holds=min(ours) >= 1.0,
         why="By the paper's own rules of fusion and placement, SPD-KFAC is slower than MPD-KFAC in"
         " our predictions where this is below 1; by this package's rules it is"
-        f" {listed(kfac_gain('MPD-KFAC', 'SPD-KFAC'))}. Placement does that work.",
+        f" {listed(kfac_gain('MPD-KFAC', 'SPD-KFAC'))}.",
     )
 
 
@@ -318,29 +318,29 @@ CLAIMS: dict[str, list[Claim]] = {
     "gTop-k S-SGD": [
         Claim(
             text="2.7 to 12 times the speed of S-SGD on 32 workers at 1 Gbit/s",
-            source="abstract, table IV",
+            source="abstract",
             find=gtopk_over_dense,
         ),
         Claim(
             text="1.1 to 1.7 times the speed of Top-k there",
-            source="abstract, table IV",
+            source="abstract",
             find=gtopk_over_topk,
         ),
         Claim(
             text="faster than S-SGD where bandwidth is low",
-            source="section V",
+            source="evaluation",
             find=gtopk_measured,
         ),
         Claim(
             text="accuracy as that of S-SGD",
-            source="figures 5 to 7",
+            source="evaluation",
             find=lambda: same_accuracy("GTopK at 0.01", (".5 points", "1% of bits")),
         ),
     ],
     "WAGMA-SGD": [
         Claim(
             text="more steps a second than local SGD, D-PSGD and SGP beside stragglers",
-            source="figures 4, 7 and 9",
+            source="section V",
             find=wagma_steps,
         ),
         Claim(
@@ -350,59 +350,58 @@ CLAIMS: dict[str, list[Claim]] = {
         ),
         Claim(
             text="groups of the square root of the workers are needed for accuracy",
-            source="section V, ablation",
+            source="section V",
             find=wagma_groups,
         ),
         Claim(
             text="accuracy as that of all-reduce",
-            source="figures 5, 8 and 10",
+            source="section V",
             find=lambda: same_accuracy("WAGMA", (".5 points", "1% of bits")),
         ),
     ],
     "Adaptive SGD": [
         Claim(
             text="uses the summed speed of uneven devices",
-            source="figures 7 and 8",
+            source="evaluation",
             find=adaptive_speed,
         ),
         Claim(
             text="soonest at an accuracy, with a gap of 32%: bundled data",
-            source="figure 5",
+            source="evaluation",
             find=lambda: adaptive_race(
                 "race, gap",
-                "844,395 parameters, exchange in 13 of 79 ms of a step. Elastic and Crossbow do not"
-                " reach 95% of the best in this many samples.",
+                "Elastic and Crossbow do not reach 95% of the best in this many samples.",
             ),
         ),
         Claim(
             text="the same: Delicious",
-            source="figure 5",
+            source="evaluation",
             find=lambda: adaptive_race(
                 "race, Delicious, gap",
-                "All-reduce is cheap here: batches by speed alone would give .88 of its seconds, free"
-                " communication .72. Until 95% the warm-up merges at nearly every update.",
+                "All-reduce is cheap beside computing here, and until 95% the warm-up of AdaptiveSGD"
+                " merges at nearly every update.",
             ),
         ),
     ],
     "SPD-KFAC": [
         Claim(
             text="10 to 35% faster than D-KFAC",
-            source="abstract, table III",
+            source="abstract",
             find=spdkfac_over_dkfac,
         ),
         Claim(
             text="faster than MPD-KFAC by the rules that the paper gives",
-            source="sections IV and V",
+            source="evaluation",
             find=spdkfac_by_the_papers_rules,
         ),
         Claim(
             text="the order of D-KFAC, MPD-KFAC and SPD-KFAC on four networks",
-            source="table III",
+            source="evaluation",
             find=kfac_order,
         ),
         Claim(
             text="pipelining communication of factors pays",
-            source="figure 10",
+            source="evaluation",
             find=lambda: kfac_rule(
                 "no pipelining",
                 "What is left out is the overlap alone. It saves 1 to 3% of a step here.",
@@ -410,7 +409,7 @@ CLAIMS: dict[str, list[Claim]] = {
         ),
         Claim(
             text="balancing inversions pays",
-            source="figure 12",
+            source="evaluation",
             find=lambda: kfac_rule("no load balancing", "This rule does most of the work."),
         ),
     ],
