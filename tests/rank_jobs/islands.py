@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -503,3 +505,10 @@ def ends_badly(rank: int, world_size: int) -> str:
     except OffbeatError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def example(rank: int, world_size: int, *, arguments: dict[str, Any]) -> float:
+    """What the example that is sharded comes to by itself."""
+    path = Path(__file__).parents[2] / "examples" / "sharded_gpt.py"
+    loss: float = runpy.run_path(str(path))["main"](**arguments)
+    return loss

@@ -15,6 +15,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
 - `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
 - `DistributedDataParallel.join`: it counts on the reducer's buckets.
+- `torch.distributed.fsdp.fully_shard`: to know each module that a script divides inside a node, and
+  when it is called; it is wrapped once the script has had it imported, which takes a second.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
@@ -36,18 +38,23 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing.process
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from types import SimpleNamespace
-from typing import Any
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
+from typing_extensions import override
 
+from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
 from offbeat.torch_private import (
     CALLS_MODULE_OF_DDP,
@@ -68,6 +75,9 @@ class ScriptListener:
 
     def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
         """A forward pass begins with these arguments."""
+
+    def sharded_forward_begins(self, module: torch.nn.Module, args: Sequence[Any]) -> None:
+        """A forward pass begins of a module that `fully_shard` has divided."""
 
     def hook_ignored(self, ddp: DistributedDataParallel) -> None:
         """It has registered a communication hook, which is not used."""
@@ -167,6 +177,7 @@ def patched(
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))
+        stack.enter_context(_after_import(_FSDP, partial(_follow_shards, put, listener)))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
         for module in (torch.nn.utils, clip_grad):
@@ -177,6 +188,65 @@ def patched(
         for module in (dist, distributed_c10d):
             put(module, "destroy_process_group", destroy)
         yield
+
+
+_FSDP: Final = "torch.distributed.fsdp"
+
+
+def _follow_shards(
+    put: Callable[[object, str, object], None], listener: ScriptListener, fsdp: ModuleType
+) -> None:
+    original = fsdp.fully_shard
+
+    @wraps(original)
+    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(module, *args, **kwargs)
+        for each in module if isinstance(module, list) else [module]:
+            # In front of FSDP's own hook, which puts whole parameters into the module.
+            hook = ModuleHook(each, listener.sharded_forward_begins)
+            each.register_forward_pre_hook(hook, prepend=True)
+        return result
+
+    put(fsdp, "fully_shard", fully_shard)
+
+
+@contextmanager
+def _after_import(name: str, change: Callable[[ModuleType], None]) -> Iterator[None]:
+    """Call `change` with the module of this name, now or once it is imported in the block."""
+    if name in sys.modules:
+        change(sys.modules[name])
+        yield
+        return
+    finder = _Announcing(name, change)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Announcing(MetaPathFinder):
+    """Finds nothing by itself, and changes one module when another finder has had it loaded."""
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name, self._change = name, change
+
+    @override
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                self._change(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one
+        return spec
 
 
 @contextmanager

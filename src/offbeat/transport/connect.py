@@ -136,12 +136,15 @@ class Connection:
     network: Network | None
 
 
-def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Connection:
+def connect(
+    group: dist.ProcessGroup | Sequence[int] | None = None, *, cuda: bool = False
+) -> Connection:
     """A driver over the ranks of `group` (default: all ranks), and their network. Collective: every
     rank of the group calls it.
 
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
+            Or these ranks, as the default process group numbers them.
         cuda: whether CUDA tensors will be reduced, so that an NCCL backend is worth making.
 
     Raises:
@@ -150,8 +153,11 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     """
     if not dist.is_initialized():
         return Connection(driver=SingleRank(), network=None)
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    rank, world_size = dist.get_rank(group), len(ranks)
+    if isinstance(group, Sequence):
+        ranks = list(group)
+    else:
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    rank, world_size = ranks.index(dist.get_rank()), len(ranks)
     generation = _generations[tuple(ranks)]
     _generations[tuple(ranks)] += 1
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets
