@@ -16,7 +16,7 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
 - `DistributedDataParallel.join`: it counts on the reducer's buckets.
 - `torch.distributed.fsdp.fully_shard`: to know each module that a script divides inside a node, and
-  when it is called; it is wrapped once the script has had it imported, which takes a second.
+  when it is called.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
@@ -38,21 +38,17 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing.process
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
-from typing_extensions import override
 
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
@@ -177,7 +173,7 @@ def patched(
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))
-        stack.enter_context(_after_import(_FSDP, partial(_follow_shards, put, listener)))
+        put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
         for module in (torch.nn.utils, clip_grad):
@@ -190,14 +186,7 @@ def patched(
         yield
 
 
-_FSDP: Final = "torch.distributed.fsdp"
-
-
-def _follow_shards(
-    put: Callable[[object, str, object], None], listener: ScriptListener, fsdp: ModuleType
-) -> None:
-    original = fsdp.fully_shard
-
+def _follow_shards(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
     @wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(module, *args, **kwargs)
@@ -207,46 +196,7 @@ def _follow_shards(
             each.register_forward_pre_hook(hook, prepend=True)
         return result
 
-    put(fsdp, "fully_shard", fully_shard)
-
-
-@contextmanager
-def _after_import(name: str, change: Callable[[ModuleType], None]) -> Iterator[None]:
-    """Call `change` with the module of this name, now or once it is imported in the block."""
-    if name in sys.modules:
-        change(sys.modules[name])
-        yield
-        return
-    finder = _Announcing(name, change)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-class _Announcing(MetaPathFinder):
-    """Finds nothing by itself, and changes one module when another finder has had it loaded."""
-
-    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
-        self._name, self._change = name, change
-
-    @override
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                self._change(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one
-        return spec
+    return fully_shard
 
 
 @contextmanager

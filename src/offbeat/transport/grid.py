@@ -151,6 +151,9 @@ class GlobalRanks(Wrapper):
         except PeerError as error:
             raise self.named(error) from error
 
+    def name_of(self, rank: int) -> int:
+        return self._ranks[rank]
+
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         place = self._ranks.index(blame) if blame in self._ranks else None
         self.inner.abort(reason, blame=place)
