@@ -46,6 +46,7 @@ EQUAL: dict[str, Training] = {
     "allreduce, clipped by torch": Training(strategy=ALLREDUCE, clip="torch"),
     "allreduce, clipped": Training(strategy=ALLREDUCE, clip="session"),
     "allreduce, accumulated": Training(strategy=ALLREDUCE, num_passes=3),
+    "allreduce, accumulated by FSDP": Training(strategy=ALLREDUCE, num_passes=3, by_fsdp=True),
     "allreduce, not resharded": Training(strategy=ALLREDUCE, reshard=False),
     "allreduce, offloaded": Training(strategy=ALLREDUCE, offload=True),
     "allreduce, AdamW": Training(strategy=ALLREDUCE, **ADAM),
@@ -177,13 +178,18 @@ def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks
 
 @pytest.mark.parametrize(
     ("strategy", "at"),
-    [(ALLREDUCE, "backward"), (offbeat.GTopK(**FEW), "step"), (LOCALSGD, "step")],
+    [
+        (ALLREDUCE, "backward"),
+        (ALLREDUCE, "raise"),
+        (offbeat.GTopK(**FEW), "step"),
+        (LOCALSGD, "step"),
+    ],
 )
 def test_a_death_is_named_on_every_rank_of_every_island(
     run_ranks: RunRanks, strategy: Strategy, at: str
 ) -> None:
     *results, dead = run_ranks(struck, 4, may_die=(3,), strategy=strategy, at=at)
-    assert dead is None
+    assert not dead
     for heard in results:
         assert "rank 3" in heard["message"], results
         assert heard["rank"] in (2, 3)  # rank 2 tells its column why it gives up
