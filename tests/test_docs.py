@@ -35,6 +35,7 @@ EXAMPLES = {
     "coda.py": ["--epochs", "1"],
     "pswa.py": ["--epochs", "4", "--first", "1", "--restart", "2"],
     "unlike_threads.py": ["--epochs", "1"],
+    "sharded_gpt.py": ["--steps", "2"],
 }
 
 

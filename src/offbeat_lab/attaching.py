@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
-from offbeat.run.recipes import ScriptRecipe, StrategyRecipe
+from offbeat.run.recipes import ScriptRecipe, ShardedModule, StrategyRecipe
 from offbeat.run.records import RunDirectory
 from offbeat.run.step_recorder import AttachedModel
 from offbeat.session.attach import attach_through
@@ -130,11 +130,12 @@ class NativeRecipe(ScriptRecipe):
     @override
     def attach(
         self,
-        ddp: DistributedDataParallel,
+        ddp: DistributedDataParallel | ShardedModule,
         optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
         adopted: Adopted,
     ) -> NativeSession | None:
+        assert isinstance(ddp, DistributedDataParallel), "as `takes_shards` says"
         if optimizer is None:
             return None
         meter = CommunicationMeter(dist.get_world_size(), rank=dist.get_rank(), delay=self._delay)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -44,7 +47,9 @@ class Training:
         optimizer: the name of its class in torch.optim.
         options: of the optimizer.
         num_steps: steps.
-        num_passes: backward passes in a step; all but the last one are inside `no_sync`.
+        num_passes: backward passes in a step; all but the last one accumulate.
+        by_fsdp: whether they accumulate whole gradients, as FSDP does where it is told not to
+            bring them together; else they are inside `no_sync`.
         clip: by what gradients are clipped: "torch", "session", or nothing.
         reshard: as `reshard_after_forward`.
         half: whether FSDP computes in bfloat16.
@@ -56,6 +61,7 @@ class Training:
     options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.02, "momentum": 0.9})
     num_steps: int = 5
     num_passes: int = 1
+    by_fsdp: bool = False
     clip: str = ""
     reshard: bool = True
     half: bool = False
@@ -143,7 +149,10 @@ def train(
     for step in steps:
         for number in range(how.num_passes):
             is_last = number == how.num_passes - 1
-            with nullcontext() if is_last else session.no_sync():
+            by_fsdp = how.by_fsdp and isinstance(model, FSDPModule)
+            if by_fsdp:
+                model.set_requires_gradient_sync(is_last)
+            with nullcontext() if is_last or by_fsdp else session.no_sync():
                 batch = step * how.num_passes + number
                 sum(loss_of(model, rank, batch) / len(ranks) for rank in ranks).backward()  # type: ignore[union-attr]  # no number
         if how.clip == "torch":
@@ -325,8 +334,8 @@ def rebound(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[str, Any]:
-    """The last rank is killed: between steps, or within its backward pass. What do others hear, and
-    when?
+    """The last rank is killed, between steps or within its backward pass, or raises. What do the
+    others hear, and when?
     """
     mesh = make_mesh(world_size)
     how = Training(strategy=strategy)
@@ -347,6 +356,8 @@ def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[s
             begin_s = time.monotonic()
             if at == "step":
                 strike(None)
+            if at == "raise" and rank == world_size - 1:
+                raise ValueError("no more data")
             train(model, optimizer, session, how, [rank], range(4, 12))
     except PeerError as error:
         return {
@@ -355,6 +366,8 @@ def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[s
             "after_s": time.monotonic() - begin_s,
             "before": type(error.__cause__).__name__,
         }
+    except ValueError:
+        return {}
     return {"rank": None, "message": "", "after_s": 0.0, "before": ""}
 
 
@@ -503,3 +516,10 @@ def ends_badly(rank: int, world_size: int) -> str:
     except OffbeatError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def example(rank: int, world_size: int, *, arguments: dict[str, Any]) -> float:
+    """What the example that is sharded comes to by itself."""
+    path = Path(__file__).parents[2] / "examples" / "sharded_gpt.py"
+    loss: float = runpy.run_path(str(path))["main"](**arguments)
+    return loss

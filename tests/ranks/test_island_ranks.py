@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 
 import offbeat
+from offbeat.run.plan import script_command, script_config
+from offbeat.run.supervise import SCRIPT_WORKER, run_script
 from offbeat.strategies.base import Strategy
 from offbeat.transport.link import DEFAULT_S
+from offbeat_lab.forking import forking
 from rank_jobs.islands import (
     Training,
     against_whole,
     averaged,
     ends_badly,
+    example,
     for_each,
     poisoned,
     rebound,
@@ -42,6 +46,7 @@ EQUAL: dict[str, Training] = {
     "allreduce, clipped by torch": Training(strategy=ALLREDUCE, clip="torch"),
     "allreduce, clipped": Training(strategy=ALLREDUCE, clip="session"),
     "allreduce, accumulated": Training(strategy=ALLREDUCE, num_passes=3),
+    "allreduce, accumulated by FSDP": Training(strategy=ALLREDUCE, num_passes=3, by_fsdp=True),
     "allreduce, not resharded": Training(strategy=ALLREDUCE, reshard=False),
     "allreduce, offloaded": Training(strategy=ALLREDUCE, offload=True),
     "allreduce, AdamW": Training(strategy=ALLREDUCE, **ADAM),
@@ -173,13 +178,18 @@ def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks
 
 @pytest.mark.parametrize(
     ("strategy", "at"),
-    [(ALLREDUCE, "backward"), (offbeat.GTopK(**FEW), "step"), (LOCALSGD, "step")],
+    [
+        (ALLREDUCE, "backward"),
+        (ALLREDUCE, "raise"),
+        (offbeat.GTopK(**FEW), "step"),
+        (LOCALSGD, "step"),
+    ],
 )
 def test_a_death_is_named_on_every_rank_of_every_island(
     run_ranks: RunRanks, strategy: Strategy, at: str
 ) -> None:
     *results, dead = run_ranks(struck, 4, may_die=(3,), strategy=strategy, at=at)
-    assert dead is None
+    assert not dead
     for heard in results:
         assert "rank 3" in heard["message"], results
         assert heard["rank"] in (2, 3)  # rank 2 tells its column why it gives up
@@ -224,3 +234,32 @@ def test_the_mean_is_had_without_a_copy_of_the_model(run_ranks: RunRanks, sharde
 def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunRanks) -> None:
     said = run_ranks(ends_badly, 4)
     assert all("rank" in each and "no longer finite" in each for each in said), said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "tolerance"),
+    [("allreduce", 10, 1e-3), pytest.param("localsgd", 60, 2e-2, marks=pytest.mark.slow)],
+)
+def test_a_sharded_script_trains_as_with_native_hsdp(
+    run_ranks: RunRanks,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    strategy: str,
+    steps: int,
+    tolerance: float,
+) -> None:
+    expected = run_ranks(example, 4, arguments={"shards": 2, "steps": steps, "hsdp": True})
+    script = Path(__file__).parents[2] / "examples" / "sharded_gpt.py"
+    command = script_command([str(script), "--shards", "2", "--steps", str(steps)])
+    outcome = run_script(
+        script_config(command, strategy, workers=4),
+        out=tmp_path / "record",
+        start=forking([SCRIPT_WORKER]),
+        on_progress=lambda progress: None,
+        say=print,
+    )
+    said = capfd.readouterr().out
+    loss = float(said.partition("held-out loss ")[2].split()[0])
+    assert loss == pytest.approx(expected[0], rel=tolerance)
+    assert outcome.summary is not None
+    assert outcome.summary.replicas_identical

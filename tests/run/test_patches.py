@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
 from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import UnsupportedError
@@ -70,6 +71,7 @@ PLACES: list[tuple[object, str]] = [
     (DistributedDataParallel, "register_comm_hook"),
     (DistributedDataParallel, REGISTERS_BUILTIN_HOOK),
     (DistributedDataParallel, "join"),
+    (fsdp, "fully_shard"),
     (torch.optim.Optimizer, "__init__"),
     (torch.amp.GradScaler, "__init__"),
     (torch.nn.Module, "train"),
@@ -215,6 +217,13 @@ def test_optimizers_scalers_losses_and_modes_are_heard_of(heard: Heard) -> None:
         ("group_ends", None),
     ]
     assert heard.names()[3] == "backward_ended"
+
+
+def test_a_forward_pass_of_a_divided_module_is_heard_of(heard: Heard) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+    fsdp.fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    net(torch.ones(1, 3))
+    assert heard.events == [("sharded_forward_begins", net)]
 
 
 def test_ddp_may_exchange_itself_with_other_options(group: None) -> None:

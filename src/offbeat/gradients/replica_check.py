@@ -107,12 +107,14 @@ class ReplicaCheck(Callback):
     def verify(self) -> None:
         """Compare now. Raises `DivergedError` on every rank if they differ."""
         checksums = self._driver.run(self._gather(), self._stream.next())
-        odd = [rank for rank, value in enumerate(checksums) if value != checksums[0]]
+        named = self._driver.name_of
+        odd = [named(rank) for rank, value in enumerate(checksums) if value != checksums[0]]
         if odd:
             found = f"after step {self._num_steps} the parameters of ranks {odd} are no longer"
             raise DivergedError(
-                f"{found} those of rank 0, and {self._difference() or _USUAL_REASONS} Resume from"
-                " the last checkpoint, or set replica_check_interval=0 to go on regardless"
+                f"{found} those of rank {named(0)}, and {self._difference() or _USUAL_REASONS}"
+                " Resume from the last checkpoint, or set replica_check_interval=0 to go on"
+                " regardless"
             )
 
     def _difference(self) -> str | None:
@@ -124,8 +126,9 @@ class ReplicaCheck(Callback):
                 for name, value in group.items():
                     if (on_rank_0 := expected.get(name)) != value:
                         return (
-                            f"the optimizer's group {number} has {name}={value} on rank {rank} and"
-                            f" {name}={on_rank_0} on rank 0. Set the same on every rank; to a"
+                            f"the optimizer's group {number} has {name}={value} on rank"
+                            f" {self._driver.name_of(rank)} and {name}={on_rank_0} on rank"
+                            f" {self._driver.name_of(0)}. Set the same on every rank; to a"
                             " scheduler that follows a loss give its mean over all ranks, as"
                             " session.gather(loss) lets you compute it."
                         )

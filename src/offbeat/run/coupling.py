@@ -34,7 +34,7 @@ from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.run.children import ChildFunction
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.run.patches import ScriptListener
-from offbeat.run.recipes import ScriptRecipe
+from offbeat.run.recipes import ScriptRecipe, ShardedModule
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.session.session import Adopted, Session
 from offbeat.session.state import reshard
@@ -118,7 +118,7 @@ class _Coupled:
         stepped: optimizers that have stepped the module's parameters since its last forward pass.
     """
 
-    ddp: weakref.ref[DistributedDataParallel]
+    ddp: Callable[[], DistributedDataParallel | ShardedModule | None]
     module: torch.nn.Module
     parameters: frozenset[int]
     session: ExchangeSession
@@ -160,6 +160,7 @@ class ScriptSessions(ScriptListener):
             weakref.WeakKeyDictionary()
         )
         self._coupled: list[_Coupled] = []
+        self._sharded: dict[int, ShardedModule] = {}  # by module, the root's, once it is known
         self._evaluations: dict[int, EvaluationWeights] = {}
         self._attached_models: set[int] = set()
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -296,7 +297,25 @@ class ScriptSessions(ScriptListener):
     # Forward passes
 
     @override
-    def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
+    def sharded_forward_begins(self, module: torch.nn.Module, args: Sequence[Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if id(module) not in self._sharded:
+            # The outermost module is called first.
+            if not self._recipe.takes_shards:
+                raise UnsupportedError(
+                    f"the script divides its model by fully_shard, and {self._recipe.name} is for"
+                    " DistributedDataParallel; use a strategy of offbeat's, such as localsgd"
+                )
+            root = ShardedModule(module)
+            self._sharded |= dict.fromkeys(map(id, module.modules()), root)
+        if self._sharded[id(module)].module is module:
+            self.forward_begins(self._sharded[id(module)], args)
+
+    @override
+    def forward_begins(
+        self, ddp: DistributedDataParallel | ShardedModule, args: Sequence[Any]
+    ) -> None:
         if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
             return  # of several wrappers around each other the innermost one has the model
         self._listener.samples_seen(args)
@@ -308,7 +327,7 @@ class ScriptSessions(ScriptListener):
             self._end(coupled, None)
             coupled = None
         if coupled is None:
-            coupled = self._attach(ddp, _optimizer_of(ddp, candidates))
+            coupled = self._attach(ddp, _optimizer_of(ddp.module, candidates))
             if coupled is None:
                 return
         coupled.stepped.clear()
@@ -318,7 +337,9 @@ class ScriptSessions(ScriptListener):
             ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
 
     def _attach(
-        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None
+        self,
+        ddp: DistributedDataParallel | ShardedModule,
+        optimizer: torch.optim.Optimizer | None,
     ) -> _Coupled | None:
         model = ddp.module
         if optimizer is None and not model.training:
@@ -326,7 +347,9 @@ class ScriptSessions(ScriptListener):
         for other in list(self._coupled):
             if other.has_any_of(model.parameters()):
                 self._end(other, None)
-        adopted = self._adopted.get(ddp, "nothing")
+        adopted: Adopted = "model"
+        if isinstance(ddp, DistributedDataParallel):
+            adopted = self._adopted.get(ddp, "nothing")
         session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
             return None
@@ -345,7 +368,10 @@ class ScriptSessions(ScriptListener):
                 LOGGER.warning("%s", WITHOUT_OPTIMIZER.format(strategy=self._recipe.name))
             return coupled
         if isinstance(session, Session):
-            self._carried.attached(session, optimizer)
+            if not isinstance(
+                ddp, ShardedModule
+            ):  # torch.distributed.checkpoint saves no further entries
+                self._carried.attached(session, optimizer)
             if session.strategy.replicas_differ:
                 ignored = ddp.parameters_to_ignore
                 coupled.evaluation = EvaluationWeights(session, model, optimizer, ignored)
@@ -405,12 +431,12 @@ def _with_gradient(parameters: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _optimizer_of(
-    ddp: DistributedDataParallel, candidates: Sequence[torch.optim.Optimizer]
+    module: torch.nn.Module, candidates: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer | None:
     """The one that has most of the model's trainable parameters; of several the first, since what
     wraps an optimizer is made before the one inside.
     """
-    trained = {id(parameter) for parameter in ddp.module.parameters() if parameter.requires_grad}
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
     def shared(optimizer: torch.optim.Optimizer) -> int:
         return sum(id(parameter) in trained for parameter in _parameters_of(optimizer))
@@ -426,11 +452,15 @@ def _refuse_what_nobody_exchanges(optimizer: torch.optim.Optimizer) -> None:
     if any(map(is_in_flat_parameter, parameters)):
         sharded_by = "FullyShardedDataParallel (FSDP)"
     elif any(type(tensor).__name__ == "DTensor" for p in parameters for tensor in (p, p.data)):
-        sharded_by = "fully_shard (FSDP2), or has other parameters that are DTensors"
+        sharded_by = (
+            "fully_shard (FSDP2), or has other parameters that are DTensors, and no forward"
+        )
+        sharded_by += " pass with gradients went through the model itself"
     if sharded_by:
         raise UnsupportedError(
-            f"the script shards its model by {sharded_by}; offbeat needs every rank to hold whole"
-            " parameters: wrap the model in DistributedDataParallel in its place"
+            f"the script shards its model by {sharded_by}; wrap the model in"
+            " DistributedDataParallel in its place, or call fully_shard(model, mesh=...) with the"
+            " mesh of one node, and then model(...)"
         )
     if not dist.is_initialized():
         raise ConfigError(NOT_DISTRIBUTED.format(script=sys.argv[0]))

@@ -33,6 +33,7 @@ from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
+from offbeat.session.sharded import reshard_modules
 from offbeat.session.state import persistent_buffers, plain_name
 
 MEAN_EVERY: Final = 50
@@ -151,6 +152,7 @@ class EvaluationWeights(SessionObserver):
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the mean has of the model, by the model's own names."""
+        reshard_modules(self._model)
         named = chain(self._model.named_parameters(), self._model.named_buffers())
         return ((name, tensor) for name, tensor in named if plain_name(name) in self._names)
 
@@ -161,3 +163,4 @@ class EvaluationWeights(SessionObserver):
     def _write(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in self._tensors():
             tensor.copy_(values[plain_name(name)])
+        reshard_modules(self._model)

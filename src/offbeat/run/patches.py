@@ -15,6 +15,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
 - `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
 - `DistributedDataParallel.join`: it counts on the reducer's buckets.
+- `torch.distributed.fsdp.fully_shard`: to know each module that a script divides inside a node, and
+  when it is called.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
@@ -44,10 +46,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
+from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
 from offbeat.torch_private import (
     CALLS_MODULE_OF_DDP,
@@ -68,6 +71,9 @@ class ScriptListener:
 
     def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
         """A forward pass begins with these arguments."""
+
+    def sharded_forward_begins(self, module: torch.nn.Module, args: Sequence[Any]) -> None:
+        """A forward pass begins of a module that `fully_shard` has divided."""
 
     def hook_ignored(self, ddp: DistributedDataParallel) -> None:
         """It has registered a communication hook, which is not used."""
@@ -167,6 +173,7 @@ def patched(
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))
+        put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
         for module in (torch.nn.utils, clip_grad):
@@ -177,6 +184,19 @@ def patched(
         for module in (dist, distributed_c10d):
             put(module, "destroy_process_group", destroy)
         yield
+
+
+def _follow_shards(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+    @wraps(original)
+    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(module, *args, **kwargs)
+        for each in module if isinstance(module, list) else [module]:
+            # In front of FSDP's own hook, which puts whole parameters into the module.
+            hook = ModuleHook(each, listener.sharded_forward_begins)
+            each.register_forward_pre_hook(hook, prepend=True)
+        return result
+
+    return fully_shard
 
 
 @contextmanager

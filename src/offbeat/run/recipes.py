@@ -26,6 +26,22 @@ from offbeat.transport.driver import Driver
 ALONE: Final = "alone"
 
 
+class ShardedModule:
+    """A model that a script has divided by `fully_shard`, with the names that DDP has for what a
+    recipe asks.
+
+    Args:
+        module: the model.
+    """
+
+    parameters_to_ignore: frozenset[str] = frozenset()
+    require_backward_grad_sync = True
+    process_group = reducer = None
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoExchange(Strategy):
     """No exchange: every rank trains a model of its own. Worth nothing, but it shows what the ranks
@@ -52,6 +68,7 @@ class ScriptRecipe(ABC):
         ddp_exchanges: whether DDP keeps its own reducer.
         ddp_options: options that DDP is made with, in the place of the script's.
         replicas_differ: whether ranks' models differ between steps.
+        takes_shards: whether it trains models that `fully_shard` has divided.
         needs_optimizer: whether it has nothing to do with a model that no optimizer steps; then
             such a model's gradients are exchanged as DDP would.
     """
@@ -61,6 +78,7 @@ class ScriptRecipe(ABC):
     ddp_exchanges: bool = False
     ddp_options: Mapping[str, object] = {}
     replicas_differ: bool = False
+    takes_shards: bool = False
 
     def __init__(self, wrap: Callable[[Driver], Driver]) -> None:
         self.wrap = wrap
@@ -69,7 +87,7 @@ class ScriptRecipe(ABC):
     @abstractmethod
     def attach(
         self,
-        ddp: DistributedDataParallel,
+        ddp: DistributedDataParallel | ShardedModule,
         optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
         adopted: Adopted,
@@ -77,7 +95,7 @@ class ScriptRecipe(ABC):
         """Put it to work on a DDP model. Collective.
 
         Args:
-            ddp: the model.
+            ddp: the model; of the second kind only if `takes_shards`.
             optimizer: that steps it; None: no such optimizer is there, perhaps not yet.
             scaler: of its losses.
             adopted: what all ranks take of rank 0's model.
@@ -109,22 +127,26 @@ class StrategyRecipe(ScriptRecipe):
         self.name = strategy.name
         self.replicas_differ = strategy.replicas_differ
         self.needs_optimizer = strategy.needs_optimizer
+        self.takes_shards = True
         self._strategy = strategy
 
     @override
     def attach(
         self,
-        ddp: DistributedDataParallel,
+        ddp: DistributedDataParallel | ShardedModule,
         optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
         adopted: Adopted,
-    ) -> Session:
+    ) -> Session | None:
         if self._strategy.shares_samples:
             raise UnsupportedError(
                 f"{self.name} shares samples out to whichever worker is free, and a script with"
                 " DistributedDataParallel divides its data itself; call offbeat.attach and"
                 " session.loader in the script, or choose another strategy"
             )
+        is_sharded = isinstance(ddp, ShardedModule)
+        if is_sharded and optimizer is None:
+            return None  # FSDP's first passes may come before an optimizer is made
         if self.replicas_differ and isinstance(ddp.module, torch.nn.ParameterList):
             raise UnsupportedError(
                 "replicate() hands DistributedDataParallel a list of parameters, and"
@@ -145,6 +167,7 @@ class StrategyRecipe(ScriptRecipe):
             finish="keep",
             ignored=ddp.parameters_to_ignore,
             adopted=adopted,
+            finds_islands=is_sharded,
         )
 
     @override

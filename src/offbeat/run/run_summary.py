@@ -14,7 +14,9 @@ from torch import nn
 
 from offbeat.run.records import Summary, write_summary
 from offbeat.run.step_recorder import RankRun, StepRecorder
+from offbeat.session.sharded import reshard_modules
 from offbeat.session.state import digest_of
+from offbeat.weights.shard import shard_number
 
 HANGS_S: Final = 10.0
 """Where ranks do not keep step: for how long the end waits for one that does not come, though all
@@ -58,6 +60,7 @@ def gather_ends(
     num_steps = max(1, run.schedule.position.step - recorder.first_step)
     mine = {
         "digest": digest(run.attached.model),
+        "shard": shard_number(run.attached.model),
         "seconds": recorder.evaluation(math.nan, {}).seconds,
         "bytes_per_step": (last.bytes_sent - recorder.first.bytes_sent) / num_steps,
         "messages_per_step": (last.messages_sent - recorder.first.messages_sent) / num_steps,
@@ -92,7 +95,8 @@ def write_end(
     run = recorder.run
     config, step, last = run.record.config, run.schedule.position.step, run.attached.session.stats
     entry_ages = [end["mean_entry_age"] for end in ends if end["mean_entry_age"] is not None]
-    identical = len({end["digest"] for end in ends}) == 1
+    shards = {end["shard"] for end in ends}
+    identical = len({(end["shard"], end["digest"]) for end in ends}) == len(shards)
     summary = Summary(
         status="finished" if finished else "stopped",
         task=config.task,
@@ -134,8 +138,10 @@ def write_end(
 
 def digest(model: nn.Module) -> str:
     """SHA-256 over all parameters of `model`, by name. Buffers stay out of it: where gradients are
-    exchanged, each rank has BatchNorm statistics of its own.
+    exchanged, each rank has BatchNorm statistics of its own. Of a sharded model it is that of this
+    rank's shards.
     """
+    reshard_modules(model)
     return digest_of(model.named_parameters())
 
 

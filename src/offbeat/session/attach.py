@@ -29,7 +29,7 @@ from offbeat.transport.connect import (
     reconnect,
 )
 from offbeat.transport.driver import Driver
-from offbeat.transport.grid import GlobalRanks, Grid, meet
+from offbeat.transport.grid import GlobalRanks, meet
 
 
 class SessionRecorder(Protocol):
@@ -161,6 +161,7 @@ def attach_through(
     finish: Finish = "average",
     ignored: Collection[str] = (),
     adopted: Adopted = "model",
+    finds_islands: bool = False,
 ) -> Session:
     """`offbeat.attach` with a wrapper around the transport: to delay or to fail. Collective.
 
@@ -173,6 +174,8 @@ def attach_through(
         ignored: names of parameters and buffers that are each rank's own affair: they are neither
             copied nor exchanged nor compared.
         adopted: what all ranks take of rank 0's model at first.
+        finds_islands: whether the model is sharded and the ranks ask each other who has the same
+            shards, without `mesh`.
 
     Raises:
         ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is
@@ -185,7 +188,9 @@ def attach_through(
         optimizer = _unwrapped(optimizer)
     if not returns:
         join_process_group()
-    if mesh is not None and dist.is_initialized() and getattr(mesh, "ndim", 0) == 1:
+    grid = None
+    over_islands = dist.is_initialized() and (mesh is not None or finds_islands)
+    if over_islands and mesh is not None and getattr(mesh, "ndim", 0) == 1:
         group = mesh.get_group()
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     refusal: OffbeatError | None = None
@@ -195,22 +200,23 @@ def attach_through(
             strategy = build_strategy(*parse_spec(strategy))
         _check(model, optimizer, strategy, world_size=world_size, returns=returns)
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
-        check_sharded(model, strategy, mesh, enabled)
+        check_sharded(model, strategy, mesh, enabled, finds_islands=finds_islands)
     except OffbeatError as error:
         refusal = error
-    grid = None
-    if mesh is not None and dist.is_initialized():
-        grid = _met(model, group, refusal)
+    if over_islands:
+        island = None if refusal is not None else _shard_group(model)
+        grid = meet(island, group, refusal=refusal)
     if refusal is not None and (world_size == 1 or returns):
         raise refusal
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     device = next((p.device for p in parameters if p.is_cuda), None)
-    connection = reconnect() if returns else connect(group, device=device)
+    column = group if grid is None else grid.column
+    connection = reconnect() if returns else connect(column, device=device)
     sharded = None
     try:
         if grid is not None:
-            island = connect(_shard_group(model)).driver
-            sharded = ShardedModel(model, grid, GlobalRanks(island, grid.island))
+            inside = GlobalRanks(connect(grid.island).driver, grid.island)
+            sharded = ShardedModel(model, grid, inside)
             named = GlobalRanks(connection.driver, grid.column)
             connection = Connection(driver=named, network=connection.network)
         return Session(
@@ -239,18 +245,6 @@ def attach_through(
         if sharded is not None:
             sharded.island.driver.close()
         raise
-
-
-def _met(
-    model: torch.nn.Module, group: dist.ProcessGroup | None, refusal: OffbeatError | None
-) -> Grid:
-    """Where this rank stands among islands, when all ranks have come and none refuses."""
-    if refusal is not None:
-        meet(refusal)
-    assert group is not None, "check_sharded has refused a mesh that has none"
-    grid = Grid.of_groups(group, _shard_group(model))
-    meet(grid)
-    return grid
 
 
 def _shard_group(model: torch.nn.Module) -> dist.ProcessGroup:

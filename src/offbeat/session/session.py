@@ -519,7 +519,10 @@ class Session:
         means = self.averaged_tensors()
         names = {id(whole_of(parameter)): name for name, parameter in self._parameters.items()}
         return {
-            name: means.get(names.get(id(value), plain_name(name)), value)
+            name: means.get(
+                names.get(id(value), plain_name(name)),
+                value.detach() if isinstance(value, torch.Tensor) else value,
+            )
             for name, value in self._model.state_dict(keep_vars=True).items()
         }
 

@@ -30,7 +30,14 @@ def is_sharded(model: torch.nn.Module) -> bool:
     )
 
 
-def check_sharded(model: torch.nn.Module, strategy: Strategy, mesh: Any, scaler: Any) -> None:
+def check_sharded(
+    model: torch.nn.Module,
+    strategy: Strategy,
+    mesh: Any,
+    scaler: Any,
+    *,
+    finds_islands: bool = False,
+) -> None:
     """Refuse a model, or what trains it, that a session over islands could not train.
 
     Args:
@@ -38,6 +45,7 @@ def check_sharded(model: torch.nn.Module, strategy: Strategy, mesh: Any, scaler:
         strategy: that is to train it.
         mesh: of the replicas, as given to `attach`; None: it was given none.
         scaler: the enabled GradScaler; None: there is none.
+        finds_islands: whether no mesh is needed.
     """
     reshard_modules(model)
     if not is_sharded(model):
@@ -53,13 +61,13 @@ def check_sharded(model: torch.nn.Module, strategy: Strategy, mesh: Any, scaler:
             f" torch.distributed.fsdp.fully_shard: {_HOW}"
         )
     _check_layout(model)
-    if mesh is None:
+    if mesh is None and not finds_islands:
         raise UnsupportedError(
             "the model is sharded by fully_shard(), so this rank holds a part of it only; pass"
             " mesh=mesh['replicate'] to attach, the dimension of the device mesh that crosses"
             " islands, or pass the model before fully_shard()"
         )
-    if getattr(mesh, "ndim", 0) != 1:
+    if mesh is not None and getattr(mesh, "ndim", 0) != 1:
         raise ConfigError(
             f"mesh must be one dimension of a device mesh, the one that crosses islands, got"
             f" {mesh!r}; pass mesh['replicate']"

@@ -13,6 +13,7 @@ import torch
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.errors import CheckpointError
 from offbeat.session.checkpoint import naming_misfit
+from offbeat.weights.shard import local_of
 
 
 def state_of(callbacks: Sequence[Callback]) -> dict[str, CallbackState]:
@@ -117,7 +118,7 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """SHA-256 over names and contents."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        content = local_of(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(name.encode())
         digest.update(content.numpy().tobytes())
     return digest.hexdigest()

@@ -64,7 +64,7 @@ class AveragingStrategy(Strategy):
             context.parameters,
             max_skipped_steps=self.max_skipped_steps,
             notify=context.notices.notify,
-            rank=context.driver.rank,
+            rank=context.driver.name_of(context.driver.rank),
             island=context.island,
         )
         return [*self.callbacks(context, weights), guard]

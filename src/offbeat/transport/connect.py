@@ -137,7 +137,9 @@ class Connection:
 
 
 def connect(
-    group: dist.ProcessGroup | None = None, *, device: torch.device | None = None
+    group: dist.ProcessGroup | Sequence[int] | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> Connection:
     """A driver over the ranks of `group` (default: all ranks), and their network. Collective: every
     rank of the group calls it.
@@ -147,6 +149,7 @@ def connect(
 
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
+            Or these ranks, as the default process group numbers them.
         device: of the tensors that will be reduced; None: the CPU.
 
     Raises:
@@ -155,8 +158,11 @@ def connect(
     """
     if not dist.is_initialized():
         return Connection(driver=SingleRank(), network=None)
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    rank, world_size = dist.get_rank(group), len(ranks)
+    if isinstance(group, Sequence):
+        ranks = list(group)
+    else:
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    rank, world_size = ranks.index(dist.get_rank()), len(ranks)
     generation = _generations[tuple(ranks)]
     _generations[tuple(ranks)] += 1
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets
@@ -191,7 +197,7 @@ def connect(
                 "cipher": cipher,
                 "token": secrets.token_hex(8),
                 "gloo": gloo.listens_at,
-                "nccl": _nccl_device(group, device),
+                "nccl": _nccl_device(device),
             },
             presence=presence.address,
             serves_store=serves(store),
@@ -353,9 +359,9 @@ class _Entry:
             raise unreadable(f"what rank {rank} says of itself", said) from error
 
 
-def _nccl_device(group: dist.ProcessGroup | None, device: torch.device | None) -> str:
-    """As of `_Entry.nccl`: the process group says whether its user wants NCCL."""
-    if device is None or device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
+def _nccl_device(device: torch.device | None) -> str:
+    """As of `_Entry.nccl`: the default process group says whether the user wants it."""
+    if device is None or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 

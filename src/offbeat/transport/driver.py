@@ -124,6 +124,10 @@ class Driver(ABC):
         collectives need. A peer that waits for anything else from this rank raises `PeerError`.
         """
 
+    def name_of(self, rank: int) -> int:
+        """What one of this driver's ranks is called outside of it."""
+        return rank
+
     def departed(self) -> frozenset[int]:
         """The ranks that are known to send nothing more: dead, or closed. Never blocks."""
         return frozenset()
@@ -277,6 +281,9 @@ class Wrapper(Driver):
 
     def end_training(self, channel: int) -> None:
         self.inner.end_training(channel)
+
+    def name_of(self, rank: int) -> int:
+        return self.inner.name_of(rank)
 
     def departed(self) -> frozenset[int]:
         return self.inner.departed()

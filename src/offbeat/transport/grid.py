@@ -50,18 +50,19 @@ class Grid:
         """The ranks of all islands."""
         return len(self.column) * len(self.island)
 
-    @classmethod
-    def of_groups(cls, column: dist.ProcessGroup, island: dist.ProcessGroup) -> Grid:
-        """Where this rank stands, if these are its groups."""
-        return cls(
-            rank=dist.get_rank(),
-            column=dist.get_process_group_ranks(column),
-            island=dist.get_process_group_ranks(island),
-        )
 
+def meet(
+    island: dist.ProcessGroup | None,
+    column: dist.ProcessGroup | None = None,
+    *,
+    refusal: OffbeatError | None = None,
+) -> Grid:
+    """Where this rank stands, once all ranks of the process group have come. Collective.
 
-def meet(mine: Grid | OffbeatError) -> None:
-    """Compare what all ranks of the process group have for their places. Collective.
+    Args:
+        island: who holds a replica together.
+        column: who has the same shard; None: the ranks of the same number in each island.
+        refusal: this rank's, if it cannot take part; then the groups may be None.
 
     Raises:
         OffbeatError: this rank's own refusal, if it had one.
@@ -73,50 +74,63 @@ def meet(mine: Grid | OffbeatError) -> None:
     store = PrefixStore(f"offbeat/grid/{next(_meetings)}", dist.group.WORLD.get_group_store())
     rendezvous = Rendezvous(store, rank, range(world_size), lost=lost_ranks())
     try:
-        if isinstance(mine, OffbeatError):
-            raise mine
+        if refusal is not None:
+            raise refusal
         address, limit_s = listen_address(), silence_s()
         check_listening(address)
-    except OffbeatError as refusal:
-        rendezvous.refuse(refusal)
+    except OffbeatError as error:
+        rendezvous.refuse(error)
         raise
+    assert island is not None
     with answering_within(store, limit_s), closing(Presence(address)) as presence:
         said = rendezvous.register(
-            {"column": list(mine.column), "island": list(mine.island)},
+            {
+                "island": dist.get_process_group_ranks(island),
+                "column": None if column is None else dist.get_process_group_ranks(column),
+            },
             presence=presence.address,
             serves_store=serves(store),
         )
         # Nobody may take its presence away while others still look for it.
         rendezvous.exchange("met", "", limit_s=limit_s)
-    _check(said)
+    return _grid_of(rank, said)
 
 
-def _check(said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless the places of all ranks make a grid; every rank comes to the same."""
+def _grid_of(rank: int, said: Sequence[Mapping[str, Any]]) -> Grid:
+    """The place of `rank`. Raises unless those of all ranks make a grid: every rank comes to the
+    same.
+    """
     try:
-        columns = [tuple(map(int, each["column"])) for each in said]
         islands = [tuple(map(int, each["island"])) for each in said]
+        found = sorted(set(islands))
+        columns = [
+            tuple(other[place] for other in found if place < len(other))
+            if each["column"] is None
+            else tuple(map(int, each["column"]))
+            for number, each in enumerate(said)
+            for place in [islands[number].index(number)]
+        ]
     except MALFORMED as error:
         raise unreadable("where the ranks stand", said) from error
     everyone = set(range(len(said)))
-    for rank, (column, island) in enumerate(zip(columns, islands, strict=True)):
-        inside = set(column) | set(island) <= everyone
+    for place, (column, island) in enumerate(zip(columns, islands, strict=True)):
         if not (
-            inside
-            and set(column) & set(island) == {rank}
+            set(column) | set(island) <= everyone
+            and set(column) & set(island) == {place}
             and len(column) * len(island) == len(said)
             and all(columns[other] == column for other in column)
             and all(islands[other] == island for other in island)
-            and {islands[other].index(other) for other in column} == {island.index(rank)}
-            and {columns[other].index(other) for other in island} == {column.index(rank)}
+            and {islands[other].index(other) for other in column} == {island.index(place)}
+            and {columns[other].index(other) for other in island} == {column.index(place)}
         ):
             raise MismatchError(
-                f"rank {rank} shards its model among ranks {list(island)} and exchanges with ranks"
+                f"rank {place} shards its model among ranks {list(island)} and exchanges with ranks"
                 f" {list(column)}, which is no place in a grid of all {len(said)} ranks; make one"
                 " mesh = init_device_mesh(device, (islands, shards), mesh_dim_names=('replicate',"
                 " 'shard')), call fully_shard(..., mesh=mesh['shard']), and pass"
                 " mesh=mesh['replicate'] to attach"
             )
+    return Grid(rank=rank, column=columns[rank], island=islands[rank])
 
 
 class GlobalRanks(Wrapper):
@@ -136,6 +150,9 @@ class GlobalRanks(Wrapper):
             return _Named(self.inner.start(operation, channel), self)
         except PeerError as error:
             raise self.named(error) from error
+
+    def name_of(self, rank: int) -> int:
+        return self._ranks[rank]
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         place = self._ranks.index(blame) if blame in self._ranks else None

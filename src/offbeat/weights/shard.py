@@ -31,6 +31,12 @@ def local_of(value: Any) -> Any:
         return value.to_local()
 
 
+def shard_number(model: torch.nn.Module) -> int:
+    """Which of its island's ranks this one is, by the parameters; 0 where they are whole."""
+    first: Any = next(model.parameters())
+    return int(first.device_mesh.get_coordinate()[0]) if is_distributed(first) else 0
+
+
 class Shard(torch.nn.Parameter):
     """This rank's part of a parameter.
 
