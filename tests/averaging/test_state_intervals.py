@@ -66,16 +66,16 @@ def reference(
                     tensor.copy_(mean)
             if noise:
                 continue
-            states = [each.state[p] for each, p in zip(optimizers, parameters, strict=True)]
-            square = states[0]["exp_avg_sq"]
+            every_state = [each.state[p] for each, p in zip(optimizers, parameters, strict=True)]
+            square = every_state[0]["exp_avg_sq"]
             begun, before = last.get(number, (0, torch.zeros_like(square)))
             kept = 0.999 ** (step + 1 - begun)
             gained = (square - kept * before) / (1 - kept)
-            mean, share = states[0]["exp_avg"] / (1 - 0.9 ** (step + 1)), 0.1 / 1.9
+            mean, share = every_state[0]["exp_avg"] / (1 - 0.9 ** (step + 1)), 0.1 / 1.9
             signal = ((mean**2 - share * gained) / (1 - share)).clamp_min(0)
             square = kept * before + (1 - kept) * (signal + (gained - signal) / RANKS)
             last[number] = step + 1, square
-            for state in states:
+            for state in every_state:
                 state["exp_avg_sq"].copy_(square)
     return [held(*each) for each in zip(models, optimizers, strict=True)]
 

@@ -260,8 +260,12 @@ BEGINS = replace(SPARSE, warmup="auto")
 def test_training_begins_with_adams_own_steps() -> None:
     """Everything travels in them, and the steps after them are scaled."""
 
+    said: list[str] = []
+
     def job(driver: ThreadDriver, strategy: Strategy, steps: int) -> torch.Tensor:
-        return trained(driver, strategy, torch.optim.Adam, steps=steps, dtype=torch.float64)
+        return trained(
+            driver, strategy, torch.optim.Adam, steps=steps, dtype=torch.float64, notices=said
+        )
 
     for steps, is_alike in ((START, True), (START + 1, False)):
         ours, theirs = (
@@ -269,6 +273,7 @@ def test_training_begins_with_adams_own_steps() -> None:
             for each in (BEGINS, offbeat.AllReduce())
         )
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14) is is_alike
+    assert any(f"the first {START} exchanges send everything" in one for one in said)
 
 
 def test_named_stages_are_a_beginning_too() -> None:

@@ -66,7 +66,7 @@ from offbeat.transport.operations import AllGather, Collective
 _CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
 _CHANGED_LATER: Final = (
     f"{_CHANGED}, but Adam's scaling is in them already (momentum_correction='auto'), since the"
-    " first step did not do so; so the step is limited and not the gradient. To clip, use the"
+    " first steps did not do so; so the step is limited and not the gradient. To clip, use the"
     " strategy's clip_norm, or leave the scaling to the optimizer with momentum_correction=None"
 )
 

@@ -28,7 +28,7 @@ from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
-from offbeat.gradients.density import AT_ONCE, DensitySchedule, Warmup
+from offbeat.gradients.density import AT_ONCE, START, DensitySchedule, Warmup
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
@@ -183,6 +183,12 @@ class SparseGradientStrategy(EntriesStrategy):
         if reason is None and self.density != "auto" and self.density >= AT_ONCE:
             reason = f"at a density of {self.density:g} that would be less accurate"
         if reason is None:
+            if self.warmup == "auto":
+                # A short run, such as one that times steps, never comes to its density.
+                inform(
+                    f"the first {START} exchanges send everything, and Adam steps as ever, before"
+                    " its scaling is taken over; warmup=None begins with entries"
+                )
             return OptimizerScaling(
                 optimizer,
                 driver=context.driver,
