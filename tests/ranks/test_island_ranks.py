@@ -13,10 +13,9 @@ import pytest
 
 import offbeat
 from offbeat.run.plan import script_command, script_config
-from offbeat.run.supervise import SCRIPT_WORKER, run_script
+from offbeat.run.supervise import run_script
 from offbeat.strategies.base import Strategy
 from offbeat.transport.link import DEFAULT_S
-from offbeat_lab.forking import forking
 from rank_jobs.islands import (
     Training,
     against_whole,
@@ -214,7 +213,7 @@ def test_a_run_is_resumed_by_other_islands(run_ranks: RunRanks, tmp_path: Path, 
     same = run_ranks(resumed, 4, how=how, directory=where, num_shards=2)
     for old, new in zip(before, same, strict=True):
         assert new == {key: old[key] for key in new}
-    for world_size, num_shards in ((4, 4), (2, 1), (3, 1)):
+    for world_size, num_shards in ((4, 4), (3, 1)) if label in ("gtopk", "diloco") else ((2, 1),):
         others = run_ranks(resumed, world_size, how=how, directory=where, num_shards=num_shards)
         for result in others:
             assert result["half"] == before[0]["half"]
@@ -254,7 +253,6 @@ def test_a_sharded_script_trains_as_with_native_hsdp(
     outcome = run_script(
         script_config(command, strategy, workers=4),
         out=tmp_path / "record",
-        start=forking([SCRIPT_WORKER]),
         on_progress=lambda progress: None,
         say=print,
     )

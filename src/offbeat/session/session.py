@@ -186,7 +186,6 @@ class Session:
         self._control = control
         self._island = Island() if sharded is None else sharded.island
         self._island_state = None if sharded is None else sharded.state
-        self._unhook_shards = no_hook if sharded is None else sharded.hook()
         context = Context(
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
@@ -231,6 +230,7 @@ class Session:
                 "messages between ranks are neither encrypted nor authenticated, as"
                 " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
+        self._unhook_shards = no_hook if sharded is None else sharded.hook()
         ATTACHED_MODELS.add(model)
         session_opened(self)
 
