@@ -287,6 +287,7 @@ MANY_SMALL = [(200, 300), (200,), (50, 200), (50,), (10, 50), (10,)]
         "localsgd:period=2",
         "dpsgd",
         "dpsgd:codec=linear4",
+        "crossbow:codec=linear4",
     ],
 )
 def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
