@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -84,6 +85,21 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         [sys.executable, "-I", "-c", report], check=True, capture_output=True, text=True
     ).stdout
     assert not set(json.loads(output)) & set(HEAVY)
+
+
+def test_a_run_starts_without_the_compiler_and_other_strategies() -> None:
+    report = (
+        "import json, sys, offbeat.session.session, offbeat.run.worker, offbeat.run.supervise;"
+        " print(json.dumps(list(sys.modules)))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", report],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    ).stdout
+    assert not set(json.loads(output)) & {"torch._dynamo", "scipy.linalg", "fsspec", "offbeat.kfac"}
 
 
 def test_an_unknown_name_says_what_there_is() -> None:

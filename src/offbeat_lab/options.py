@@ -5,6 +5,7 @@ anything starts.
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -19,7 +20,10 @@ from offbeat_lab.tasks import task_type
 Recipe: TypeAlias = Strategy | Native
 """One of offbeat's strategies, or one that torch ships."""
 
-RECIPES: Final[Mapping[str, type[Recipe]]] = {**SCRIPT_STRATEGIES, **NATIVE}
+RECIPES: Final[Mapping[str, type[Recipe]]] = ChainMap(
+    {**NATIVE},
+    SCRIPT_STRATEGIES,  # type: ignore[arg-type]  # it is only read
+)
 
 BATCH_SHARES: Final = "batch_shares"
 """A setting of runs, and not of a task or a strategy: each worker's part of a step's samples."""

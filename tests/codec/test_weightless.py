@@ -6,9 +6,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from offbeat.codec.sparse import Sparse
-from offbeat.codec.tally import Tally
+from offbeat.codec.tally import Tally, is_finite
 from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import SparseCollective
@@ -16,6 +17,7 @@ from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import clipped_sum, global_topk, topk_sum
 from offbeat.simulation.virtual import VirtualCluster
+from offbeat.torch_private import WeightlessReads
 
 WORLD_SIZE, NUM_ELEMENTS, K = 6, 1_000_000, 20_000
 TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(3, dtype=np.bool_))
@@ -78,3 +80,8 @@ def test_a_message_has_the_length_of_a_real_one(num_pairs: int) -> None:
     arithmetic = WeightlessWire(wire=wire, num_places=wire.num_elements)
     simulated, _ = arithmetic.encode(arithmetic.picked(indices.size), TALLY)
     assert len(simulated) == pytest.approx(len(wire.encode(entries, TALLY)[0]), rel=0.05)
+
+
+def test_a_vector_without_content_is_finite_for_whoever_asks_the_opposite() -> None:
+    with WeightlessReads():
+        assert not int(~is_finite(torch.empty(3, device="meta")))

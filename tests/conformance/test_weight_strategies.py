@@ -80,6 +80,7 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "adaptive as published": offbeat.AdaptiveSGD(mega_batch=2, rule="published"),
     "crossbow": offbeat.Crossbow(),
     "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, centre_momentum=0.9),
+    "crossbow over signs": offbeat.Crossbow(codec="sign"),
     "local sgd after k-fac": offbeat.LocalSGD(period=2, start_step=3, start="spdkfac"),
     "post-local diloco": offbeat.LocalSGD(period=2, start_step=1, outer=offbeat.Outer(lr=0.5)),
     "local sgd among members": offbeat.LocalSGD(period=2, exchange="members"),

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.periodic import Drift, Everyone, WeightExchange
+from offbeat.averaging.periodic import Drift, EncodedChanges, Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError
 from offbeat.transport.driver import Pending
@@ -31,13 +32,20 @@ class CentralModel(WeightExchange):
         peers: all ranks.
         alpha: how far, in (0, 1].
         momentum: of the central average model, in [0, 1).
+        codec: how differences travel, without a decay or clipping; None: whole.
     """
 
     state_key = "central_model"
     leaves_at = "step"
 
     def __init__(
-        self, weights: ModelWeights, peers: Everyone, *, alpha: float, momentum: float
+        self,
+        weights: ModelWeights,
+        peers: Everyone,
+        *,
+        alpha: float,
+        momentum: float,
+        codec: WeightCodec | None = None,
     ) -> None:
         self._weights, self._peers = weights, peers
         self._alpha, self._momentum = alpha, momentum
@@ -46,6 +54,12 @@ class CentralModel(WeightExchange):
         self._moved: list[torch.Tensor] = []
         self._corrections: list[torch.Tensor] = []
         self._sums: list[Pending[torch.Tensor]] = []
+        self._coded: EncodedChanges | None = None
+        if codec is not None:
+            views = self._pack.views(self._pack.vectors(weights.tensors()))
+            likes = zip(weights.parameters, views, strict=False)
+            anchor = {name: torch.nn.Parameter(view) for name, view in likes}
+            self._coded = EncodedChanges(anchor, codec, peers)
 
     @override
     def begin(self) -> None:
@@ -65,14 +79,21 @@ class CentralModel(WeightExchange):
         ]
         travelling = [correction.clone() for correction in self._corrections]
         sums = self._pack.views(travelling)
-        for position in self._weights.positions_of_statistics():
+        statistics = self._weights.positions_of_statistics()
+        for position in statistics:
             sums[position].copy_(tensors[position].detach())
+        if self._coded is not None:
+            self._coded.launch(sums[: statistics.start])
+            whole = [sums[position] for position in statistics]
+            travelling = Pack(whole).vectors(whole)
         self._sums = [self._peers.launch(dense_all_reduce(total)) for total in travelling]
         self.encode_s += time.perf_counter() - begin_s
 
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
         totals = [pending.wait() for pending in self._sums]
+        if self._coded is not None:
+            totals = self._decoded(self._coded, totals)
         begin_s = time.perf_counter()
         tensors = self._weights.tensors()
         self._draw_statistics(tensors, totals)
@@ -86,6 +107,32 @@ class CentralModel(WeightExchange):
                 real(tensor).sub_(view.to(real(tensor).dtype))
         self.encode_s += time.perf_counter() - begin_s
         return Drift()
+
+    def _decoded(
+        self, coded: EncodedChanges, statistics: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The sums, in vectors of all that is averaged. In the corrections there is left what has
+        travelled of this rank's.
+
+        Args:
+            coded: brings the mean over ranks of corrections of parameters.
+            statistics: the sums of these.
+        """
+        totals = [torch.empty_like(vector) for vector in self._corrections]
+        sums, place = self._pack.views(totals), self._weights.positions_of_statistics()
+        spent_s = coded.encode_s
+        means = coded.mean()
+        self.encode_s += coded.encode_s - spent_s
+        for total, mean in zip(sums, means, strict=False):
+            torch.mul(mean, self._peers.driver.world_size, out=total)
+        corrections = self._pack.views(self._corrections)
+        for correction, owed in zip(corrections, coded.owed(), strict=False):
+            correction.sub_(owed)
+            owed.zero_()
+        whole = Pack([sums[position] for position in place])
+        for position, view in zip(place, whole.views(statistics), strict=True):
+            sums[position].copy_(view)
+        return totals
 
     def _draw_statistics(
         self, tensors: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]
@@ -106,17 +153,19 @@ class CentralModel(WeightExchange):
 
     @override
     def state(self) -> CallbackState:
-        return {
-            "replicated": {
-                f"{kind}/{name}": view
-                for kind, vectors in (("centre", self._central), ("moved", self._moved))
-                if vectors
-                for name, view in zip(self._weights.names, self._pack.views(vectors), strict=True)
-            }
+        replicated = {
+            f"{kind}/{name}": view
+            for kind, vectors in (("centre", self._central), ("moved", self._moved))
+            if vectors
+            for name, view in zip(self._weights.names, self._pack.views(vectors), strict=True)
         }
+        local = {} if self._coded is None else self._coded.state()["local"]
+        return {"replicated": replicated, "local": local}
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        if self._coded is not None:  # of which nothing is owed between two averages
+            self._coded.load({**self._coded.state(), "local": state.get("local", {})})
         kept = {k: v for k, v in state["replicated"].items() if isinstance(v, torch.Tensor)}
         self._central = []
         if not kept:

@@ -151,7 +151,7 @@ class EncodedChanges:
     def __init__(
         self, anchor: Mapping[str, torch.nn.Parameter], codec: WeightCodec | None, peers: Everyone
     ) -> None:
-        self._rank = peers.driver.rank
+        self._rank, self._names = peers.driver.rank, tuple(anchor)
         self._buckets = make_buckets(anchor, cap_bytes=None)
         self.reductions = [_reduction(bucket, codec, peers) for bucket in self._buckets]
         self._places = {
@@ -191,6 +191,11 @@ class EncodedChanges:
         """Give up what `launch` let leave: it is as if it had not been called."""
         for reduction in self.reductions:
             reduction.discard()
+
+    def owed(self) -> list[torch.Tensor]:
+        """What of changes has not travelled yet, in the order of `changes`. Tensors are live."""
+        owed = self.state()["additive"]
+        return [owed[f"residual/{name}"] for name in self._names]
 
     @property
     def encode_s(self) -> float:

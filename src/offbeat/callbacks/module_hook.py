@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ class ModuleHook:
         # A number and not the module, which would keep itself alive by its own hook.
         self._number = id(module)
         self._function = function
+        _hide_from_compiler()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: torch.nn.Module, *rest: Any) -> None:
         if id(module) == self._number:
             self._function(module, *rest)
@@ -37,3 +38,12 @@ class ModuleHook:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
         # The method takes any arguments and returns None, as a hook does that changes nothing.
         return getattr, (nullcontext(), "__exit__")
+
+
+@cache
+def _hide_from_compiler() -> None:
+    # No decorator: this imports the compiler, for nearly 2 s. Only a process that makes a hook
+    # needs it, and that one has an optimizer, which has imported it already.
+    ModuleHook.__call__ = torch.compiler.disable(  # type: ignore[method-assign]
+        ModuleHook.__call__
+    )

@@ -70,7 +70,8 @@ class DenseWire:
                 model or choice of codec.
         """
         if isinstance(payload, WeightlessCode):
-            return cast("tuple[torch.Tensor, Tally]", payload.content)
+            # One rank may stand for all: what it reads may be what it sent, of another length.
+            return like, cast("tuple[torch.Tensor, Tally]", payload.content)[1]
         data, count = memoryview(payload).cast("B"), like.numel()
         if len(data) < _HEAD.size:
             raise WireError(f"a message of {len(data)} bytes is too short; it was truncated")

@@ -127,7 +127,9 @@ def is_finite(flat: torch.Tensor) -> torch.Tensor:
     """Whether every element is finite, of one element on the device of `flat`, at the price of a
     sum: a NaN is both the least and the greatest.
     """
-    if not flat.numel():
-        return flat.new_ones((), dtype=torch.bool)
+    if not flat.numel() or flat.is_meta:
+        # A simulation's vector has no content: whatever is read of it is 1, its negation too.
+        device = "cpu" if flat.is_meta else flat.device
+        return torch.ones((), dtype=torch.bool, device=device)
     numbers = torch.view_as_real(flat) if flat.is_complex() else flat
     return torch.stack(numbers.aminmax()).isfinite().all()

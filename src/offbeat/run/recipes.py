@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -56,8 +57,11 @@ class NoExchange(Strategy):
         return []
 
 
-SCRIPT_STRATEGIES: Final[Mapping[str, type[Strategy]]] = {**REGISTRY, ALONE: NoExchange}
-"""What `offbeat run` takes by name."""
+SCRIPT_STRATEGIES: Final[Mapping[str, type[Strategy]]] = ChainMap(
+    {ALONE: NoExchange},
+    REGISTRY,  # type: ignore[arg-type]  # it is only read
+)
+"""What `offbeat run` takes by name. A class is imported when it is asked for."""
 
 
 class ScriptRecipe(ABC):

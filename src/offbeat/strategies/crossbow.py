@@ -5,25 +5,31 @@
         x_j = x_j - eta gradient(x_j) - c_j
         z   = z + sum over j of c_j + mu (z - z_before)
 
-Cost per average: one all-reduce of the weights, beside the optimizer's step; in lock-step.
+With `codec`, c_j is what has travelled of alpha (x_j - z), so the sum of z and of all x_j is what
+it would be without one; see `averaging.central_model`.
 
-Differences from the paper: the central model is not copied into the models when the learning rate
-falls, since nothing here sees that; `Session.averaged_model` is the mean of the models, not z;
-statistics are drawn to their plain mean.
+Cost per average: one all-reduce of the weights, beside the optimizer's step; in lock-step. With a
+codec 2(P-1)/P n coded values, or P - 1 times a message of k entries, sent by each rank.
+
+Differences from the paper: the codec; the central model is not copied into the models when the
+learning rate falls, since nothing here sees that; `Session.averaged_model` is the mean of the
+models, not z; statistics are drawn to their plain mean.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from offbeat.averaging.central_model import CentralModel
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
 from offbeat.strategies.options import require_at_least, require_fraction_below_one
+from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -36,6 +42,9 @@ class Crossbow(AveragingStrategy):
         alpha: how far a model is drawn to the central average model, in (0, 1]; None: one over the
             number of ranks, at most 1/2.
         centre_momentum: mu, of the central average model, in [0, 1).
+        codec: how differences from the central model travel: the name of a codec, or a
+            `WeightCodec`. What does not travel is part of the next difference. None: weights travel
+            whole.
     """
 
     name: ClassVar[str] = "crossbow"
@@ -43,6 +52,7 @@ class Crossbow(AveragingStrategy):
     period: int = 1
     alpha: float | None = None
     centre_momentum: float = 0.0
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,10 +62,23 @@ class Crossbow(AveragingStrategy):
             raise ConfigError(
                 f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
             )
+        codec = chosen_codec(self.codec)
+        if codec is not None and (codec.decay != 1 or codec.clip_to_median):
+            raise ConfigError(
+                f"codec={self.codec!r} lets what is owed fade or clips what has travelled, and"
+                " CROSSBOW owes nothing, and moves each model by as much as the central one; use a"
+                " WeightCodec with decay=1.0 and clip_to_median=False"
+            )
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
         peers = Everyone(driver, context.new_stream())
-        central = CentralModel(weights, peers, alpha=alpha, momentum=self.centre_momentum)
+        central = CentralModel(
+            weights,
+            peers,
+            alpha=alpha,
+            momentum=self.centre_momentum,
+            codec=chosen_codec(self.codec),
+        )
         return [PeriodicAverage(central, GrowingPeriod(self.period))]
