@@ -146,7 +146,7 @@ def test_a_script_is_run_and_recorded(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(hidden), str(SOURCE)])},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("offbeat: 2 workers train with allreduce\n")
+    assert done.stderr.startswith("offbeat: one worker trains with allreduce\n")
     record = Record(tmp_path / "run")
     summary = record.summary()
     assert summary is not None

@@ -89,7 +89,8 @@ def run_script(
     num_here = config.workers if host is None else host.num_workers
     strategy = build_strategy(config.strategy, config.strategy_options, SCRIPT_STRATEGIES)
     with lock(directory):
-        say(f"offbeat: {num_here} workers train with {config.strategy}")
+        who = "one worker trains" if num_here == 1 else f"{num_here} workers train"
+        say(f"offbeat: {who} with {config.strategy}")
         if config.strategy in _COMPILE and not jit.is_compiled():
             say("offbeat: compiling, once on this machine: some 10 seconds")
             jit.warm()

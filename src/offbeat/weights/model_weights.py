@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 import time
 from bisect import bisect_right
 from collections import deque
@@ -523,7 +523,7 @@ def _fragments(like: Sequence[torch.Tensor]) -> Iterator[list[_Cut]]:
     same on all ranks.
     """
     # Sizes alone need no memory.
-    left = limit = math.inf if any(each.is_meta for each in like) else FRAGMENT_BYTES // 4
+    left = limit = sys.maxsize if any(each.is_meta for each in like) else FRAGMENT_BYTES // 4
     fragment: list[_Cut] = []
     for position, tensor in enumerate(like):
         num_rows = len(tensor) if tensor.dim() else 0
