@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -280,6 +280,8 @@ class ReduceScatterTensor(_OfEqualParts):
 
     kind: ClassVar[str] = "ReduceScatter"
 
+    received: list[torch.Tensor] = field(default_factory=list, init=False, compare=False)
+
     @classmethod
     @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
@@ -291,10 +293,23 @@ class ReduceScatterTensor(_OfEqualParts):
 
     @override
     def begin(self, backends: Backends) -> BackendWork | None:
-        parts = list(self.tensor.chunk(backends.world_size))
-        return backends.backend_for(self.tensor).reduce_scatter(
-            [parts[backends.rank]], [parts], dist.ReduceScatterOptions()
-        )
+        backend, tensor = backends.backend_for(self.tensor), self.tensor
+        if tensor.is_cuda:
+            parts = list(tensor.chunk(backends.world_size))
+            return backend.reduce_scatter(
+                [parts[backends.rank]], [parts], dist.ReduceScatterOptions()
+            )
+        # gloo's own is an all-reduce, which sends twice the bytes.
+        received = torch.empty_like(tensor)
+        self.received.append(received)
+        return backend.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
+
+    @override
+    def finish(self, backends: Backends) -> torch.Tensor:
+        if self.received:
+            parts = self.received.pop().view(backends.world_size, -1)
+            torch.sum(parts, dim=0, out=self.tensor.chunk(backends.world_size)[backends.rank])
+        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
