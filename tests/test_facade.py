@@ -27,6 +27,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "AllReduce",
         "Crossbow",
         "DPSGD",
+        "DeAR",
         "EF21",
         "DeMo",
         "EagerSGD",

@@ -26,6 +26,7 @@ from offbeat.torch_private import (
     call_first_after_steps,
     current_backward_pass,
     has_avx512_bfloat16,
+    is_compiled_module,
     is_dense,
     is_in_flat_parameter,
     new_gloo_backend,
@@ -47,6 +48,14 @@ def test_a_change_of_a_view_is_a_new_version() -> None:
     assert after > before
     assert view.sum() == flat.sum()
     assert version_of(flat) == after
+
+
+def test_a_compiled_module_is_known() -> None:
+    linear = torch.nn.Linear(2, 2)
+    assert not is_compiled_module(linear)
+    assert is_compiled_module(torch.compile(linear, backend="eager"))
+    linear.compile(backend="eager")
+    assert is_compiled_module(linear)
 
 
 def _parameter_with(gradient: torch.Tensor) -> torch.nn.Parameter:

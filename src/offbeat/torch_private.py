@@ -77,6 +77,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` or `module.compile` compiles what calling `module` does, which no
+    public name tells.
+    """
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements of `tensor` fill its memory without gaps and without overlap, in any
     order of dimensions.

@@ -18,6 +18,7 @@ ARGUMENTS: dict[str, Any] = {
     "trains": True,
     "synchronised": True,
     "index": 1,
+    "indices": [0, 1],
     "reason": "a test",
 }
 
@@ -73,6 +74,7 @@ def test_a_session_gives_the_events_of_a_step_in_order() -> None:
         session.finish()
     assert heard == [
         "on_batch_claimed",
+        "on_parameters_needed",
         "on_forward_begins",
         "on_backward_begins",
         "on_gradient_ready",
@@ -87,7 +89,7 @@ def test_a_session_gives_the_events_of_a_step_in_order() -> None:
     with offbeat.attach(net, optimizer, Listen()):
         optimizer.step(lambda: net(torch.ones(2, 2)).sum().backward())
     assert heard[0] == "on_closure"
-    assert heard[-2:] == ["on_before_update", "on_after_step"]
+    assert heard[-3:] == ["on_before_update", "on_after_step", "on_finish"]
     assert "on_before_step" not in heard
 
 

@@ -31,6 +31,8 @@ AnyStrategy = GradientStrategy | KFACStrategy
 _STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce": offbeat.AllReduce(),
     "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),
+    "dear": offbeat.DeAR(),
+    "dear in small buckets": offbeat.DeAR(bucket_mib=1e-4),
     "allreduce in 8 bits": offbeat.AllReduce(codec="linear8"),
     "allreduce by signs, in small buckets": offbeat.AllReduce(
         codec="sign", bucket_mib=1e-4, first_bucket_mib=1e-4
@@ -408,6 +410,10 @@ def test_too_many_skipped_steps_in_a_row_raise(strategy: AnyStrategy, attached: 
 
 def test_amp_with_a_scaler(lossless: GradientStrategy, attached: Callable) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if isinstance(lossless, offbeat.DeAR):
+        with pytest.raises(UnsupportedError, match="GradScaler"):
+            attached(lossless, scaler=scaler)
+        return
     net, optimizer, session = attached(lossless, scaler=scaler)
     plain, plain_scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)

@@ -68,6 +68,19 @@ def test_an_exchange_that_fits_behind_the_backward_pass_costs_its_last_bucket_on
     assert step_s == pytest.approx(0.3 + 2 * 3 / 4 * 1e-3)
 
 
+def test_halves_of_an_all_reduce_hide_behind_both_passes_and_divide_the_optimizers_state() -> None:
+    where = setting("160mbit")  # .0375 s for half a bucket of four
+    whole, halves = (
+        predict_step(f"{name}:bucket_mib=1.0", where) for name in ("allreduce", "dear")
+    )
+    assert whole.step_s == pytest.approx(0.1 + 0.05 + 0.3, rel=WITH_TALLIES)
+    # The last reduce-scatter is behind backward, and the last layer computes behind four gathers.
+    forward_s, backward_s = 4 * 0.0375 + 0.1 / 4, 0.2 + 0.0375
+    assert halves.step_s == pytest.approx(forward_s + backward_s, rel=WITH_TALLIES)
+    assert halves.bytes_per_step == pytest.approx(whole.bytes_per_step, rel=WITH_TALLIES)
+    assert whole.memory_bytes - halves.memory_bytes == pytest.approx(3 / 4 * 4e6, rel=1e-3)
+
+
 LOCAL = "localsgd:warmup=0:optimizer_state=local"
 
 

@@ -38,6 +38,7 @@ GTOPK = offbeat.GTopK(**SPARSE)
 STRATEGIES: Strategies = {
     "allreduce": offbeat.AllReduce(**BASE),
     "allreduce in small buckets": offbeat.AllReduce(**SMALL_BUCKETS),
+    "dear": offbeat.DeAR(bucket_mib=1e-3, **BASE),
     "allreduce in 4 bits": offbeat.AllReduce(codec="linear4", **SMALL_BUCKETS),
     "allreduce by signs": offbeat.AllReduce(codec="sign", **BASE),
     "powersgd": offbeat.PowerSGD(rank=1, bucket_mib=1e-3, **BASE),

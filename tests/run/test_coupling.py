@@ -525,7 +525,7 @@ def test_a_scripts_clipping_clips_before_entries_are_selected(stack: ExitStack) 
 def test_a_scripts_clipping_does_not_keep_adams_scaling_from_being_taken(stack: ExitStack) -> None:
     script = Script(offbeat.GTopK(density=0.1, collective="tree", warmup=None), stack)
     ddp = DistributedDataParallel(nn.Linear(3, 8))
-    clipped_steps(ddp, torch.optim.AdamW(ddp.parameters()), sizes=[9.0, 9.0], max_norm=1.0)
+    clipped_steps(ddp, torch.optim.AdamW(ddp.parameters()), sizes=[9.0] * 3, max_norm=1.0)
     assert any("Adam's own scaling and momentum rest" in each for each in script.session.notices)
 
 

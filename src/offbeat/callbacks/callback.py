@@ -4,8 +4,9 @@ A strategy builds callbacks; a session calls their event methods and keeps their
 nothing else with them. A callback overrides the events that it needs. The order within one training
 step is
 
-    batch claimed -> forward begins -> backward begins -> gradient ready (for each parameter)
-    -> backward done -> before step -> before update -> after step
+    batch claimed -> parameters needed -> forward begins -> parameters needed (for each module)
+    -> backward begins -> gradient ready (for each parameter) -> backward done -> before step
+    -> before update -> after step
 
 where batches are claimed only if the loader is the session's or if the user calls `weigh`. In a
 step whose closure runs the backward pass, `on_closure` takes the place of `on_before_step`.
@@ -14,7 +15,7 @@ Callbacks get each event in the order in which the strategy built them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from offbeat.errors import nearest
@@ -72,6 +73,11 @@ class Callback:
 
     def on_forward_begins(self, *, trains: bool) -> None:
         """The root module is called. `trains`: it is in training mode, and gradients are on."""
+
+    def on_parameters_needed(self, indices: Sequence[int]) -> None:
+        """Parameters `indices`, in the model's order, are about to be computed with, by a module of
+        the model, or to be saved, loaded or copied.
+        """
 
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """An outermost backward pass begins and has accumulated nothing; `synchronised` is False

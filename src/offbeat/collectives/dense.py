@@ -1,6 +1,8 @@
-"""Collectives of one dense operation each: all-reduce, broadcast, and a gathering of plain values.
+"""Collectives of one dense operation each: all-reduce and its halves, broadcast, and a gathering of
+plain values.
 
-Cost per step of an all-reduce (ring): 2(P-1) messages, 2(P-1)/P n elements sent by each rank.
+Cost per step of an all-reduce (ring): 2(P-1) messages, 2(P-1)/P n elements sent by each rank; each
+of its halves takes half of them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,32 @@ import torch
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.errors import WireError
-from offbeat.transport.operations import AllGather, AllReduceTensor, Broadcast, Collective
+from offbeat.transport.operations import (
+    AllGather,
+    AllGatherTensor,
+    AllReduceTensor,
+    Broadcast,
+    Collective,
+    ReduceScatterTensor,
+)
 
 
 def dense_all_reduce(tensor: torch.Tensor) -> Collective[torch.Tensor]:
     """Sum `tensor` over all ranks, in place."""
     total: torch.Tensor = yield AllReduceTensor(tensor)
     return total
+
+
+def dense_reduce_scatter(tensor: torch.Tensor) -> Collective[torch.Tensor]:
+    """Sum this rank's part of `tensor` over all ranks, in place; the rest is of no worth then."""
+    total: torch.Tensor = yield ReduceScatterTensor(tensor)
+    return total
+
+
+def dense_all_gather(tensor: torch.Tensor) -> Collective[torch.Tensor]:
+    """Bring every rank's part of `tensor` to all ranks, in place."""
+    whole: torch.Tensor = yield AllGatherTensor(tensor)
+    return whole
 
 
 def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]:

@@ -300,6 +300,7 @@ class GradientExchange(Callback):
         self._transform = transform or GradientTransform(None)
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
+        self._gives_whole = all(reduction.gives_whole for _, reduction in pairs)
         self._launch_order = launch_order or LaunchOrder()
         self._listeners = list[ExchangeListener]()
         self._pairs = list(pairs)
@@ -349,7 +350,7 @@ class GradientExchange(Callback):
         for b in range(len(self._pairs)):
             self._ready[b][:] = False
             self._num_missing[b] = len(self._ready[b])
-            if synchronised or self._may_keep_entries:
+            if synchronised or self._may_keep_entries or not self._gives_whole:
                 self._stash(b)
             else:
                 # The pass adds to the mean what is this rank's own. The mean of such sums is that
@@ -643,7 +644,7 @@ class GradientExchange(Callback):
     def clip_as_loop_does(self, max_norm: float) -> float | None:
         clipping = self._clipping
         if clipping is None:
-            return None
+            return None if self._gives_whole else self._clip_mean(max_norm)
         is_clipped = clipping.clip_norm is not None
         if not is_clipped:
             self._notify(

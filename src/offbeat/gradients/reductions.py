@@ -91,12 +91,14 @@ class Reduction:
         stream: this bucket's channels.
 
     Attributes:
+        gives_whole: whether every rank gets all of the mean, and not a part.
         ages: how long entries waited before this rank sent them; None where all of them always are.
         encode_s: seconds spent on selection and on putting results in place, so far.
         residual: what is owed, shape (n,); None where nothing ever is.
     """
 
     only_queues: ClassVar[bool] = False
+    gives_whole: ClassVar[bool] = True
     ages: EntryAges | None = None
     encode_s: float = 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -74,6 +74,7 @@ class ReplicaCheck(Callback):
         driver: carries the comparison out.
         stream: channels for it.
         interval: in steps, >= 1.
+        arrive: waits until parameters are what the last step has made of them.
     """
 
     state_key: ClassVar[str] = "replica_check"
@@ -87,12 +88,13 @@ class ReplicaCheck(Callback):
         driver: Driver,
         stream: Stream,
         interval: int,
+        arrive: Callable[[], None] = lambda: None,
     ) -> None:
         self._parameters = list(parameters.values())
         self._optimizer = optimizer
         self._driver = driver
         self._stream = stream
-        self._interval = interval
+        self._interval, self._arrive = interval, arrive
         self._num_steps = self._num_steps_here = 0
 
     @override
@@ -106,6 +108,7 @@ class ReplicaCheck(Callback):
 
     def verify(self) -> None:
         """Compare now. Raises `DivergedError` on every rank if they differ."""
+        self._arrive()
         checksums = self._driver.run(self._gather(), self._stream.next())
         named = self._driver.name_of
         odd = [named(rank) for rank, value in enumerate(checksums) if value != checksums[0]]

@@ -37,6 +37,7 @@ from offbeat.callbacks.context import Notices
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import UnsupportedError
 from offbeat.session.metrics import SessionObserver
+from offbeat.session.needed import NeededParameters
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
     active_ddp_module,
@@ -151,6 +152,10 @@ class EventDispatcher:
                 )
                 for index, parameter in enumerate(parameters.values())
             ]
+        self._needed: NeededParameters | None = None
+        if any(listens(callback, "on_parameters_needed") for callback in callbacks):
+            self._needed = NeededParameters(model, parameters, self._parameters_needed)
+            self._handles.append(self._needed)
         if optimizer is not None:
             # A loop may compile what steps the optimizer, and what callbacks do is nothing to be
             # compiled.
@@ -210,6 +215,16 @@ class EventDispatcher:
         self._issue_warnings()
         for callback in self._those_with("on_forward_begins"):
             callback.on_forward_begins(trains=trains)
+
+    def parameters_needed(self) -> None:
+        """All parameters are about to be copied."""
+        if self._needed is not None:
+            self._needed.tell_all()
+
+    @_without_grad
+    def _parameters_needed(self, indices: Sequence[int]) -> None:
+        for callback in self._those_with("on_parameters_needed"):
+            callback.on_parameters_needed(indices)
 
     def _on_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         for tensor in tensors_in(output):

@@ -495,6 +495,7 @@ class Session:
             "averaged_model()",
             "FSDP refuses to copy a model; use averaged_state_dict() or averaged_weights()",
         )
+        self._events.parameters_needed()
         copied = _copy_of(self._model)
         parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
         self._average(parameters, lambda: self._buffers_of(copied))
@@ -506,6 +507,7 @@ class Session:
         without a copy of the model. Collective, and raises, as that.
         """
         self._check_open("averaged_tensors")
+        self._events.parameters_needed()
         parameters = {name: p.detach().clone() for name, p in self._parameters.items()}
         buffers = {name: b.clone() for name, b in self._buffers_of(self._model).items()}
         self._average(parameters, lambda: buffers)
@@ -748,7 +750,9 @@ class Session:
         try:
             self._events.report_failed_pass()
             self._events.session_ends()
-            if self.strategy.replicas_differ:
+            if not self.strategy.replicas_differ:
+                self.finish()  # where each rank has a part of the step, all get the whole of it
+            else:
                 if average and not self._keeps_own_model:
                     self._take_mean()
                 elif self.averages_alone and self._network is not None:

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import HashStore
 from typing_extensions import override
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, listens
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.model_wire import bytes_at_scale
 from offbeat.codec.topk_codec import TopKCodec, WeightCodec
@@ -54,11 +54,13 @@ from offbeat.simulation.weightless import WeightlessCodec, kept_bytes
 from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
 from offbeat.transport.operations import (
+    AllGatherTensor,
     AllReduceTensor,
     Broadcast,
     Collective,
     Operation,
     RecvAny,
+    ReduceScatterTensor,
     Send,
 )
 
@@ -241,6 +243,9 @@ class Timeline:
 class Buildable(Protocol):
     """A strategy."""
 
+    @property
+    def replicas_differ(self) -> bool: ...
+
     def build(self, context: Context) -> Sequence[Callback]: ...
 
 
@@ -255,7 +260,8 @@ class SimulatedRank(VirtualThread):
         machine: as given.
         step: that the rank is in, counted from 0.
         encode_s: computed because of the exchange, so far, in seconds of a device that is alone.
-        kept_bytes: memory that callbacks hold after the last step.
+        kept_bytes: memory that callbacks hold after the last step, less what the optimizer does not
+            hold any more.
     """
 
     def __init__(self, inner: Driver, machine: Machine) -> None:
@@ -281,7 +287,9 @@ class SimulatedRank(VirtualThread):
     @override
     def start(self, operation: Operation, channel: int) -> Ticket:
         machine, copying_s = self.machine, 0.0
-        if isinstance(operation, AllReduceTensor | Broadcast):
+        if isinstance(
+            operation, AllReduceTensor | ReduceScatterTensor | AllGatherTensor | Broadcast
+        ):
             copying_s = machine.copying_s(operation.num_bytes)
         if isinstance(operation, Send) and isinstance(operation.payload, WeightlessCode):
             if operation.payload is not self._coded:  # else it is the same, for another peer
@@ -405,6 +413,7 @@ class SimulatedRank(VirtualThread):
                 enter=lambda host: self._enter(host, parameters.values()),
                 own_store=self._own_store,
             )
+            states_bytes = optimizer.num_bytes
             callbacks = list(strategy.build(context))
             gradients = [parameter.detach() for parameter in model.tensors]
             take_step = partial(self._take_step, callbacks, model, gradients, timeline)
@@ -427,9 +436,11 @@ class SimulatedRank(VirtualThread):
                         _go_on_from(callbacks, self.step)
                     taken = self.step + 1
                     take_step()
+            self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
+            self.kept_bytes += optimizer.num_bytes - states_bytes
+            if policy is None and strategy.replicas_differ:
                 for callback in callbacks:  # of ranks that go on, none must wait for this one
                     callback.on_finish()
-            self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
 
     def _take_step(
         self,
@@ -443,7 +454,7 @@ class SimulatedRank(VirtualThread):
             callback.on_forward_begins(trains=True)
         self.catch_up()
         self.run(self.machine.step_begins(self.step), 0)
-        model(size)
+        model(size, [one for one in callbacks if listens(one, "on_parameters_needed")])
         self.catch_up()
         self.run(self.machine.forward_ended(self.step, size, model.coming_s), 0)
         for callback in callbacks:
@@ -600,8 +611,10 @@ class _Model(torch.nn.Module):
         self._look_s = timeline.looks_s / (looks or 1)
 
     @override
-    def forward(self, size: float) -> torch.Tensor | None:
-        """With a batch `size` times the usual one."""
+    def forward(self, size: float, waiting: Sequence[Callback]) -> torch.Tensor | None:
+        """With a batch `size` times the usual one, where `waiting` are told of each parameter
+        before it is needed: as long after the begin as its gradient is ready before the end.
+        """
         rank, timeline, self.coming_s = self._rank, self._timeline, 0.0
         output: torch.Tensor | None = None
         for layer, linear in zip(timeline.layers, self.linears, strict=True):
@@ -617,7 +630,14 @@ class _Model(torch.nn.Module):
             product_s = size * self._product_s * layer.num_positions
             rank.compute(product_s * layer.a_dim * layer.g_dim)
         if output is None:
-            rank.compute(size * timeline.forward_s)
+            now, tensors = 0.0, timeline.tensors if waiting else ()
+            for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].ready):
+                needed = 1 - tensors[index].ready
+                rank.compute(size * (needed - now) * timeline.forward_s)
+                now = needed
+                for callback in waiting:
+                    callback.on_parameters_needed([index])
+            rank.compute(size * (1 - now) * timeline.forward_s)
         return output
 
     def backward(self, tensor: int) -> None:
@@ -716,6 +736,11 @@ class _Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {name: parameter.detach() for name in names}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the states."""
+        return sum(each.nbytes for kept in self.state.values() for each in kept.values())
 
 
 def _weightless(tensor: Sized) -> torch.Tensor:

@@ -5,7 +5,7 @@ find that they differ.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -38,11 +38,16 @@ class Reductions(NamedTuple):
         pairs: each bucket with its reduction, in the order in which they are launched.
         callbacks: what the strategy needs besides.
         listeners: have to listen to the exchange.
+        norm_over_ranks: makes the norm of the mean of the norm of what this rank has of it.
+            Collective. None: all of it.
+        arrive: waits until parameters are what the last step has made of them.
     """
 
     pairs: Sequence[tuple[Bucket, Reduction]]
     callbacks: Sequence[Callback] = ()
     listeners: Sequence[ExchangeListener] = ()
+    norm_over_ranks: Callable[[float], float] | None = None
+    arrive: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +137,7 @@ class GradientStrategy(Strategy):
             notify=context.notices.notify,
             launch_order=launch_order,
             clipping=self.clipping(driver.world_size),
-            agree_on=agree_on,
+            agree_on=found.norm_over_ranks or agree_on,
             transform=transform,
             island=island,
         )
@@ -148,6 +153,7 @@ class GradientStrategy(Strategy):
                     driver=context.driver,
                     stream=stream,
                     interval=interval,
+                    arrive=found.arrive,
                 )
             )
         return exchange, others

@@ -94,6 +94,13 @@ REGISTRY: Final = StrategyRegistry(
         "Gradients, all of them": [
             StrategyEntry("allreduce", "AllReduce", "2006.15704", "Dense all-reduce of gradients"),
             StrategyEntry(
+                "dear",
+                "DeAR",
+                "2302.12445",
+                "Gradients reduced during backward, weights gathered during forward, and steps"
+                " shared out",
+            ),
+            StrategyEntry(
                 "powersgd", "PowerSGD", "1905.13727", "Gradients as products of two thin matrices"
             ),
             StrategyEntry(

@@ -58,6 +58,15 @@ class Backend(Protocol):
         options: dist.ReduceScatterOptions,
     ) -> BackendWork: ...
 
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        options: dist.AllToAllOptions,
+    ) -> BackendWork: ...
+
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> BackendWork: ...
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> BackendWork: ...

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -241,6 +241,99 @@ class AllReduceTensor(DenseOperation):
 
 
 @dataclass(frozen=True, slots=True)
+class _OfEqualParts(DenseOperation):
+    """Of a contiguous `tensor` with as many equal parts as there are ranks, each rank's its own."""
+
+    tensor: torch.Tensor
+
+    @property
+    @override
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    @override
+    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
+        """P - 1 messages of a part each, both sent and received."""
+        hops = world_size - 1
+        num_bytes = hops * self.num_bytes // world_size
+        return Traffic(
+            bytes_sent=num_bytes,
+            bytes_received=num_bytes,
+            messages_sent=hops,
+            messages_received=hops,
+        )
+
+    @override
+    def num_hops(self, world_size: int) -> int:
+        return world_size - 1
+
+    @override
+    def finish(self, backends: Backends) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatterTensor(_OfEqualParts):
+    """Replace this rank's part of `tensor` by its sum over all ranks, in place; the other parts
+    are of no worth afterwards. Result: the tensor.
+    """
+
+    kind: ClassVar[str] = "ReduceScatter"
+
+    received: list[torch.Tensor] = field(default_factory=list, init=False, compare=False)
+
+    @classmethod
+    @override
+    def combine(cls, operations: Sequence[Self]) -> list[Any]:
+        tensors = [operation.tensor for operation in operations]
+        total = torch.stack(tensors).sum(dim=0)
+        for mine, part in zip(_parts_by_rank(tensors), total.chunk(len(tensors)), strict=True):
+            mine.copy_(part)
+        return tensors
+
+    @override
+    def begin(self, backends: Backends) -> BackendWork | None:
+        backend, tensor = backends.backend_for(self.tensor), self.tensor
+        if tensor.is_cuda:
+            parts = list(tensor.chunk(backends.world_size))
+            return backend.reduce_scatter(
+                [parts[backends.rank]], [parts], dist.ReduceScatterOptions()
+            )
+        # gloo's own is an all-reduce, which sends twice the bytes.
+        received = torch.empty_like(tensor)
+        self.received.append(received)
+        return backend.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
+
+    @override
+    def finish(self, backends: Backends) -> torch.Tensor:
+        if self.received:
+            parts = self.received.pop().view(backends.world_size, -1)
+            torch.sum(parts, dim=0, out=self.tensor.chunk(backends.world_size)[backends.rank])
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherTensor(_OfEqualParts):
+    """Replace each rank's part of `tensor` by what that rank has there, in place. Result: the
+    tensor.
+    """
+
+    kind: ClassVar[str] = "AllGatherTensor"
+
+    @classmethod
+    @override
+    def combine(cls, operations: Sequence[Self]) -> list[Any]:
+        tensors = [operation.tensor for operation in operations]
+        whole = torch.cat(_parts_by_rank(tensors))
+        return [tensor.copy_(whole) for tensor in tensors]
+
+    @override
+    def begin(self, backends: Backends) -> BackendWork | None:
+        parts = list(self.tensor.chunk(backends.world_size))
+        return backends.backend_for(self.tensor).allgather([parts], [parts[backends.rank]])
+
+
+@dataclass(frozen=True, slots=True)
 class Broadcast(DenseOperation):
     """Replace `tensor` (contiguous) by rank `root`'s, in place. Result: the tensor."""
 
@@ -358,6 +451,11 @@ Operation: TypeAlias = Send | Recv | RecvAny | Post | Sleep | Now | DenseOperati
 
 Collective: TypeAlias = Generator[Operation, Any, T]
 """A protocol in progress that will return a `T`."""
+
+
+def _parts_by_rank(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The part of each rank's tensor that is the rank's own."""
+    return [tensor.chunk(len(tensors))[rank] for rank, tensor in enumerate(tensors)]
 
 
 def bytes_as_tensor(payload: Payload) -> torch.Tensor:

@@ -153,7 +153,7 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
         if setting.crowding > 1
         else "compute",
         memory_bytes=(_MODEL_COPIES + profile.moments) * profile.num_bytes
-        + max(method.extra_bytes * profile.num_bytes, simulated.kept_bytes),
+        + max(method.extra_bytes * profile.num_bytes or -math.inf, simulated.kept_bytes),
         lost_to_deaths=_lost_to_deaths(cluster, step_s, survives=survives),
         by_events=simulated.by_events,
         note=simulated.note,

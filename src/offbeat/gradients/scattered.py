@@ -1,0 +1,411 @@
+"""Gradients of which each rank gets the mean of its part, and the optimizer's step with that part.
+
+A bucket has as many equal parts as there are ranks. The optimizer is shown this rank's part of each
+parameter while it steps, and nothing else; then parts of parameters are gathered, and are waited
+for when a module needs them. Between steps the optimizer has the model's parameters, and no state:
+each rank's part of that is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from typing_extensions import override
+
+from offbeat.callbacks.callback import Callback, CallbackState
+from offbeat.callbacks.context import Context
+from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.collectives.dense import dense_all_gather, dense_reduce_scatter, gather_values
+from offbeat.errors import CheckpointError, UnsupportedError
+from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.exchange import ExchangeCounts
+from offbeat.gradients.reductions import Reduction, launch_sums
+from offbeat.torch_private import version_of
+from offbeat.transport.driver import Driver, Pending, Stream
+
+
+class ScatterReduction(Reduction):
+    """Weighted mean by reduce-scatter: of this rank's part, and zeros in the place of the others,
+    so that the sum over all ranks is the mean. The tally is summed by itself.
+    """
+
+    only_queues: ClassVar[bool] = True
+    gives_whole: ClassVar[bool] = False
+
+    def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
+        super().__init__(bucket, driver, stream)
+        self._message = bucket.flat.new_zeros(padded_size(bucket.num_elements, driver.world_size))
+        self._begin, self._end = part_of(bucket, driver)
+        self._tail = bucket.flat.new_zeros(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
+        bucket.flat = self._message[: bucket.num_elements]
+        self._under_way: list[Pending[torch.Tensor]] = []
+
+    def launch(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        if not tally.num_failed:
+            tally = replace(tally, num_nonfinite=~is_finite(gradient))
+            gradient.mul_(tally.weight / self._driver.world_size)
+        tally.write_to(self._tail)
+        scattering = dense_reduce_scatter(self._message)
+        self._under_way = [
+            self._driver.launch(scattering, self._stream.next()),
+            *launch_sums(self._driver, self._stream, self._tail),
+        ]
+
+    def wait(self) -> Tally:
+        for pending in self._under_way:
+            pending.wait()
+        self._tally = Tally.read_from(self._tail)
+        return self._tally
+
+    def commit(self) -> torch.Tensor:
+        if self._tally.weight not in (0, self._driver.world_size):
+            mine = self._message[self._begin : self._end]
+            mine.mul_(self._driver.world_size / self._tally.weight)
+        self._message[: self._begin] = 0
+        self._message[self._end :] = 0
+        return self._bucket.flat
+
+
+class _Piece:
+    """This rank's part of a parameter: elements `begin` to `end` of its memory.
+
+    Attributes:
+        parameter: what the optimizer sees: of the whole one's shape where the part is all of it.
+        state: the optimizer's, between steps.
+    """
+
+    def __init__(self, bucket: Bucket, position: int, begin: int, end: int) -> None:
+        self.whole, self.name = bucket.parameters[position], bucket.names[position]
+        self.begin, self.end = begin, end
+        self.offset = bucket.offsets[position]
+        self.state: dict[str, Any] = {}
+        self._bucket, self._position = bucket, position
+        self.parameter = torch.nn.Parameter(self._part_of(self.whole.detach()))
+
+    def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that is laid out as the whole parameter."""
+        is_whole = self.end - self.begin == tensor.numel()
+        return tensor if is_whole else in_memory_order(tensor)[self.begin : self.end]
+
+    def show(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer have the piece, its gradient and its state."""
+        memory = self._part_of(self.whole.detach())
+        if memory.data_ptr() != self.parameter.data_ptr():
+            self.parameter.data = memory
+        self.state = self.current(optimizer)
+        optimizer.state.pop(self.whole, None)
+        if self.state:
+            optimizer.state[self.parameter] = self.state
+        if self.whole.grad is not None:
+            self._bucket.copy_in(self._position, self.whole.grad)
+            self.parameter.grad = self._part_of(self._bucket.views[self._position])
+
+    def hide(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take back what the optimizer has made of it."""
+        self.state = optimizer.state.pop(self.parameter, {})
+        self.parameter.grad = None
+
+    def current(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state between steps: of the whole parameter where that was loaded into the optimizer,
+        or made before it was attached.
+        """
+        whole = optimizer.state.get(self.whole)
+        if not whole:
+            return self.state
+        return {key: self._part_of_state(value) for key, value in whole.items()}
+
+    def _part_of_state(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        laid_out = torch.empty_like(self.whole, dtype=value.dtype).copy_(value)
+        return self._part_of(laid_out).clone()
+
+
+class ShardedSteps(Callback):
+    """The optimizer's step with this rank's part of each bucket, and the gathering of parameters.
+
+    Args:
+        buckets: whose gradients a `ScatterReduction` leaves, in the order of backward.
+        counts: of their exchange.
+        context: lent by the session.
+    """
+
+    state_key: ClassVar[str] = "sharded_steps"
+
+    def __init__(self, buckets: Sequence[Bucket], counts: ExchangeCounts, context: Context) -> None:
+        assert context.optimizer is not None
+        self._buckets, self._counts, self._optimizer = buckets, counts, context.optimizer
+        self._driver, self._notify = context.driver, context.notices.notify
+        self._gathers, self._norms = context.new_stream(), context.new_stream()
+        self._bucket_of = {i: b for b, bucket in enumerate(buckets) for i in bucket.indices}
+        self._pieces = [self._pieces_of(bucket) for bucket in buckets]
+        self._piece_of = {id(piece.whole): piece for piece in self._all_pieces()}
+        self._sharded = {id(p) for bucket in buckets for p in bucket.parameters}
+        self._arriving: dict[int, tuple[Pending[torch.Tensor], list[int]]] = {}
+        self._groups: list[list[torch.nn.Parameter]] | None = None  # None: between steps
+        self._published: tuple[int, list[int]] = 0, []
+        self._has_warned = False
+        self._unhook = self._optimizer.register_state_dict_post_hook(self._warn).remove
+
+    def _pieces_of(self, bucket: Bucket) -> list[_Piece]:
+        begin, end = part_of(bucket, self._driver)
+        ends = zip(bucket.offsets, bucket.offsets[1:], strict=False)
+        return [
+            _Piece(bucket, position, max(first, begin) - first, min(last, end) - first)
+            for position, (first, last) in enumerate(ends)
+            if max(first, begin) < min(last, end)
+        ]
+
+    def _all_pieces(self) -> Iterator[_Piece]:
+        return chain.from_iterable(self._pieces)
+
+    # A step
+
+    @override
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        self._published = self._counts.exchanges, self._versions()
+
+    def _versions(self) -> list[int]:
+        return [version_of(bucket.flat) for bucket in self._buckets]
+
+    def norm_over_ranks(self, norm: float) -> float:
+        """The norm of the mean, of whose parts each rank knows one's, to clip it by. Collective."""
+        self._published = 0, []  # clipping is about to change gradients
+        return math.hypot(*self._driver.run(gather_values(norm), self._norms.next()))
+
+    @override
+    def on_before_update(self) -> None:
+        exchanges, versions = self._published
+        if exchanges == self._counts.exchanges and versions and versions != self._versions():
+            raise UnsupportedError(
+                "gradients were changed between backward() and optimizer.step(), and each rank has"
+                " its part of them alone; clip them by session.clip_grad_norm_(), or use"
+                " offbeat.AllReduce(), which gives every rank the whole mean"
+            )
+        self.arrive()
+        self._put_back()
+        groups = self._optimizer.param_groups
+        self._groups = [group["params"] for group in groups]
+        for piece in self._all_pieces():
+            piece.show(self._optimizer)
+        for group in groups:
+            pieces = [(p, self._piece_of.get(id(p))) for p in group["params"]]
+            group["params"] = [
+                p if piece is None else piece.parameter
+                for p, piece in pieces
+                if piece is not None or id(p) not in self._sharded
+            ]
+
+    @override
+    def on_after_step(self) -> None:
+        self._put_back()
+        # The next forward pass needs those first that backward has reached last.
+        for b in reversed(range(len(self._buckets))):
+            self._launch(b)
+
+    def _put_back(self) -> None:
+        if self._groups is None:
+            return
+        for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        self._groups = None
+        for piece in self._all_pieces():
+            piece.hide(self._optimizer)
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                if parameter.numel():  # other ranks have its state
+                    self._optimizer.state.pop(parameter, None)
+
+    def _launch(self, b: int) -> None:
+        parts = [(piece, piece.parameter.detach()) for piece in self._pieces[b]]
+        pending = self._gather(b, parts)
+        versions = [version_of(parameter) for parameter in self._buckets[b].parameters]
+        self._arriving[b] = pending, versions
+
+    def _gather(
+        self, b: int, parts: Sequence[tuple[_Piece, torch.Tensor]], dtype: torch.dtype | None = None
+    ) -> Pending[torch.Tensor]:
+        """Begin to bring what each rank has of something that a bucket's parameters have."""
+        bucket = self._buckets[b]
+        size = padded_size(bucket.num_elements, self._driver.world_size)
+        message = bucket.flat.new_empty(size, dtype=dtype)
+        for piece, mine in parts:
+            place = slice(piece.offset + piece.begin, piece.offset + piece.end)
+            message[place].copy_(in_memory_order(mine))
+        return self._driver.launch(dense_all_gather(message), self._gathers.next())
+
+    @override
+    def on_parameters_needed(self, indices: Sequence[int]) -> None:
+        for b in dict.fromkeys(self._bucket_of[index] for index in indices):
+            self._arrive(b)
+
+    def arrive(self) -> None:
+        """Wait for all parameters."""
+        for b in tuple(self._arriving):
+            self._arrive(b)
+
+    def _arrive(self, b: int) -> None:
+        if b not in self._arriving:
+            return
+        pending, versions = self._arriving.pop(b)
+        bucket, views = self._buckets[b], self._buckets[b].views_of(pending.wait())
+        for name, parameter, view, version in zip(
+            bucket.names, bucket.parameters, views, versions, strict=True
+        ):
+            if version_of(parameter) != version:
+                raise UnsupportedError(
+                    f"parameter {name!r} was changed between optimizer.step() and the next forward"
+                    " pass, while it was being gathered, so the change would be lost; call"
+                    " model.state_dict() before, which waits for all parameters, or use"
+                    " offbeat.AllReduce()"
+                )
+            parameter.detach().copy_(view)
+
+    # State
+
+    def _warn(self, optimizer: torch.optim.Optimizer, saved: object) -> None:
+        if not self._has_warned and any(piece.state for piece in self._all_pieces()):
+            self._has_warned = True
+            self._notify(
+                "optimizer.state_dict() has no state, of which each rank has a part; it is in"
+                " session.state_dict(), and whole in the optimizer after session.finish()"
+            )
+
+    @override
+    def on_finish(self) -> None:
+        """Parameters and the optimizer's state are whole on every rank afterwards."""
+        self.arrive()
+        for b in range(len(self._buckets)):
+            self._gather_state(b)
+        self._has_warned = True
+
+    def _gather_state(self, b: int) -> None:
+        bucket, pieces = self._buckets[b], self._pieces[b]
+        states = [(piece, piece.current(self._optimizer)) for piece in pieces]
+        mine = {piece.name: _described(state) for piece, state in states}
+        described: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for theirs in self._driver.run(gather_values(mine), self._gathers.next()):
+            for name, kinds in theirs.items():
+                described[name] |= kinds
+        kinds = chain.from_iterable(each.items() for each in described.values())
+        views = {}
+        for key, dtype in sorted(
+            {(key, dtype) for key, (dtype, number) in kinds if number is None}
+        ):
+            parts = [(piece, state[key]) for piece, state in states if key in state]
+            parts = [(piece, value) for piece, value in parts if value.dim()]
+            whole = self._gather(b, parts, getattr(torch, dtype)).wait()
+            views[key] = bucket.views_of(whole)
+        for position, (name, parameter) in enumerate(
+            zip(bucket.names, bucket.parameters, strict=True)
+        ):
+            found = {
+                key: in_memory_order(views[key][position])
+                if number is None
+                else torch.tensor(number, dtype=getattr(torch, dtype))
+                for key, (dtype, number) in described[name].items()
+            }
+            if found:
+                self._optimizer.state[parameter] = self._laid_out(found, parameter, parameter)
+
+    @override
+    def state_dict(self) -> CallbackState:
+        owned = {
+            f"{key}/{piece.name}/{piece.begin}": in_memory_order(value) if value.dim() else value
+            for piece in self._all_pieces()
+            for key, value in piece.current(self._optimizer).items()
+        }
+        return {"owned": owned}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        by_name = _by_parameter(state["owned"])
+        for piece in self._all_pieces():
+            found = _assembled(by_name.get(piece.name, {}), piece.begin, piece.end)
+            piece.state = self._laid_out(found, piece.parameter, piece.whole)
+            self._optimizer.state.pop(piece.whole, None)  # which Adagrad has from the beginning
+
+    def _laid_out(
+        self, found: Mapping[str, torch.Tensor], like: torch.Tensor, whole: torch.nn.Parameter
+    ) -> dict[str, Any]:
+        """Flat state in the layout of `like`, and where the optimizer's kernels want it."""
+        options = next(
+            (g for g in self._optimizer.param_groups if any(p is whole for p in g["params"])), {}
+        )
+        state: dict[str, Any] = {}
+        for key, value in found.items():
+            if value.dim():
+                state[key] = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+                in_memory_order(state[key]).copy_(value)
+            else:
+                on_device = key != "step" or options.get("capturable") or options.get("fused")
+                state[key] = value.to(like.device if on_device else value.device, copy=True)
+        return state
+
+    @override
+    def close(self) -> None:
+        self._put_back()
+        self._unhook()
+
+
+def padded_size(num_elements: int, world_size: int) -> int:
+    """Of a message of `num_elements` that has equal parts."""
+    return -(-num_elements // world_size) * world_size
+
+
+def part_of(bucket: Bucket, driver: Driver) -> tuple[int, int]:
+    """Where this rank's part begins and ends."""
+    size = padded_size(bucket.num_elements, driver.world_size) // driver.world_size
+    return driver.rank * size, (driver.rank + 1) * size
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor, shape (n,), in its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _described(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, float | None]]:
+    """The type of what `state` has under each key, and its value where it is a number."""
+    return {
+        key: (str(value.dtype).removeprefix("torch."), None if value.dim() else value.item())
+        for key, value in state.items()
+    }
+
+
+_Saved: TypeAlias = dict[str, dict[int, torch.Tensor]]
+"""State of one parameter by key, and by where its piece begins."""
+
+
+def _by_parameter(saved: Mapping[str, torch.Tensor]) -> dict[str, _Saved]:
+    found: defaultdict[str, _Saved] = defaultdict(dict)
+    for path, value in saved.items():
+        key, name, begin = path.split("/")
+        found[name].setdefault(key, {})[int(begin)] = value
+    return found
+
+
+def _assembled(saved: _Saved, begin: int, end: int) -> dict[str, torch.Tensor]:
+    """Elements `begin` to `end` of a parameter's state, of whatever pieces it was saved in."""
+    found = {}
+    for key, pieces in saved.items():
+        starts = sorted(pieces)
+        flat = pieces[starts[0]]
+        if flat.dim():
+            ends = [start + pieces[start].numel() for start in starts]
+            if starts[0] > begin or ends[-1] < end or starts[1:] != ends[:-1]:
+                raise CheckpointError(
+                    f"the optimizer's {key!r} lacks elements; share out the states of all ranks"
+                    " by offbeat.reshard"
+                )
+            flat = torch.cat([pieces[start] for start in starts])
+            flat = flat[begin - starts[0] : end - starts[0]]
+        found[key] = flat
+    return found
