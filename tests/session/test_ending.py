@@ -102,7 +102,7 @@ def test_an_exception_that_was_handled_before_attaching_is_none_of_its_business(
     except MemoryError:
         session, heard = attached()
         session.close()
-    assert heard == ["close"]
+    assert heard == ["finish", "close"]
 
 
 def test_other_ends_are_refused() -> None:

@@ -622,8 +622,8 @@ class Session:
 
         For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models
         afterwards, the model has what was averaged on its behalf after its last step, and no rank
-        waits any more for this one to train. `close` does it too. With the
-        other strategies there is nothing to do.
+        waits any more for this one to train. With `DeAR` parameters and the state of the optimizer
+        are whole on every rank. `close` does it too. With the others there is nothing to do.
         """
         self._check_open("finish")
         if self._has_finished:
