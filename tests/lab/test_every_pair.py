@@ -58,6 +58,8 @@ def refusal(task: str, strategy: str) -> str | None:
     """What the error says where this strategy cannot train this task; None where it can."""
     if task == "xmc" and strategy in KFAC:
         return "finds no layer that it can precondition"
+    if task == "xmc" and strategy == "dear":
+        return "is not known to step with each element by itself"
     if strategy in ("onebitadam", "zerooneadam") and task in ("digits", "images", "mnist", "xmc"):
         return "freezes the second moments of torch.optim.Adam"
     if strategy == "torchft-localsgd" and find_spec("torchft") is None:

@@ -164,7 +164,7 @@ def test_applied_plus_owed_is_the_sum_of_gradients(run_ranks: RunRanks) -> None:
         label: strategy
         for label, strategy in STRATEGIES.items()
         # These owe nothing, and DeMo owes cosine coefficients.
-        if label not in ("allreduce", "allreduce in small buckets", "ef21", "demo")
+        if label not in ("allreduce", "allreduce in small buckets", "dear", "ef21", "demo")
     }
     results = run_ranks(for_each, 3, job=conservation, strategies=strategies)
     for label, ranks in by_strategy(results).items():

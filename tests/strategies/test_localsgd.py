@@ -35,7 +35,7 @@ def test_a_period_that_grows_is_announced(
     notices = Notices(rank=0)
     context = Context(
         parameters=dict(torch.nn.Linear(2, 1).named_parameters()),
-        driver=SimpleNamespace(rank=0, world_size=num_ranks),  # type: ignore[arg-type]  # it builds
+        driver=SimpleNamespace(rank=0, world_size=num_ranks, name_of=int),  # type: ignore[arg-type]  # it builds
         new_stream=stream_counter(),
         notices=notices,
     )
