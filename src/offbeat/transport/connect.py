@@ -360,7 +360,7 @@ class _Entry:
 
 
 def _nccl_device(device: torch.device | None) -> str:
-    """As of `_Entry.nccl`: the default process group says whether the user wants it."""
+    """What `_Entry.nccl` is here: the default process group says whether the user wants NCCL."""
     if device is None or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
