@@ -110,6 +110,11 @@ class Callback:
     def on_after_step(self) -> None:
         """`optimizer.step()` is about to return."""
 
+    def on_last_step(self) -> None:
+        """The coming step is the last one before another strategy takes over: nothing must be owed
+        after it.
+        """
+
     def on_finish(self) -> None:
         """This rank takes no more steps. Returns when no living rank does."""
 
@@ -189,6 +194,12 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Inverse of `state_dict`. Raises `CheckpointError` when the state does not fit."""
+
+    def strategy_of(self, state: Mapping[str, Mapping[str, Any]]) -> Any:
+        """The strategy that was at work when `state` of this callback was saved, where it is this
+        callback that chooses one; else None.
+        """
+        return None
 
     def close(self) -> None:
         """Put back whatever the callback changed in the user's objects."""

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.distributed import HashStore, Store
 
+from offbeat.callbacks.callback import Callback
 from offbeat.errors import OffbeatWarning
 from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.membership.island import Island
@@ -104,6 +105,11 @@ class Context:
             rank's model.
         island: the ranks that hold this replica together; parameters are this rank's shards, and
             the driver connects those who have the same ones.
+        waited_s: seconds for which this rank's trainer has waited for its peers so far.
+        switch: lets a strategy take the place of the one at work, for a callback that stays.
+            Collective: called after the same step on all ranks, and after each further one until it
+            returns True. What is owed is sent in the step between, and models that differ become
+            one first.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -121,6 +127,8 @@ class Context:
     record_wait: Callable[[float, float], None] = lambda begin_s, end_s: None
     on_merge: Sequence[Callable[[], object]] = ()
     island: Island = field(default_factory=Island)
+    waited_s: Callable[[], float] = float
+    switch: Callable[[Any, Callback], bool] = lambda strategy, stays: True
 
 
 def stream_counter() -> Callable[[], Stream]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from offbeat.codec.dense_wire import DenseWire
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import ValueCodec
+from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction
@@ -44,11 +44,18 @@ class CodedReduction(ResidualReduction):
     ) -> None:
         super().__init__(bucket, driver, stream)
         self._decay = decay
-        double = self._residual.dtype == torch.float64
-        values = values.suited_to(np.dtype(np.float64 if double else np.float32))
-        self._wire = DenseWire(num_parameters=len(bucket.indices), values=values)
+        self._wire = self._wire_of(values)
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._pending: Pending[CodedSum] | None = None
+
+    def _wire_of(self, values: ValueCodec) -> DenseWire:
+        double = self._residual.dtype == torch.float64
+        values = values.suited_to(np.dtype(np.float64 if double else np.float32))
+        return DenseWire(num_parameters=len(self._bucket.indices), values=values)
+
+    @override
+    def send_all(self) -> None:
+        self._wire = self._wire_of(Float32Values())
 
     @override
     def launch(

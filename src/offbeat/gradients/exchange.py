@@ -450,6 +450,11 @@ class GradientExchange(Callback):
         self._is_idle = False
 
     @override
+    def on_last_step(self) -> None:
+        for _, reduction in self._pairs:
+            reduction.send_all()
+
+    @override
     def on_after_step(self) -> None:
         self._exchanges_before_closure = None
         self._exchanged_since_step = self._counts_samples = False

@@ -175,6 +175,10 @@ class LowRankReduction(ResidualReduction):
         return flat
 
     @override
+    def send_all(self) -> None:
+        self._matrices, self._whole = [], [slice(0, self._bucket.num_elements)]
+
+    @override
     def local_state(self) -> dict[str, float | torch.Tensor]:
         return {f"right/{each.name}": each.right for each in self._matrices}
 

@@ -144,6 +144,9 @@ class Reduction:
         again.
         """
 
+    def send_all(self) -> None:
+        """Owe nothing after the coming exchange, and after all that follow."""
+
     def additive_state(self) -> dict[str, torch.Tensor]:
         """As of `Callback.state_dict`. Tensors are live."""
         return {}
@@ -458,6 +461,11 @@ class SparseReduction(Reduction):
     def discard(self) -> None:
         if self._staged:
             self._feedback.discard()
+
+    @override
+    def send_all(self) -> None:
+        everything = ExchangePlan(k=self._bucket.num_elements, collective=None)
+        self._plan = lambda: everything
 
     @property
     @override

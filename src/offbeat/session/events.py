@@ -114,6 +114,7 @@ class EventDispatcher:
         observers: Sequence[SessionObserver] = (),
         acting_at_steps: str | None = None,
     ) -> None:
+        self._model, self._parameters = model, parameters
         self._callbacks = callbacks
         self._listening: dict[str, tuple[Callback, ...]] = {}
         self._num_listening = -1
@@ -124,11 +125,6 @@ class EventDispatcher:
         self._driver = driver
         self._observers = observers
         self._notices = notices
-        self._watch = (
-            None
-            if acting_at_steps is None
-            else StepWatch(list(parameters.values()), strategy=acting_at_steps, warn=notices.warn)
-        )
         self._synchronised = True
         self._is_open = False
         self._is_removed = False
@@ -145,17 +141,8 @@ class EventDispatcher:
             model.register_forward_hook(ModuleHook(model, self._on_output)),
             *(node.register_prehook(self._on_progress) for node in self._nodes),
         ]
-        if any(listens(callback, "on_gradient_ready") for callback in callbacks):
-            self._handles += [
-                whole_of(parameter).register_post_accumulate_grad_hook(
-                    partial(self._on_gradient, index)
-                )
-                for index, parameter in enumerate(parameters.values())
-            ]
-        self._needed: NeededParameters | None = None
-        if any(listens(callback, "on_parameters_needed") for callback in callbacks):
-            self._needed = NeededParameters(model, parameters, self._parameters_needed)
-            self._handles.append(self._needed)
+        self._handles_of_callbacks: list[Any] = []
+        self.listen(acting_at_steps)
         if optimizer is not None:
             # A loop may compile what steps the optimizer, and what callbacks do is nothing to be
             # compiled.
@@ -166,6 +153,41 @@ class EventDispatcher:
                 call_first_after_steps(optimizer, torch.compiler.disable(self._after_step)),
             ]
         self.sync = GradientSync(model, notices.notify)
+
+    def listen(self, acting_at_steps: str | None) -> None:
+        """Look at the callbacks anew: others have taken their place.
+
+        Args:
+            acting_at_steps: as of the class.
+        """
+        self._num_listening = -1
+        self._watch = (
+            None
+            if acting_at_steps is None
+            else StepWatch(
+                list(self._parameters.values()),
+                strategy=acting_at_steps,
+                warn=self._notices.warn,
+            )
+        )
+        self._take_out(self._handles_of_callbacks)
+        if self._those_with("on_gradient_ready"):
+            self._handles_of_callbacks += [
+                whole_of(parameter).register_post_accumulate_grad_hook(
+                    partial(self._on_gradient, index)
+                )
+                for index, parameter in enumerate(self._parameters.values())
+            ]
+        self._needed: NeededParameters | None = None
+        if self._those_with("on_parameters_needed"):
+            self._needed = NeededParameters(self._model, self._parameters, self._parameters_needed)
+            self._handles_of_callbacks.append(self._needed)
+
+    @staticmethod
+    def _take_out(handles: list[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
 
     def _those_with(self, event: str) -> tuple[Callback, ...]:
         """The callbacks that do something at `event`, in order."""
@@ -191,9 +213,8 @@ class EventDispatcher:
         """Take every hook out. Idempotent."""
         self._is_removed = True
         self.sync.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._take_out(self._handles)
+        self._take_out(self._handles_of_callbacks)
         self._nodes.clear()
 
     def _issue_warnings(self) -> None:

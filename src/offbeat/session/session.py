@@ -131,6 +131,9 @@ class Session:
     ) -> None:
         driver = wrap(connection.driver)
         self.strategy = strategy
+        self.acting: Strategy = strategy
+        """The strategy whose callbacks are at work: `strategy`, or with `Auto` what it has chosen.
+        """
         self._sharded = sharded
         place = driver if sharded is None else sharded.grid
         self.rank = place.rank
@@ -186,7 +189,7 @@ class Session:
         self._control = control
         self._island = Island() if sharded is None else sharded.island
         self._island_state = None if sharded is None else sharded.state
-        context = Context(
+        self._context = Context(
             parameters=self._parameters,
             buffers=lambda: self._buffers_of(model),
             optimizer=optimizer if sharded is None else sharded.optimizer(optimizer),
@@ -202,14 +205,17 @@ class Session:
             count=self._traffic.count_in_background,
             record_wait=self._traffic.counting.record_wait,
             on_merge=self._on_merge,
+            waited_s=self._traffic.counting.waited_s,
+            switch=self._switch,
         )
-        self._callbacks: list[Callback] = list(strategy.build(context))
+        self._is_last_step = False
+        self._max_norm: float | None = None
+        self._counted_before: defaultdict[str, float] = defaultdict(float)
+        self._callbacks: list[Callback] = list(strategy.build(self._context))
+        self._built = list(self._callbacks)
         try:
             self._traffic.restart()
             self._last_stream = new_stream()
-            self._mean_source = next(
-                (callback for callback in self._callbacks if callback.averages_models), None
-            )
             self._events = EventDispatcher(
                 model,
                 optimizer,
@@ -220,7 +226,7 @@ class Session:
                 driver=self._driver,
                 observers=self.observers,
                 notices=self._notices,
-                acting_at_steps=type(strategy).__name__ if strategy.acts_at_steps else None,
+                acting_at_steps=_acting_at_steps(strategy),
             )
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
@@ -240,10 +246,7 @@ class Session:
     def stats(self) -> Stats:
         """Totals so far."""
         traffic = self._traffic.total()
-        counted: defaultdict[str, float] = defaultdict(float)
-        for callback in self._callbacks:
-            for name, value in callback.counters().items():
-                counted[name] += value
+        counted = self._counted(self._callbacks)
         watched, age = counted["watched_entries_sent"], counted["age_of_watched_entries"]
         return Stats(
             steps=self._events.num_steps,
@@ -256,6 +259,14 @@ class Session:
             encode_s=counted["encode_s"],
             mean_entry_age=age / watched if watched else None,
         )
+
+    def _counted(self, callbacks: Sequence[Callback]) -> defaultdict[str, float]:
+        """What `callbacks` have counted, and those whose place others have taken."""
+        counted = self._counted_before.copy()
+        for callback in callbacks:
+            for name, value in callback.counters().items():
+                counted[name] += value
+        return counted
 
     def gauges(self) -> dict[str, float]:
         """What the strategy can measure of itself now, at the price of a pass over the model:
@@ -314,6 +325,7 @@ class Session:
         self._check_open("clip_grad_norm_")
         if not max_norm > 0:
             raise ConfigError(f"max_norm must be greater than 0, got {max_norm!r}")
+        self._max_norm = max_norm
         with torch.no_grad():
             for callback in self._callbacks:
                 if (norm := callback.clip_gradients(max_norm)) is not None:
@@ -328,6 +340,7 @@ class Session:
         Returns:
             As `clip_grad_norm_`; None: nothing was done, and the loop may clip as ever.
         """
+        self._max_norm = max_norm
         with torch.no_grad():
             norms = [callback.clip_as_loop_does(max_norm) for callback in self._callbacks]
         return next((torch.tensor(norm) for norm in norms if norm is not None), None)
@@ -559,7 +572,7 @@ class Session:
         weights = ModelWeights(
             parameters=(
                 {name: parameters[name] for name in self._parameters}
-                if self.strategy.replicas_differ
+                if self.acting.replicas_differ
                 else {}
             ),
             buffers=buffers,
@@ -578,6 +591,54 @@ class Session:
         return self._mean_source is not None and self._mean_source.averages_alone
 
     @property
+    def _mean_source(self) -> Callback | None:
+        return next((callback for callback in self._callbacks if callback.averages_models), None)
+
+    @torch.no_grad()
+    def _switch(self, strategy: Strategy, stays: Callback) -> bool:
+        """As of `Context`."""
+        if not self._is_last_step:
+            self._is_last_step = True
+            for callback in self._callbacks:
+                callback.on_last_step()
+            return False
+        if not (self.replicas_agree or self.averages_alone):
+            return False
+        if self.acting.replicas_differ:
+            self._become_one()
+        self._act_by(strategy, stays)
+        return True
+
+    def _become_one(self) -> None:
+        """Give all ranks the same model, and the same state of the optimizer. Collective."""
+        if self.averages_alone:
+            self._take_mean()
+        optimizer = self._context.optimizer
+        if self._driver.world_size > 1 and optimizer is not None:
+            states = [optimizer.state.get(p, {}) for p in self._parameters.values()]
+            tensors = [value for state in states for _, value in sorted(state.items())]
+            kept = [value for value in tensors if isinstance(value, torch.Tensor)]
+            adopt_rank_0(self._traffic.counting.inner, self._control, kept)
+
+    def _act_by(self, strategy: Strategy, stays: Callback) -> None:
+        """Let callbacks of `strategy` take the place of those at work, but for `stays`.
+        Collective.
+        """
+        self._is_last_step = self._has_finished = False
+        leaving = [callback for callback in self._built if callback is not stays]
+        others = [callback for callback in self._callbacks if callback not in leaving]
+        self._counted_before = self._counted(leaving)
+        for callback in reversed(leaving):
+            callback.close()
+        self.acting = strategy
+        self._built = list(strategy.build(self._context))
+        self._callbacks[:] = [*self._built, *others]
+        self._events.listen(_acting_at_steps(strategy))
+        if self._max_norm is not None:
+            for callback in self._built:
+                callback.clip_as_loop_does(self._max_norm)
+
+    @property
     def start_step(self) -> int:
         """The step at which this rank came in: 0, or that of the rank whose model it took when it
         joined a run under way.
@@ -594,7 +655,7 @@ class Session:
         """Whether all ranks hold the same parameters just now, between two steps. False where that
         is not known.
         """
-        return not self.strategy.replicas_differ or any(
+        return not self.acting.replicas_differ or any(
             callback.replicas_agree() for callback in self._callbacks
         )
 
@@ -678,7 +739,7 @@ class Session:
         model, rank or world size.
         """
         if self._island_state is not None:
-            load_state_of(self._callbacks, self._island_state.callbacks(state, self.strategy.name))
+            self._load_callbacks(self._island_state.callbacks(state, self.strategy.name))
             return
         for key, here in (
             ("strategy", self.strategy.name),
@@ -697,7 +758,18 @@ class Session:
                 raise CheckpointError(
                     f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
                 )
-        load_state_of(self._callbacks, state.get("callbacks", {}))
+        self._load_callbacks(state.get("callbacks", {}))
+
+    def _load_callbacks(self, saved: Mapping[str, Any]) -> None:
+        with naming_misfit("the session's state"):
+            by_key = dict(saved)
+        for callback in list(self._callbacks):
+            if callback.state_key in by_key:
+                with naming_misfit(f"the state of {callback.state_key!r}"):
+                    acted = callback.strategy_of(by_key[callback.state_key])
+                if acted is not None and acted != self.acting:
+                    self._act_by(acted, callback)
+        load_state_of(self._callbacks, saved)
 
     def state_to_load(self, metadata: Any, key: str = "session") -> dict[str, Any]:
         """What `torch.distributed.checkpoint.load` fills with the state of a sharded model's
@@ -750,7 +822,7 @@ class Session:
         try:
             self._events.report_failed_pass()
             self._events.session_ends()
-            if not self.strategy.replicas_differ:
+            if not self.acting.replicas_differ:
                 self.finish()  # where each rank has a part of the step, all get the whole of it
             else:
                 if average and not self._keeps_own_model:
@@ -895,6 +967,11 @@ class Session:
             generations.close()
             raise
         return generations
+
+
+def _acting_at_steps(strategy: Strategy) -> str | None:
+    """The strategy's name where it does nothing unless the optimizer is stepped."""
+    return type(strategy).__name__ if strategy.acts_at_steps else None
 
 
 def _copy_of(model: torch.nn.Module) -> torch.nn.Module:

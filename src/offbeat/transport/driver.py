@@ -375,6 +375,10 @@ class Counting(Wrapper):
         """Totals. Dense operations count as their `traffic` says."""
         return replace(self._moved, wait_s=self._wait_s)
 
+    def waited_s(self) -> float:
+        """Of its `traffic`, alone."""
+        return self._wait_s
+
     def restart(self) -> None:
         """Count from zero again."""
         self._moved, self._wait_s = Traffic(), 0.0
