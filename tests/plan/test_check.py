@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import ConfigError
+from offbeat.simulation.training import TensorProfile
 from offbeat_lab.cli.main import app
 from offbeat_lab.cluster import Cluster, from_flags
 from offbeat_lab.comparison import read_comparison, write_comparison
 from offbeat_lab.plan.check import check_comparison
 from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step
-from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.simulation import Setting
 from offbeat_lab.records import LinkCheck
 from offbeat_lab.tasks import build_task

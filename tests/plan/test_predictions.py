@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from offbeat.codec.json_objects import build
 from offbeat.codec.topk_codec import SELECTORS
 from offbeat.errors import ConfigError
+from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
@@ -27,7 +28,7 @@ from offbeat_lab.plan.predictions import (
     predict_recipe,
     predict_step,
 )
-from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import PUBLISHED, factors_of, named_profile, resnet, shipped_profile
 from offbeat_lab.plan.simulation import Setting
 from offbeat_lab.tasks import build_task

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from offbeat.errors import ConfigError
 from offbeat.run.config import ScriptCommand
+from offbeat.simulation.training import TensorProfile
 from offbeat_lab.cli.main import app
 from offbeat_lab.plan import timing
-from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.script_timing import at_both_sizes, time_script
 from offbeat_lab.plan.timing import WARM_UP_STEPS, StepTimer, profile_of, time_low_rank
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 import offbeat
+from offbeat.simulation.training import TensorProfile
 from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.operations import Collective, Sleep
 from offbeat_lab.cluster import Cluster, RackSpec, from_flags
 from offbeat_lab.plan.methods.of_strategies import method_of
 from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
-from offbeat_lab.plan.profile import ModelProfile, TensorProfile, TimedBatch
+from offbeat_lab.plan.profile import ModelProfile, TimedBatch
 from offbeat_lab.plan.simulation import SLICE_S, Cores, Run
 
 MODEL = ModelProfile(

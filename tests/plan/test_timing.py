@@ -10,13 +10,13 @@ from offbeat.codec.index_codecs import INDEX_CODECS
 from offbeat.codec.json_objects import build
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.errors import ConfigError
+from offbeat.simulation.training import TensorProfile
 from offbeat_lab.cluster import from_flags
 from offbeat_lab.plan.predictions import predict_step
 from offbeat_lab.plan.profile import (
     CodecCost,
     ModelProfile,
     SelectorCost,
-    TensorProfile,
     TimedBatch,
 )
 from offbeat_lab.plan.simulation import Setting

@@ -178,21 +178,41 @@ class Machine(Protocol):
         ...
 
 
-class Sized(Protocol):
-    """A parameter of which the size is known."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorProfile:
+    """One parameter.
 
-    @property
-    def num_elements(self) -> int: ...
+    Attributes:
+        num_elements: >= 1.
+        ready: when its gradient is there, as a share of the backward pass, 0 to 1.
+        rows: length of its first dimension, for what approximates it as a matrix, >= 1.
+    """
 
-    @property
-    def rows(self) -> int:
-        """Length of its first dimension."""
-        ...
+    num_elements: int
+    ready: float
+    rows: int = 1
 
-    @property
-    def ready(self) -> float:
-        """When its gradient is there, as a share of the backward pass."""
-        ...
+
+def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile]:
+    """At most about `most` tensors in the place of `tensors`, each of some that follow each
+    other: what is simulated of many ranks takes as long as there are tensors.
+    """
+    if len(tensors) <= most:
+        return tensors
+    size = sum(tensor.num_elements for tensor in tensors) / most
+    groups: list[list[TensorProfile]] = [[]]
+    for tensor in tensors:
+        groups[-1].append(tensor)
+        if sum(each.num_elements for each in groups[-1]) >= size:
+            groups.append([])
+    return [
+        TensorProfile(
+            num_elements=sum(each.num_elements for each in group),
+            ready=max(each.ready for each in group),
+        )
+        for group in groups
+        if group
+    ]
 
 
 class SeenLayer(Protocol):
@@ -230,7 +250,7 @@ class Timeline:
         batch_size: of the usual batch, in samples.
     """
 
-    tensors: Sequence[Sized]
+    tensors: Sequence[TensorProfile]
     forward_s: float
     backward_s: float
     optimizer_s: float
@@ -743,7 +763,7 @@ class _Optimizer(torch.optim.Optimizer):
         return sum(each.nbytes for kept in self.state.values() for each in kept.values())
 
 
-def _weightless(tensor: Sized) -> torch.Tensor:
+def _weightless(tensor: TensorProfile) -> torch.Tensor:
     shape = (tensor.rows, -1) if tensor.num_elements % tensor.rows == 0 else (-1,)
     return torch.empty(tensor.num_elements, device="meta").view(shape)
 

@@ -19,6 +19,7 @@ from typing import Final, Literal
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.kfac.placement import TabledInversion
+from offbeat.simulation.training import TensorProfile
 from offbeat_lab.cluster.quantities import display_rate
 
 FORMAT: Final = 2
@@ -35,21 +36,6 @@ SELECTED_CODECS: Final[tuple[Literal["float32"], Literal["gaps"]]] = ("float32",
 
 _MOST_CHARACTERS: Final = 1 << 26
 _LATENCY_WITHIN_S: Final = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorProfile:
-    """One parameter.
-
-    Attributes:
-        num_elements: >= 1.
-        ready: when its gradient is there, as a share of the backward pass, 0 to 1.
-        rows: length of its first dimension, for what approximates it as a matrix, >= 1.
-    """
-
-    num_elements: int
-    ready: float
-    rows: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

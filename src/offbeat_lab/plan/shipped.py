@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from offbeat.errors import ConfigError, nearest
+from offbeat.simulation.training import TensorProfile
 from offbeat_lab.plan.profile import (
     Layer,
     ModelProfile,
     PolynomialInversion,
     Source,
-    TensorProfile,
     TimedBatch,
     read_profile,
 )

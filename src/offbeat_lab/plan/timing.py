@@ -27,6 +27,7 @@ from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.topk_codec import SELECTORS, VALUE_CODECS
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.session.attach import attach_through
+from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.gtopk import GTopK
 from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
 from offbeat_lab.plan.profile import (
@@ -37,7 +38,6 @@ from offbeat_lab.plan.profile import (
     ModelProfile,
     SelectorCost,
     Source,
-    TensorProfile,
     TimedBatch,
 )
 

@@ -22,7 +22,13 @@ from offbeat.collectives.base import Exchanged
 from offbeat.errors import ConfigError
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
-from offbeat.simulation.training import SimulatedRank, Timeline, carry_out
+from offbeat.simulation.training import (
+    SimulatedRank,
+    TensorProfile,
+    Timeline,
+    carry_out,
+    fused,
+)
 from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Ticket, Wrapper
@@ -35,7 +41,7 @@ from offbeat.transport.operations import (
     Send,
     Sleep,
 )
-from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile, TensorProfile
+from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile
 from offbeat_lab.plan.simulation import (
     FEW_WORKERS,
     ClosedForm,
@@ -212,28 +218,6 @@ def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
         if left > 0:
             found.append(TensorProfile(num_elements=left, ready=tensor.ready))
     return found, layers
-
-
-def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile]:
-    """At most about `most` tensors in the place of `tensors`, each of some that follow each
-    other: what is simulated of many ranks takes as long as there are tensors.
-    """
-    if len(tensors) <= most:
-        return tensors
-    size = sum(tensor.num_elements for tensor in tensors) / most
-    groups: list[list[TensorProfile]] = [[]]
-    for tensor in tensors:
-        groups[-1].append(tensor)
-        if sum(each.num_elements for each in groups[-1]) >= size:
-            groups.append([])
-    return [
-        TensorProfile(
-            num_elements=sum(each.num_elements for each in group),
-            ready=max(each.ready for each in group),
-        )
-        for group in groups
-        if group
-    ]
 
 
 class _Machine(Wrapper):
