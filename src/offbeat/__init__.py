@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.adaptive import AdaptiveSGD as AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD as ADPSGD
     from offbeat.strategies.allreduce import AllReduce as AllReduce
+    from offbeat.strategies.auto import Auto as Auto
     from offbeat.strategies.crossbow import Crossbow as Crossbow
     from offbeat.strategies.dear import DeAR as DeAR
     from offbeat.strategies.defsgd import DEFSGD as DEFSGD

@@ -129,6 +129,7 @@ class CheapestCollective(Callback):
         among: Collection[str] = BY_ITSELF,
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
+        repeats: int = REPEATS,
     ) -> CheapestCollective:
         """Probe the links. Collective.
 
@@ -138,6 +139,7 @@ class CheapestCollective(Callback):
             sample: any tensor of the gradients' dtype and device.
             selector: picks entries.
             among, notify, inform: as of the class.
+            repeats: measurements of each kind.
         """
         work = probe(
             driver.rank,
@@ -146,6 +148,7 @@ class CheapestCollective(Callback):
                 sample, selector, partial(driver.now_s, stream.next())
             ),
             device=sample.device,
+            repeats=repeats,
         )
         return cls(
             driver.run(work, stream.next()),

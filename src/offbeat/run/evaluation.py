@@ -85,7 +85,7 @@ class EvaluationWeights(SessionObserver):
     def step_ended(self, num_steps: int) -> None:
         self._num_steps = num_steps
         session = self._session
-        if session.averages_alone:
+        if session.averages_alone or not session.acting.replicas_differ:
             self._mean = None
         elif session.replicas_agree:
             self._mean = self._copies()

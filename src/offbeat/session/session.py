@@ -211,6 +211,7 @@ class Session:
         self._is_last_step = False
         self._max_norm: float | None = None
         self._counted_before: defaultdict[str, float] = defaultdict(float)
+        self.acting = strategy.begins_as()
         self._callbacks: list[Callback] = list(strategy.build(self._context))
         self._built = list(self._callbacks)
         try:
@@ -226,7 +227,7 @@ class Session:
                 driver=self._driver,
                 observers=self.observers,
                 notices=self._notices,
-                acting_at_steps=_acting_at_steps(strategy),
+                acting_at_steps=_acting_at_steps(self.acting),
             )
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")

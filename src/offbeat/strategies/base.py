@@ -96,6 +96,12 @@ class Strategy(ABC):
         """
         return None
 
+    def begins_as(self) -> Strategy:
+        """The strategy whose callbacks are at work first; another one only where the choice is made
+        while training goes on.
+        """
+        return self
+
     def step_kinds(self) -> Callable[[int], Hashable] | None:
         """Says of which kind a step, counted from 0, is, where all steps of a kind do the same, so
         that a simulation takes a few of each; None where steps depend on those before them.

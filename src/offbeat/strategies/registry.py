@@ -91,6 +91,14 @@ class StrategyRegistry(Mapping[str, "type[Strategy]"]):
 
 REGISTRY: Final = StrategyRegistry(
     {
+        "Chosen by measuring": [
+            StrategyEntry(
+                "auto",
+                "Auto",
+                "2006.15704",
+                "The strategy that is measured and predicted to be done first on this cluster",
+            ),
+        ],
         "Gradients, all of them": [
             StrategyEntry("allreduce", "AllReduce", "2006.15704", "Dense all-reduce of gradients"),
             StrategyEntry(

@@ -1,0 +1,255 @@
+"""How long a step takes under a strategy, on the ranks and links that a run has just measured.
+
+    the ranks of a virtual cluster take the steps that were seen, as long as each rank computed
+    in each of them
+    links and dense operations cost what was measured between the ranks
+    callbacks are the strategy's own, and what they copy, select and multiply takes what that was
+    measured to take
+
+What ranks compute for is a table of observed steps, so a rank that is late steadily and one that is
+late by chance both are late in the simulation as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from offbeat.arithmetic.costs import MESSAGE_S, NetworkCosts
+from offbeat.codec.topk_codec import TopKCodec
+from offbeat.codec.value_codecs import ValueCodec
+from offbeat.codec.weightless import WeightlessWire
+from offbeat.codec.wire import Wire
+from offbeat.simulation.training import (
+    Buildable,
+    Common,
+    SimulatedRank,
+    TensorProfile,
+    Timeline,
+    carry_out,
+    fused,
+    with_lead_in,
+)
+from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
+from offbeat.transport.driver import Driver, Ticket, Wrapper
+from offbeat.transport.operations import (
+    Collective,
+    Operation,
+    Payload,
+    Recv,
+    RecvAny,
+    Send,
+    Sleep,
+)
+
+LATER: Final = 10_000
+"""A step behind everything that is done in the first steps only."""
+
+_LEAST_STEPS, _LEAST_TENSORS, _MOST_TENSORS = 20, 16, 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """What was measured of a run.
+
+    Attributes:
+        tensors: the parameters, in the order of the model.
+        forward_s, backward_s, optimizer_s: of a step, the mean of all ranks, without waiting for
+            peers; whatever is neither backward pass nor optimizer's step is in the first.
+        computed_s: what each rank computed for in each step that was seen, shape (steps, ranks).
+        network: what messages and dense operations cost between the ranks.
+        copy_s_per_byte: copying a gradient into a bucket, or out of it.
+        multiply_s_per_element: multiplying a matrix, for each element and each column of the thin
+            matrix that it is multiplied by.
+        moments: what the optimizer keeps of each parameter, in tensors of its size.
+    """
+
+    tensors: Sequence[TensorProfile]
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    computed_s: NDArray[np.float64]
+    network: NetworkCosts
+    copy_s_per_byte: float
+    multiply_s_per_element: float
+    moments: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return int(self.computed_s.shape[1])
+
+
+class Predicted(NamedTuple):
+    """What a strategy would do.
+
+    Attributes:
+        step_s: the mean step of all ranks, in seconds, when whatever is done in the first steps
+            only is over.
+        kept_bytes: memory of a rank that its callbacks hold.
+    """
+
+    step_s: float
+    kept_bytes: int
+
+
+def predict(strategy: Buildable, run: MeasuredRun, *, period: int = 1) -> Predicted:
+    """What the ranks of `run` would do with `strategy`.
+
+    Args:
+        strategy: that all ranks train with.
+        run: as it was measured.
+        period: steps after which exchanges repeat.
+    """
+    quiet = _without_checks(strategy)
+    if not strategy.replicas_differ:
+        # Ranks that wait for each other in every step are as fast as the slowest in each. If they
+        # have dense operations only, one stands for all.
+        with suppress(DeadlockError):
+            return _simulate(quiet, run, period=period, num_ranks=1)
+    return _simulate(quiet, run, period=period, num_ranks=run.world_size)
+
+
+def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: int) -> Predicted:
+    messages, dense = run.network.messages, run.network.dense
+    # Messages weigh as much more as a byte of theirs takes longer than one of a dense operation.
+    weight = messages.beta_s_per_byte / dense.beta_s_per_byte
+    message_s = min(MESSAGE_S, messages.alpha_s)
+    link = VirtualLink(
+        latency_s=messages.alpha_s - message_s,
+        bytes_per_s=1 / dense.beta_s_per_byte,
+        message_s=message_s,
+    )
+
+    def weighed(payload: Payload) -> float:
+        return weight * len(payload)
+
+    cluster = VirtualCluster(
+        num_ranks,
+        link=link,
+        weightless=True,
+        num_bytes=weighed,
+        dense_round_s=max(0.0, dense.alpha_s - messages.alpha_s),
+        dense_ranks=run.world_size,
+    )
+    first = -(-LATER // period) * period
+    steps = range(first, first + -(-max(_LEAST_STEPS, len(run.computed_s)) // period) * period)
+    timeline = Timeline(
+        tensors=fused(run.tensors, max(_LEAST_TENSORS, _MOST_TENSORS // num_ranks)),
+        forward_s=run.forward_s,
+        backward_s=run.backward_s,
+        optimizer_s=run.optimizer_s,
+        moments=run.moments,
+    )
+    common = Common(num_ranks)
+    machines = [_Machine(run, cluster, rank, common, steps) for rank in range(num_ranks)]
+    programs = [one.rank.train(strategy, timeline, with_lead_in(steps)) for one in machines]
+    carry_out(cluster, programs)
+    return Predicted(
+        step_s=float(np.mean([one.ended_s - one.begun_s for one in machines])) / len(steps),
+        kept_bytes=max(one.rank.kept_bytes for one in machines),
+    )
+
+
+def _without_checks(strategy: Any) -> Any:
+    """Without comparisons of replicas, which are too rare to count."""
+    if "replica_check_interval" in {field.name for field in fields(strategy)}:
+        return replace(strategy, replica_check_interval=0)
+    return strategy
+
+
+class _Alone(Wrapper):
+    """The driver of a rank that stands for all `world_size` of them."""
+
+    def __init__(self, inner: Driver, world_size: int) -> None:
+        super().__init__(inner)
+        self.world_size = world_size
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if isinstance(operation, Send | Recv | RecvAny):
+            raise DeadlockError("nobody is there to send to, or to receive from")
+        return super().start(operation, channel)
+
+
+class _Machine:
+    """One rank's device, as it was measured. What a strategy of layers or of shared samples would
+    compute is not known.
+    """
+
+    shared = 0.2
+
+    def __init__(
+        self, run: MeasuredRun, cluster: VirtualCluster, rank: int, common: Common, steps: range
+    ) -> None:
+        self.common = common
+        self.begun_s = self.ended_s = 0.0
+        driver: Driver = cluster.drivers[rank]
+        computed_s = run.computed_s[:, rank]
+        if cluster.world_size < run.world_size:
+            driver, computed_s = _Alone(driver, run.world_size), run.computed_s.max(axis=1)
+        self.rank = SimulatedRank(driver, self)
+        self._run, self._cluster, self._steps = run, cluster, steps
+        self._factors = computed_s / (run.forward_s + run.backward_s + run.optimizer_s)
+
+    def batch_begins(self, done: float) -> None:
+        raise NotImplementedError
+
+    def asking(self) -> Collective[None]:
+        yield Sleep(2 * self._run.network.messages.alpha_s)
+
+    def step_begins(self, step: int) -> Collective[None]:
+        if step == self._steps.start:
+            self.begun_s = self._cluster.now_s
+        yield Sleep(0.0)
+
+    def forward_ended(self, step: int, size: float, coming_s: float) -> Collective[None]:
+        yield Sleep(0.0)
+
+    def computing(self, step: int, seconds: float) -> Collective[None]:
+        yield Sleep(seconds * float(self._factors[step % len(self._factors)]))
+
+    def copying_s(self, num_bytes: float) -> float:
+        return self._run.copy_s_per_byte * num_bytes
+
+    def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
+        return self._run.network.select_s_per_element * num_elements + self.coding_s(
+            k, codec.values
+        )
+
+    def coding_s(self, num_elements: int, values: ValueCodec) -> float:
+        return _CODING_S * num_elements
+
+    def multiplying_s(self, num_elements: int, rank: int) -> float:
+        return self._run.multiply_s_per_element * rank * num_elements
+
+    def preconditioning_s(self, num_products: float) -> float:
+        raise NotImplementedError
+
+    def inverting_s(self, dim: int) -> float:
+        raise NotImplementedError
+
+    def publishing_s(self, num_bytes: float) -> float:
+        return 2 * self.copying_s(num_bytes)
+
+    def adding_s(self, num_bytes: float) -> float:
+        return 2 * self.copying_s(num_bytes)
+
+    def work_beside(self, seconds: float) -> None:
+        """A core is there for it."""
+
+    def step_ended(self, step: int) -> None:
+        if step == self._steps[-1]:
+            self.ended_s = self._cluster.now_s
+
+    def lay_out(self, wire: Wire) -> WeightlessWire:
+        return WeightlessWire(wire=wire, num_places=wire.num_elements)
+
+
+_CODING_S: Final = 4e-9
+"""Seconds in which a value is coded in few bits and read again, on one core: 2 to 5 ns, by bits."""

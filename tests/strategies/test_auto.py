@@ -1,0 +1,311 @@
+"""`Auto`: another strategy takes over between two steps, nothing is lost by that, and the choice is
+that of measurements and predictions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+import offbeat
+from offbeat.arithmetic.costs import LinkCost, NetworkCosts
+from offbeat.callbacks.callback import Callback
+from offbeat.errors import ConfigError
+from offbeat.session.session import Session
+from offbeat.simulation.measured import MeasuredRun, Predicted, predict
+from offbeat.simulation.training import TensorProfile
+from offbeat.strategies import auto
+from offbeat.strategies.auto import CANDIDATES, EVERY, FIRST_LOOK
+from offbeat.strategies.base import Strategy
+from thread_support.nets import make_model, step_of
+from thread_support.world import ThreadDriver, results_of, session_on
+
+TAKES_OVER: dict[str, Strategy] = {
+    "topk": offbeat.TopK(density=0.1, warmup=None),
+    "gtopk": offbeat.GTopK(density=0.1, collective="reduce_scatter", warmup=None),
+    "powersgd": offbeat.PowerSGD(rank=1),
+    "allreduce in 8 bits": offbeat.AllReduce(codec="linear8"),
+    "localsgd": offbeat.LocalSGD(period=3, warmup=0),
+}
+
+
+def constant_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """A step whose gradient is the same wherever the model is, and another one on each rank."""
+    draw = torch.Generator().manual_seed(rank)
+    loss = sum(
+        (torch.randn(p.shape, generator=draw, dtype=p.dtype) * p).sum() for p in model.parameters()
+    )
+    assert isinstance(loss, torch.Tensor)
+    # Through the model's output, which is where a session sees a backward pass begin.
+    (loss + 0 * model(torch.zeros(1, 4, dtype=torch.float64)).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def take_over(session: Session, strategy: Strategy, step: Callable[[], None]) -> int:
+    """Take steps until `strategy` is at work. Returns how many."""
+    for number in range(10):
+        if session._switch(strategy, Callback()):
+            return number
+        step()
+    raise AssertionError("it never takes over")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", TAKES_OVER)
+def test_nothing_is_lost_by_a_change(world_size: int, name: str) -> None:
+    """With constant gradients the model has moved by the sum of all of them, whoever was at work
+    when.
+    """
+
+    def job(driver: ThreadDriver) -> tuple[list[torch.Tensor], int]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = lambda: constant_step(model, optimizer, driver.rank)  # noqa: E731
+        with session_on(driver, model, optimizer, offbeat.AllReduce()) as session:
+            step()
+            taken = 1 + take_over(session, TAKES_OVER[name], step)
+            for _ in range(4):
+                step()
+            taken += 4 + take_over(session, offbeat.AllReduce(), step)
+            step()
+            assert session.stats.steps == taken + 1
+            assert session.stats.exchanges > 2
+            return [p.detach().clone() for p in model.parameters()], taken + 1
+
+    results = results_of(world_size, job)
+    for rank in range(world_size):
+        tensors, taken = results[rank]
+        draws = [torch.Generator().manual_seed(each) for each in range(world_size)]
+        for begun, found in zip(make_model().parameters(), tensors, strict=True):
+            noise = [torch.randn(begun.shape, generator=draw, dtype=begun.dtype) for draw in draws]
+            expected = begun - 0.01 * taken * torch.stack(noise).mean(0)
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=1e-6 if "bits" in name else 1e-9
+            )
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("name", TAKES_OVER)
+def test_replicas_are_equal_after_a_change(name: str, make: type[torch.optim.Optimizer]) -> None:
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = make_model()
+        options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        optimizer = make(model.parameters(), lr=0.01, **options)  # type: ignore[call-arg]
+        count = iter(range(100))
+        step = lambda: step_of(model, optimizer, driver.rank, next(count))  # noqa: E731
+        with session_on(driver, model, optimizer, offbeat.AllReduce()) as session:
+            step()
+            take_over(session, TAKES_OVER[name], step)
+            for _ in range(4):
+                step()
+            take_over(session, offbeat.AllReduce(replica_check_interval=1), step)
+            for _ in range(3):
+                step()
+            states = [optimizer.state[p] for p in model.parameters()]
+            moments = [v for state in states for v in state.values() if torch.is_tensor(v)]
+            return [*(p.detach().clone() for p in model.parameters()), *moments]
+
+    first, second = results_of(2, job)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_clipping_goes_on_with_the_strategy_that_takes_over() -> None:
+    def job(driver: ThreadDriver) -> float:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with session_on(driver, model, optimizer, offbeat.AllReduce()) as session:
+
+            def step() -> None:
+                (1e3 * model(torch.ones(1, 4, dtype=torch.float64)).sum()).backward()
+                session.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            step()
+            take_over(session, TAKES_OVER["topk"], step)
+            before = [p.detach().clone() for p in model.parameters()]
+            step()
+            after = model.parameters()
+            moved = [(p.detach() - q).square().sum() for p, q in zip(after, before, strict=True)]
+            return float(torch.stack(moved).sum().sqrt())
+
+    for moved in results_of(2, job):
+        assert 0 < moved < 0.51
+
+
+Costs = Callable[[str, MeasuredRun], float]
+
+
+def choosing(
+    monkeypatch: pytest.MonkeyPatch,
+    costs: Costs,
+    *,
+    num_steps: int,
+    strategy: Strategy | None = None,
+    world_size: int = 2,
+    stop: int | None = None,
+) -> list[tuple[list[str], list[str], list[torch.Tensor]]]:
+    """What was at work after each step, the notices and the parameters, where predictions are
+    `costs`.
+    """
+
+    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        assert period == CANDIDATES[strategy.name].period
+        return Predicted(costs(strategy.name, run), 0)
+
+    monkeypatch.setattr(auto, "predict", predicted)
+
+    def job(driver: ThreadDriver) -> tuple[list[str], list[str], list[torch.Tensor]]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        session = session_on(driver, model, optimizer, strategy or offbeat.Auto())
+        at_work, notices = [], []
+        for step in range(num_steps):
+            if step == stop:
+                saved = copy.deepcopy(session.state_dict())
+                notices += session.notices
+                session.close()
+                session = session_on(driver, model, optimizer, strategy or offbeat.Auto())
+                session.load_state_dict(saved)
+            step_of(model, optimizer, driver.rank, step)
+            at_work.append(session.acting.name)
+        session.close()
+        return at_work, [*notices, *session.notices], [p.detach() for p in model.parameters()]
+
+    return results_of(world_size, job)
+
+
+def fastest(name: str) -> Costs:
+    return lambda strategy, run: 1e-9 if strategy == name else 1.0
+
+
+@pytest.mark.parametrize("name", ["gtopk", "powersgd", "localsgd"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_predicted_to_be_first_takes_over_on_all_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, world_size: int
+) -> None:
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        seen = float(run.computed_s.max(axis=1).mean())
+        return seen / 100 if strategy == name else seen
+
+    ranks = choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 5, world_size=world_size)
+    for at_work, notices, _ in ranks:
+        # One more step is taken, in which nothing is left owed.
+        assert at_work == ["allreduce"] * FIRST_LOOK + [name] * 5
+        assert any(f"goes over to {name}" in notice for notice in notices)
+
+
+def test_what_is_hardly_faster_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        return {"allreduce": 1.0, "gtopk": 0.95}.get(strategy, 2.0)
+
+    for at_work, notices, _ in choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 2):
+        assert set(at_work) == {"allreduce"}
+        assert any("stays with allreduce" in notice for notice in notices)
+
+
+def test_a_prediction_that_was_wrong_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gtopk` takes far longer than a nanosecond, and AllReduce is predicted to take less."""
+
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        return {"gtopk": 1e-12, "allreduce": 1e-9}.get(strategy, 1.0)
+
+    looks = -(-(FIRST_LOOK + 1 + auto.BETWEEN_CHANGES) // EVERY) * EVERY
+    for at_work, _, _ in choosing(monkeypatch, costs, num_steps=looks + 3):
+        assert at_work[FIRST_LOOK + 1] == "gtopk"
+        assert at_work[looks - 1] == "gtopk"  # at most one change in so many steps
+        assert at_work[-1] == "allreduce"
+
+
+@pytest.mark.parametrize("options", [{"exclude": "gtopk"}, {"allow": ("localsgd", "powersgd")}])
+def test_what_is_not_allowed_is_not_considered(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    strategy = offbeat.Auto(**options)  # type: ignore[arg-type]
+    ranks = choosing(monkeypatch, fastest("gtopk"), num_steps=FIRST_LOOK + 2, strategy=strategy)
+    for at_work, notices, _ in ranks:
+        assert set(at_work) == {"allreduce"}
+        assert not any("gtopk" in notice for notice in notices)
+
+
+@pytest.mark.parametrize("stop", [10, FIRST_LOOK + 8])
+def test_a_resumed_run_goes_on_with_what_was_at_work(
+    monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        return 1e-9 if strategy == "powersgd" else 1.0
+
+    num_steps = FIRST_LOOK + 15
+    whole = choosing(monkeypatch, costs, num_steps=num_steps)
+    resumed = choosing(monkeypatch, costs, num_steps=num_steps, stop=stop)
+    for (at_work, _, tensors), (at_work_then, _, tensors_then) in zip(whole, resumed, strict=True):
+        assert at_work == at_work_then
+        for one, other in zip(tensors, tensors_then, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exclude": "allreduce"}, "every run begins with"),
+        ({"allow": "gtop"}, "did you mean"),
+        ({"quality": "best"}, "equal"),
+    ],
+)
+def test_what_it_does_not_know_is_refused(options: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        offbeat.Auto(**options)  # type: ignore[arg-type]
+
+
+# Predictions of what was measured
+
+RATE = 125e6
+
+
+def run_of(computed_s: Sequence[Sequence[float]], *, rate: float = RATE) -> MeasuredRun:
+    link = LinkCost(alpha_s=1e-4, beta_s_per_byte=1 / rate)
+    seconds = np.array(computed_s)
+    mean_s = float(seconds.mean())
+    return MeasuredRun(
+        tensors=[TensorProfile(num_elements=250_000, ready=1 - n / 10) for n in range(10)],
+        forward_s=mean_s / 3,
+        backward_s=mean_s / 2,
+        optimizer_s=mean_s / 6,
+        computed_s=seconds,
+        network=NetworkCosts(messages=link, dense=link, select_s_per_element=1e-9),
+        copy_s_per_byte=0.0,
+        multiply_s_per_element=0.0,
+    )
+
+
+def test_allreduce_takes_what_computing_and_the_links_take() -> None:
+    """10 MB among 4 ranks at 125 MB/s: 120 ms on a ring, of which some hide behind 5 ms of
+    backward.
+    """
+    run = run_of([[0.01] * 4] * 20)
+    step_s = predict(offbeat.AllReduce(), run).step_s
+    exchange_s = 2 * 3 / 4 * 10e6 / RATE
+    assert exchange_s < step_s < exchange_s + 0.01 + 20 * 1e-4
+
+
+def test_on_fast_links_allreduce_takes_what_the_slowest_rank_computes() -> None:
+    late = [[0.01, 0.01, 0.01, 0.01 + 0.02 * (row % 2)] for row in range(20)]
+    step_s = predict(offbeat.AllReduce(), run_of(late, rate=1e12)).step_s
+    assert step_s == pytest.approx(0.02, rel=0.15)
+    # Who averages rarely waits less: for the sum over ten steps, and not for each.
+    steady = [[0.01, 0.03] if row % 2 else [0.03, 0.01] for row in range(20)]
+    run = run_of(steady, rate=1e12)
+    assert predict(offbeat.AllReduce(), run).step_s == pytest.approx(0.03, rel=0.1)
+    assert predict(offbeat.LocalSGD(), run, period=10).step_s == pytest.approx(0.02, rel=0.1)
+
+
+def test_fewer_bytes_are_predicted_to_take_less() -> None:
+    run = run_of([[0.01] * 4] * 20, rate=12.5e6)
+    dense, few = predict(offbeat.AllReduce(), run).step_s, predict(offbeat.GTopK(), run).step_s
+    assert few < dense / 10
