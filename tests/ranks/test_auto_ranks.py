@@ -1,0 +1,97 @@
+"""`Auto` on real processes and real sockets: what takes over there, and what deaths do then."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import PeerError
+from offbeat.simulation.measured import MeasuredRun, Predicted
+from offbeat.strategies import auto
+from offbeat.strategies.base import Strategy
+from rank_jobs.regression import fingerprint, make_net, train
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+LOOK = 6
+
+
+def changes(
+    rank: int, world_size: int, *, to: str, make: str = "SGD", dies: bool = False
+) -> dict[str, Any]:
+    """After a few steps `to` is predicted to be far faster, and takes over. The last rank may be
+    killed later.
+    """
+
+    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        seen = float(run.computed_s.max(axis=1).mean())
+        return Predicted(seen / 1e3 if strategy.name == to else seen, 0)
+
+    model = make_net()
+    optimizer = getattr(torch.optim, make)(model.parameters(), lr=0.01)
+    found: dict[str, Any] = {"blamed": None}
+    with (
+        patch.object(auto, "predict", predicted),
+        patch.object(auto, "FIRST_LOOK", LOOK),
+        # However small the model is, an average takes longer than a step of it.
+        patch.object(auto, "_STEPS_OF_AN_AVERAGE", 1e9),
+    ):
+        try:
+            with offbeat.attach(model, optimizer, "auto") as session:
+                train(model, optimizer, rank, range(LOOK + 1))
+                found["at_work"] = session.acting.name
+                train(model, optimizer, rank, range(LOOK + 1, LOOK + 25))
+                if dies and rank == world_size - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                train(model, optimizer, rank, range(LOOK + 25, LOOK + 40))
+                found["notices"] = list(session.notices)
+        except PeerError as error:
+            found["blamed"] = error.rank
+    return found | {"fingerprint": fingerprint(model)}
+
+
+@pytest.mark.parametrize("make", ["SGD", "AdamW"])
+@pytest.mark.parametrize("to", ["gtopk", "powersgd", "localsgd", "wagma"])
+def test_the_strategy_takes_over_and_all_ranks_end_alike(
+    run_ranks: RunRanks, to: str, make: str
+) -> None:
+    results = run_ranks(changes, 3, to=to, make=make)
+    assert [result["at_work"] for result in results] == [to] * 3
+    assert any(f"goes over to {to}" in notice for notice in results[0]["notices"])
+    assert len({result["fingerprint"] for result in results}) == 1
+
+
+def test_a_death_is_named_by_what_took_over(run_ranks: RunRanks) -> None:
+    results = run_ranks(changes, 3, to="gtopk", dies=True, may_die=[2])
+    assert [result["blamed"] for result in results[:2]] == [2, 2]
+
+
+def test_the_others_go_on_where_what_took_over_survives(run_ranks: RunRanks) -> None:
+    results = run_ranks(changes, 3, to="wagma", dies=True, may_die=[2])
+    assert [result["blamed"] for result in results[:2]] == [None, None]
+    assert results[0]["fingerprint"] == results[1]["fingerprint"]
+
+
+def real_choice(rank: int, world_size: int) -> dict[str, Any]:
+    """Nothing is imitated: the ranks measure their links and themselves, and choose."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with offbeat.attach(model, optimizer, offbeat.Auto()) as session:
+        train(model, optimizer, rank, range(auto.FIRST_LOOK + 3))
+        return {"at_work": session.acting.name, "notices": list(session.notices)}
+
+
+def test_it_measures_chooses_and_says_why(run_ranks: RunRanks) -> None:
+    results = run_ranks(real_choice, 3)
+    assert len({result["at_work"] for result in results}) == 1
+    said = [notice for notice in results[0]["notices"] if notice.startswith("auto")]
+    assert len(said) == 3
+    assert "links carry" in said[0]
+    assert all(name in said[1] for name in ("allreduce", "gtopk", "powersgd", "localsgd"))
