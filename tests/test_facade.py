@@ -25,6 +25,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "ADPSGD",
         "AdaptiveSGD",
         "AllReduce",
+        "Auto",
         "Crossbow",
         "DPSGD",
         "DeAR",

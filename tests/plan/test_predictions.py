@@ -409,7 +409,7 @@ def test_a_worker_without_peers_waits_for_none(name: str) -> None:
     assert predict_step(name, alone).step_s == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("spec", sorted(REGISTRY))
+@pytest.mark.parametrize("spec", sorted({*REGISTRY} - {"auto"}))
 def test_every_strategy_is_predicted(spec: str) -> None:
     # Of an odd number of elements, so that ranks' parts of a vector differ in length.
     tensors = (TensorProfile(num_elements=249_999, ready=1.0), *MODEL.tensors[1:])
@@ -420,6 +420,11 @@ def test_every_strategy_is_predicted(spec: str) -> None:
     assert prediction.step_s >= where.profile.compute_s
     assert prediction.low_s <= prediction.step_s <= prediction.high_s
     assert strategy_type(spec).name == spec
+
+
+def test_what_chooses_while_it_trains_is_not() -> None:
+    with pytest.raises(ConfigError, match="plan for those that it chooses among"):
+        predict_step("auto", setting())
 
 
 def test_a_strategy_of_ones_own_is_predicted() -> None:

@@ -41,7 +41,7 @@ def changes(
         patch.object(auto, "predict", predicted),
         patch.object(auto, "FIRST_LOOK", LOOK),
         # However small the model is, an average takes longer than a step of it.
-        patch.object(auto, "_STEPS_OF_AN_AVERAGE", 1e9),
+        patch.object(auto, "STEPS_OF_AN_AVERAGE", 1e9),
     ):
         try:
             with offbeat.attach(model, optimizer, "auto") as session:

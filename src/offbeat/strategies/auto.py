@@ -1,12 +1,14 @@
-"""Auto: begins as S-SGD, measures, and lets the strategy take over that will be done first.
+"""Auto: begins as S-SGD (arXiv 2006.15704), measures, and lets the strategy take over that will be
+done first.
 
     30 steps of AllReduce, of which the last 20 are timed on every rank
+    if less than a tenth of a step is waiting: stay
     probe links and device
     for each candidate: predict its step, by its own callbacks on a virtual cluster of what was
         measured (`simulation.measured`), each rank some of them
     cost = predicted step x steps to equal quality, with the uncertainty of both
     the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
-    every 250 steps: measure again; look at the candidates again if steps take another time than
+        every 250 steps: measure again; look at the candidates again if steps take another time than
         was expected, at least 500 steps after the last change
 
 What is at work is judged by its measured step, so a prediction that was wrong is taken back at the
@@ -64,14 +66,14 @@ _LEAST_MARGIN: Final = 0.1
 _UNEXPECTED: Final = 0.25
 """By which share a step takes another time than expected, before candidates are looked at again."""
 
-_STEPS_OF_AN_AVERAGE: Final = 1
+STEPS_OF_AN_AVERAGE: Final = 1
 """Models that are averaged beside training in more than so many steps are further apart than those
 of which the steps to equal quality were counted."""
 
 _FREE_MEMORY: Final = 0.8
 
 
-class Steps(NamedTuple):
+class StepsToEqual(NamedTuple):
     """How many steps a strategy takes to AllReduce's quality, as a multiple of AllReduce's.
 
     Attributes:
@@ -95,22 +97,29 @@ class Candidate:
         keeps_step: whether ranks take equally many steps.
     """
 
-    sgd: Steps
-    adam: Steps
+    sgd: StepsToEqual
+    adam: StepsToEqual
     period: int = 1
     bytes_per_parameter: float = 0.0
     keeps_step: bool = True
 
 
 CANDIDATES: Final[Mapping[str, Candidate]] = {
-    "allreduce": Candidate(sgd=Steps(1.0, 0.0), adam=Steps(1.0, 0.0)),
-    "gtopk": Candidate(sgd=Steps(1.0, 0.1), adam=Steps(1.05, 0.1), bytes_per_parameter=8),
-    "powersgd": Candidate(sgd=Steps(1.0, 0.1), adam=Steps(1.1, 0.1), bytes_per_parameter=12),
+    "allreduce": Candidate(sgd=StepsToEqual(1.0, 0.0), adam=StepsToEqual(1.0, 0.0)),
+    "gtopk": Candidate(
+        sgd=StepsToEqual(1.0, 0.1), adam=StepsToEqual(1.05, 0.1), bytes_per_parameter=8
+    ),
+    "powersgd": Candidate(
+        sgd=StepsToEqual(1.0, 0.1), adam=StepsToEqual(1.1, 0.1), bytes_per_parameter=12
+    ),
     "localsgd": Candidate(
-        sgd=Steps(1.1, 0.1), adam=Steps(1.15, 0.1), period=10, bytes_per_parameter=4
+        sgd=StepsToEqual(1.1, 0.1), adam=StepsToEqual(1.15, 0.1), period=10, bytes_per_parameter=4
     ),
     "wagma": Candidate(
-        sgd=Steps(1.05, 0.1), adam=Steps(1.0, 0.1), bytes_per_parameter=16, keeps_step=False
+        sgd=StepsToEqual(1.05, 0.1),
+        adam=StepsToEqual(1.0, 0.1),
+        bytes_per_parameter=16,
+        keeps_step=False,
     ),
 }
 """By what the command line calls them."""
@@ -120,7 +129,7 @@ def choose(
     at_work: str,
     measured_s: float,
     predicted_s: Mapping[str, float],
-    steps: Mapping[str, Steps],
+    steps: Mapping[str, StepsToEqual],
 ) -> str:
     """The strategy that should be at work.
 
@@ -130,7 +139,7 @@ def choose(
         predicted_s: steps by strategy, `at_work` among them, which says how wrong predictions are.
         steps: to equal quality, by strategy.
 
-    >>> equal = {name: Steps(1.0, 0.05) for name in ("allreduce", "gtopk", "localsgd")}
+    >>> equal = {name: StepsToEqual(1.0, 0.05) for name in ("allreduce", "gtopk", "localsgd")}
     >>> predicted_s = {"allreduce": 1.0, "gtopk": 0.5, "localsgd": 0.9}
     >>> choose("allreduce", 1.05, predicted_s, equal)
     'gtopk'
@@ -203,10 +212,10 @@ class Auto(Strategy):
                 found[name] = strategy
         return found
 
-    def steps(self, context: Context) -> dict[str, Steps]:
+    def steps(self, context: Context) -> dict[str, StepsToEqual]:
         """To equal quality, by name."""
         if self.quality == "faster":
-            return dict.fromkeys(CANDIDATES, Steps(1.0, 0.0))
+            return dict.fromkeys(CANDIDATES, StepsToEqual(1.0, 0.0))
         groups = [] if context.optimizer is None else context.optimizer.param_groups
         is_adam = any("betas" in group for group in groups)
         return {name: one.adam if is_adam else one.sgd for name, one in CANDIDATES.items()}
@@ -339,6 +348,15 @@ class Chooser(Callback):
         is_as_expected = expected_s is not None and abs(step_s / expected_s - 1) < _UNEXPECTED
         if is_as_expected or self._num_steps - self._changed_at < BETWEEN_CHANGES:
             return
+        computed_s = fmean(fmean(each["computed_s"]) for each in said)
+        waits = self._context.island.first(1 - computed_s / step_s)
+        if self._at_work == "allreduce" and waits < _LEAST_MARGIN:
+            self._expected_s = step_s
+            self._context.notices.inform(
+                f"auto, step {self._num_steps}: stays with allreduce, since {_ms(computed_s)} of"
+                f" the {_ms(step_s)} of a step are computing, which no strategy makes less"
+            )
+            return
         run = self._measured(said)
         predicted_s = self._predict(run, min(each["free_bytes"] for each in said))
         steps = self._auto.steps(self._context)
@@ -408,7 +426,7 @@ class Chooser(Callback):
             is_too_large = needs > _FREE_MEMORY * free_bytes and name != self._at_work
             if number % context.driver.world_size == context.driver.rank and not is_too_large:
                 step_s = predict(strategy, run, period=candidate.period).step_s
-                if candidate.keeps_step or average_s < _STEPS_OF_AN_AVERAGE * step_s:
+                if candidate.keeps_step or average_s < STEPS_OF_AN_AVERAGE * step_s:
                     mine[name] = step_s
         found: dict[str, float] = {}
         for theirs in self._gather(mine):
@@ -420,7 +438,7 @@ class Chooser(Callback):
         chosen: str,
         step_s: float,
         predicted_s: Mapping[str, float],
-        steps: Mapping[str, Steps],
+        steps: Mapping[str, StepsToEqual],
         run: MeasuredRun,
     ) -> None:
         computed = run.computed_s

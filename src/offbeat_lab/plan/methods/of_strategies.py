@@ -205,6 +205,11 @@ def method_of(name: str, recipe: Any) -> Method:
         case "post-localsgd":
             local = {"start_step": recipe.start_step, "optimizer_state": "local"}
             method = _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
+        case "auto":
+            raise ConfigError(
+                "auto chooses while it trains, so there is no step of its own to predict; plan for"
+                " those that it chooses among: allreduce, gtopk, powersgd, localsgd, wagma"
+            )
         case "wagma" | "adpsgd" | "eagersgd":
             method = BackgroundSteps(recipe)
         case _ if isinstance(recipe, Strategy):
