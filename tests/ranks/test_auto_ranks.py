@@ -40,6 +40,8 @@ def changes(
     with (
         patch.object(auto, "predict", predicted),
         patch.object(auto, "FIRST_LOOK", LOOK),
+        # However little of a step is waiting.
+        patch.object(auto, "LEAST_MARGIN", float("-inf")),
         # However small the model is, an average takes longer than a step of it.
         patch.object(auto, "STEPS_OF_AN_AVERAGE", 1e9),
     ):
@@ -83,7 +85,10 @@ def real_choice(rank: int, world_size: int) -> dict[str, Any]:
     """Nothing is imitated: the ranks measure their links and themselves, and choose."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with offbeat.attach(model, optimizer, offbeat.Auto()) as session:
+    with (
+        patch.object(auto, "LEAST_MARGIN", 0.0),
+        offbeat.attach(model, optimizer, offbeat.Auto()) as session,
+    ):
         train(model, optimizer, rank, range(auto.FIRST_LOOK + 3))
         return {"at_work": session.acting.name, "notices": list(session.notices)}
 

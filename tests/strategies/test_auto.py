@@ -21,7 +21,7 @@ from offbeat.session.session import Session
 from offbeat.simulation.measured import MeasuredRun, Predicted, predict
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies import auto
-from offbeat.strategies.auto import CANDIDATES, EVERY, FIRST_LOOK
+from offbeat.strategies.auto import CANDIDATES, FIRST_LOOK
 from offbeat.strategies.base import Strategy
 from thread_support.nets import make_model, step_of
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -193,6 +193,8 @@ def choosing(
         return Predicted(costs(strategy.name, run), 0)
 
     monkeypatch.setattr(auto, "predict", predicted)
+    # However little of a step is waiting.
+    monkeypatch.setattr(auto, "LEAST_MARGIN", float("-inf"))
 
     def job(driver: ThreadDriver) -> tuple[list[str], list[str], list[torch.Tensor]]:
         model = make_model()
@@ -249,10 +251,12 @@ def test_a_prediction_that_was_wrong_is_taken_back(monkeypatch: pytest.MonkeyPat
     def costs(strategy: str, run: MeasuredRun) -> float:
         return {"gtopk": 1e-12, "allreduce": 1e-9}.get(strategy, 1.0)
 
-    looks = -(-(FIRST_LOOK + 1 + auto.BETWEEN_CHANGES) // EVERY) * EVERY
-    for at_work, _, _ in choosing(monkeypatch, costs, num_steps=looks + 3):
+    monkeypatch.setattr(auto, "EVERY", 10)
+    monkeypatch.setattr(auto, "BETWEEN_CHANGES", 20)
+    back = 60  # the first look that is 20 steps after the change, which came in step 31
+    for at_work, _, _ in choosing(monkeypatch, costs, num_steps=back + 3):
         assert at_work[FIRST_LOOK + 1] == "gtopk"
-        assert at_work[looks - 1] == "gtopk"  # at most one change in so many steps
+        assert at_work[back - 1] == "gtopk"  # at most one change in so many steps
         assert at_work[-1] == "allreduce"
 
 

@@ -62,7 +62,7 @@ BETWEEN_CHANGES: Final = 500
 _SEEN: Final = 20
 _MOST_RANKS: Final = 64
 _REPEATS: Final = 2
-_LEAST_MARGIN: Final = 0.1
+LEAST_MARGIN: Final = 0.1
 _UNEXPECTED: Final = 0.25
 """By which share a step takes another time than expected, before candidates are looked at again."""
 
@@ -146,7 +146,7 @@ def choose(
     >>> choose("allreduce", 1.05, predicted_s | {"gtopk": 0.95}, equal)
     'allreduce'
     """
-    margin = max(_LEAST_MARGIN, abs(predicted_s[at_work] / measured_s - 1))
+    margin = max(LEAST_MARGIN, abs(predicted_s[at_work] / measured_s - 1))
     costs_s = {
         name: seconds * steps[name].mean * (1 + margin + steps[name].uncertainty)
         for name, seconds in predicted_s.items()
@@ -350,7 +350,7 @@ class Chooser(Callback):
             return
         computed_s = fmean(fmean(each["computed_s"]) for each in said)
         waits = self._context.island.first(1 - computed_s / step_s)
-        if self._at_work == "allreduce" and waits < _LEAST_MARGIN:
+        if self._at_work == "allreduce" and waits < LEAST_MARGIN:
             self._expected_s = step_s
             self._context.notices.inform(
                 f"auto, step {self._num_steps}: stays with allreduce, since {_ms(computed_s)} of"
