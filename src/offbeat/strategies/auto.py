@@ -329,7 +329,8 @@ class Chooser(Callback):
             return False
         if not CANDIDATES[self._at_work].keeps_step:
             return False
-        return self._num_steps == FIRST_LOOK or self._num_steps % EVERY == 0
+        further = self._num_steps - FIRST_LOOK
+        return further == 0 or (further > 0 and self._num_steps % EVERY == 0)
 
     def _look(self) -> None:
         """Collective."""
