@@ -44,6 +44,7 @@ def changes(
         patch.object(auto, "LEAST_MARGIN", float("-inf")),
         # However small the model is, an average takes longer than a step of it.
         patch.object(auto, "STEPS_OF_AN_AVERAGE", 1e9),
+        patch.object(auto, "CORES_BESIDE", 0.0),
     ):
         try:
             with offbeat.attach(model, optimizer, "auto") as session:

@@ -70,6 +70,9 @@ STEPS_OF_AN_AVERAGE: Final = 1
 """Models that are averaged beside training in more than so many steps are further apart than those
 of which the steps to equal quality were counted."""
 
+CORES_BESIDE: Final = 2.0
+"""Of a rank, where models are averaged beside training."""
+
 _FREE_MEMORY: Final = 0.8
 
 
@@ -342,6 +345,7 @@ class Chooser(Callback):
             "optimizer_s": fmean(step.optimizer_s for step in seen),
             "ready_s": self._ready_s.tolist(),
             "free_bytes": _free_bytes(next(iter(self._context.parameters.values())).device),
+            "cores": _num_cores() / _ranks_here(),
         }
         said = self._gather(mine)
         step_s = self._context.island.first(fmean(each["whole_s"] for each in said))
@@ -359,7 +363,8 @@ class Chooser(Callback):
             )
             return
         run = self._measured(said)
-        predicted_s = self._predict(run, min(each["free_bytes"] for each in said))
+        free_bytes, cores = (min(each[key] for each in said) for key in ("free_bytes", "cores"))
+        predicted_s = self._predict(run, free_bytes, cores)
         steps = self._auto.steps(self._context)
         chosen = choose(self._at_work, step_s, predicted_s, steps)
         chosen = self._context.island.first(chosen)
@@ -414,18 +419,19 @@ class Chooser(Callback):
             ),
         )
 
-    def _predict(self, run: MeasuredRun, free_bytes: float) -> dict[str, float]:
+    def _predict(self, run: MeasuredRun, free_bytes: float, cores: float) -> dict[str, float]:
         """Seconds of a step, by candidate. Collective: each rank simulates some of them."""
         context = self._context
         num_elements = sum(tensor.num_elements for tensor in run.tensors)
         possible = self._auto.candidates(context)
-        average_s = 4 * num_elements * run.network.messages.beta_s_per_byte
+        average_s = run.network.messages.time_s(num_messages=2, num_bytes=4 * num_elements)
         mine: dict[str, float] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
             needs = candidate.bytes_per_parameter * num_elements
-            is_too_large = needs > _FREE_MEMORY * free_bytes and name != self._at_work
-            if number % context.driver.world_size == context.driver.rank and not is_too_large:
+            fits = needs < _FREE_MEMORY * free_bytes or name == self._at_work
+            fits &= candidate.keeps_step or cores >= CORES_BESIDE
+            if number % context.driver.world_size == context.driver.rank and fits:
                 step_s = predict(strategy, run, period=candidate.period).step_s
                 if candidate.keeps_step or average_s < STEPS_OF_AN_AVERAGE * step_s:
                     mine[name] = step_s
@@ -501,12 +507,20 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _free_bytes(device: torch.device) -> float:
     """Memory that this rank may still take: its share of the host's, or its GPU's."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / here
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return float(free) / _ranks_here()
 
 
 def _device_costs(sample: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:
