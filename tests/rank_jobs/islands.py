@@ -286,11 +286,9 @@ def mistakes(rank: int, mesh: DeviceMesh) -> Mistakes:
     others: Mistakes = {
         each.name: (well, each, across)
         for each in (
-            offbeat.WAGMA(),
             offbeat.DPSGD(),
             offbeat.SPDKFAC(),
             offbeat.AdaptiveSGD(),
-            offbeat.LocalSGD(exchange="members"),
         )
     }
     return others | {
@@ -301,7 +299,7 @@ def mistakes(rank: int, mesh: DeviceMesh) -> Mistakes:
         "natively": (natively, dense, across),
         "both dimensions": (well, dense, mesh),
         "the other dimension": (well, dense, mesh["shard"]),
-        "one rank": (well, offbeat.WAGMA() if rank == 2 else dense, across),
+        "one rank": (well, offbeat.DPSGD() if rank == 2 else dense, across),
         "scaler": (well, dense, across),
         "rate": (well, dense, across),
         "strategy": (well, offbeat.TopK() if rank % 2 else dense, across),
@@ -516,6 +514,52 @@ def ends_badly(rank: int, world_size: int) -> str:
     except OffbeatError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Even(torch.nn.Module):
+    """A model whose loss has the same gradient for each of its elements: so all of them have the
+    same value, for as long as they are of the same average.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(n, 5, bias=n > 3) for n in (3, 4, 7))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        for parameter in self.parameters():
+            torch.nn.init.ones_(parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = sum(p.sum() for p in self.parameters())  # type: ignore[assignment]
+        return x * total
+
+
+def mixed(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
+    """Train islands at speeds that vary. Which values are in a replica at the end of each step?"""
+    mesh = make_mesh(world_size)
+    model = Even().double()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = make_optimizer(model, how)
+    island, drawn = rank // SHARDS, torch.Generator().manual_seed(rank // SHARDS)
+    seen = []
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        for step in range(how.num_steps):
+            for _ in range(int(torch.randint(0, 60, (1,), generator=drawn))):
+                torch.randn(90, 90) @ torch.randn(90, 90)
+            model(torch.tensor(0.1 * (1 + island) + 0.01 * step).double()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(sorted(set(whole(model).tolist())))
+        session.load_state_dict(session.state_dict())
+        named = session.averaged_tensors()
+        mean = [named[name] for name, _ in model.named_parameters()]
+        exchanges = session.stats.exchanges
+    return {
+        "seen": seen,
+        "mean": sorted(set(torch.cat([full(p).reshape(-1) for p in mean]).tolist())),
+        "exchanges": exchanges,
+        "end": sorted(set(whole(model).tolist())),
+    }
 
 
 def example(rank: int, world_size: int, *, arguments: dict[str, Any]) -> float:

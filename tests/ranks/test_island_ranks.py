@@ -23,6 +23,7 @@ from rank_jobs.islands import (
     ends_badly,
     example,
     for_each,
+    mixed,
     poisoned,
     rebound,
     refused,
@@ -142,9 +143,35 @@ def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(run_ranks: RunR
             assert still == ([2] if rank in struck else []), label
 
 
+MIXED: dict[str, Training] = {
+    label: Training(strategy=strategy, options={"lr": 0.01, "momentum": 0.9}, num_steps=30)
+    for label, strategy in {
+        "wagma": offbeat.WAGMA(period=4),
+        "wagma, by the paper": offbeat.WAGMA(period=4, merge="paper"),
+        "wagma, in 8 bits": offbeat.WAGMA(period=4, values="float8"),
+        "adpsgd": offbeat.ADPSGD(),
+        "eagersgd": offbeat.EagerSGD(mode="solo", period=5),
+        "members": offbeat.LocalSGD(period=2, warmup=0, exchange="members"),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("label", MIXED)
+def test_all_shards_of_an_island_are_of_the_same_average(run_ranks: RunRanks, label: str) -> None:
+    results = run_ranks(mixed, 4, how=MIXED[label])
+    for result in results:
+        assert [len(values) for values in result["seen"]] == [1] * 30
+        assert result["exchanges"] > 10
+        assert len(result["mean"]) == 1
+    for one, other in (results[:2], results[2:]):
+        assert one["seen"] == other["seen"]
+        assert one["exchanges"] == other["exchanges"]
+    assert results[0]["seen"] != results[2]["seen"]
+    assert len({repr(result["end"]) for result in results}) == 1
+
+
 WHY: dict[str, str] = {
-    **dict.fromkeys(("wagma", "dpsgd", "spdkfac", "adaptive"), "does not train models"),
-    "localsgd": "does not train models",
+    **dict.fromkeys(("dpsgd", "spdkfac", "adaptive"), "does not train models"),
     "no mesh": r"pass mesh=mesh\['replicate'\]",
     "whole": "leave mesh out",
     "blocks": r"call fully_shard\(\) on the model itself",
@@ -152,7 +179,7 @@ WHY: dict[str, str] = {
     "natively": "native HSDP",
     "both dimensions": r"pass mesh\['replicate'\]",
     "the other dimension": "no place in a grid",
-    "one rank": "wagma|rank 2 refused: wagma",
+    "one rank": "dpsgd|rank 2 refused: dpsgd",
     "scaler": "bfloat16",
     "rate": "rank [123] differs from rank [0123] in its optimizer",
     "strategy": "rank [13] differs from rank [02] in its strategy",

@@ -264,8 +264,8 @@ class LocalSGD(AveragingStrategy):
     @property
     @override
     def trains_islands(self) -> bool:
-        alone = isinstance(self.chosen_exchange, ObjectStore | Quorum)
-        return not alone and (not self.start_step or self.first_steps.trains_islands)
+        unconnected = isinstance(self.chosen_exchange, ObjectStore)
+        return not unconnected and (not self.start_step or self.first_steps.trains_islands)
 
     @property
     def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | Quorum | None:
