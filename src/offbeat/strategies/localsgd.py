@@ -390,7 +390,10 @@ class LocalSGD(AveragingStrategy):
         if isinstance(chosen, Quorum):
             assert outer is not None
             group = AtomicGroup(
-                context.own_store(), count=context.count, notify=context.notices.notify
+                context.own_store(),
+                count=context.count,
+                notify=context.notices.notify,
+                name_of=context.driver.name_of,
             )
             members = MeanOfMembers(
                 weights,
