@@ -27,7 +27,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
-from offbeat.callbacks.context import Context
+from offbeat.callbacks.context import Context, Notices
 from offbeat.errors import CheckpointError
 from offbeat.membership.island import Island
 from offbeat.weights.model_weights import BufferNames, ModelWeights
@@ -47,7 +47,7 @@ def led_by_first_rank(
         build: makes the callback of a whole model.
         changes_gradients: whether that acts on gradients before a step.
     """
-    island = context.island
+    island, notices = context.island, _Overheard(context.notices)
     described = [(name, list(t.shape), _name_of(t.dtype)) for name, t in _tensors(weights).items()]
     said = island.gather((described, [*weights.parameters], weights.chosen))
     if island.rank:
@@ -62,13 +62,32 @@ def led_by_first_rank(
             buffers=whole.buffers,
             island=Island(),
             model=None,
+            notices=notices,
         )
     island.collect({number: _all_of(shard) for number, shard in shards.items()})
     if not island.rank:
         (inner,) = build(led, whole)
     # One that comes later has the model of those who train.
     island.spread({number: _all_of(shard) for number, shard in shards.items()})
-    return LedIsland(island, weights, shards, inner, changes_gradients=changes_gradients)
+    return LedIsland(island, weights, shards, inner, notices, changes_gradients=changes_gradients)
+
+
+class _Overheard(Notices):
+    """Notices of a session, of which those that come by this way are for the whole island.
+
+    Attributes:
+        new: that the others have not been told.
+    """
+
+    def __init__(self, notices: Notices) -> None:
+        super().__init__(0)
+        self.kept, self.due, self.new = notices.kept, notices.due, list[str]()
+        self._notices = notices
+
+    @override
+    def _add(self, remark: str, level: int) -> None:
+        self.new.append(remark)
+        self._notices._add(remark, level)
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -134,6 +153,7 @@ class LedIsland(Callback):
         weights: this rank's.
         shards: at the first rank, mirrors of the others' weights, by rank; at another one, its own.
         inner: at the first rank, averages the whole replica; at another one it does nothing.
+        notices: what `inner` remarks.
         changes_gradients: as of `led_by_first_rank`.
     """
 
@@ -146,9 +166,11 @@ class LedIsland(Callback):
         weights: ModelWeights,
         shards: Mapping[int, ModelWeights],
         inner: Callback,
+        notices: _Overheard,
         *,
         changes_gradients: bool,
     ) -> None:
+        self._notices = notices
         self._island, self._weights, self._shards, self._inner = island, weights, shards, inner
         self._changes_gradients = changes_gradients
         self._is_published = False
@@ -312,9 +334,10 @@ class LedIsland(Callback):
         self._tell()
 
     def _tell(self) -> None:
-        """Learn what the first rank has counted."""
-        inner = self._inner
+        """Learn what the first rank has counted and remarked."""
+        inner, new = self._inner, self._notices.new
         said = {
+            "notices": [new.pop(0) for _ in range(len(new))],
             "counters": dict(inner.counters()),
             "gauges": dict(inner.gauges()),
             "steps_behind": inner.steps_behind(),
@@ -323,6 +346,9 @@ class LedIsland(Callback):
             "averages_alone": inner.averages_alone,
         }
         self._said = self._island.first(said)
+        for remark in self._said["notices"] if self._island.rank else ():
+            self._notices.inform(remark)
+            new.clear()
 
     def _of_shards(
         self, tensors: Callable[[ModelWeights], Sequence[torch.Tensor]]
