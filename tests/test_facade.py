@@ -42,7 +42,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
     strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
     others = {"Curvature", "OffbeatError", "Outer", "Recorder", "Schedule", "Session"}
     others |= {"TopKCodec", "WeightCodec"}
-    others |= {"attach", "log", "reshard", "step"}
+    others |= {"attach", "island_mesh", "log", "reshard", "step"}
     assert sorted(offbeat.__all__) == sorted(strategies | others)
 
 

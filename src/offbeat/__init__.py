@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.run.recording import Recorder as Recorder
     from offbeat.session.attach import attach as attach
+    from offbeat.session.attach import island_mesh as island_mesh
     from offbeat.session.metrics import log as log
     from offbeat.session.metrics import step as step
     from offbeat.session.session import Session as Session
@@ -71,6 +72,7 @@ _HOMES = {
     "TopKCodec": "offbeat.codec.topk_codec",
     "WeightCodec": "offbeat.codec.topk_codec",
     "attach": "offbeat.session.attach",
+    "island_mesh": "offbeat.session.attach",
     "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",
     "step": "offbeat.session.metrics",

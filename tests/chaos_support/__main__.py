@@ -21,18 +21,20 @@ from pathlib import Path
 
 from _measure import origin
 from _results import DIRECTORY, Figure, Origin, Result, ResultFile
-from chaos_support.matrix import FAULTS, STRATEGIES, Cell
+from chaos_support.matrix import FAULTS, OF_ISLANDS, ON_ISLANDS, STRATEGIES, Cell
 from chaos_support.play import Outcome, Stage
 from offbeat_lab.emulation.base import MissingMeansError
 
 RESULTS = DIRECTORY / "chaos.jsonl"
 SYNCHRONOUS = "strategies that end with a death"
 SURVIVING = "strategies that go on"
+ISLANDS = "2 islands of 2 ranks"
 
 
 def grid(limit_s: float, seed: int) -> list[Cell]:
-    """All pairs on 3 ranks, those that cut links behind links and all others on loopback; and on 5
-    ranks, for each fault, one strategy of each kind, on loopback or behind links, as drawn.
+    """All pairs on 3 ranks, those that cut links behind links and all others on loopback; on 5
+    ranks, for each fault, one strategy of each kind, on loopback or behind links, as drawn; and 2
+    islands of 2 ranks.
     """
     make = partial(Cell, limit_s=limit_s, seed=seed)
     pairs = [
@@ -42,7 +44,12 @@ def grid(limit_s: float, seed: int) -> list[Cell]:
     ]
     draws = random.Random(seed)
     kinds = [[s for s in STRATEGIES if survives(s) is kind] for kind in (False, True)]
-    return pairs + [
+    islands = [
+        make(strategy=strategy, fault=name, ranks=4, shards=2, links=FAULTS[name].needs_links)
+        for name in ON_ISLANDS
+        for strategy in OF_ISLANDS
+    ]
+    drawn = [
         make(
             strategy=draws.choice(kind),
             fault=name,
@@ -52,6 +59,7 @@ def grid(limit_s: float, seed: int) -> list[Cell]:
         for name, fault in FAULTS.items()
         for kind in kinds
     ]
+    return [*pairs, *drawn, *islands]
 
 
 def survives(strategy: str) -> bool:
@@ -61,6 +69,10 @@ def survives(strategy: str) -> bool:
 def figure(cell: Cell, outcome: Outcome) -> Figure:
     kind = SURVIVING if survives(cell.strategy) else SYNCHRONOUS
     title = FAULTS[cell.fault].title
+    if cell.shards > 1:
+        what = f"{'a shard' if cell.fault == 'killed' else 'an island'}: {title}"
+        case = f"{what}: {outcome.promise}"
+        return Figure(case=case, table=ISLANDS, column=cell.strategy, value=str(outcome))
     if cell.ranks == 3:
         case = f"{title}: {outcome.promise}"
         return Figure(case=case, table=kind, column=cell.strategy, value=str(outcome))

@@ -5,7 +5,7 @@ drawn from them.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -216,6 +216,13 @@ STRATEGIES: Final = {
 }
 
 
+OF_ISLANDS: Final = ("AllReduce", "GTopK", "LocalSGD", "LocalSGD among members", "WAGMA")
+"""Strategies with which models that are sharded inside islands are trained."""
+
+ON_ISLANDS: Final = ("killed", "stopped-short", "stopped", "cut-short", "returns")
+"""What befalls one rank of an island, where it is killed, and else all of them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
     """One run of the matrix.
@@ -223,6 +230,7 @@ class Cell:
     Attributes:
         strategy, fault: keys of `STRATEGIES` and `FAULTS`.
         ranks: how many.
+        shards: how many of them hold a replica together.
         links: whether each rank is in a network namespace behind an emulated link.
         limit_s: the limit of silence.
         seed: of who is hit, and when.
@@ -233,6 +241,7 @@ class Cell:
     strategy: str
     fault: str
     ranks: int = 3
+    shards: int = 1
     links: bool = False
     limit_s: float = 3.0
     seed: int = 0
@@ -241,12 +250,18 @@ class Cell:
     @property
     def name(self) -> str:
         where = "links" if self.links else "processes"
-        return f"{self.fault}/{self.strategy}/{self.ranks} {where}"
+        shape = f"{self.ranks // self.shards} x " if self.shards > 1 else ""
+        return f"{self.fault}/{self.strategy}/{shape}{self.shards if shape else self.ranks} {where}"
 
     @property
     def promise(self) -> Promise:
         made = promise(FAULTS[self.fault], STRATEGIES[self.strategy].strategy, self.limit_s)
         return replace(made, within_s=self.slack * made.within_s, stall_s=self.slack * made.stall_s)
+
+    def islands_of(self, ranks: Collection[int]) -> frozenset[int]:
+        """All ranks of the islands of `ranks`."""
+        islands = {rank // self.shards for rank in ranks}
+        return frozenset(rank for rank in range(self.ranks) if rank // self.shards in islands)
 
     @property
     def after_s(self) -> float:
@@ -256,8 +271,11 @@ class Cell:
 
     def drawn(self) -> Drawn:
         draws = random.Random(f"{self.seed}/{self.name}")
+        hit = tuple(draws.sample(range(self.ranks), FAULTS[self.fault].num_hit))
+        if self.shards > 1 and self.fault != "killed":
+            hit = tuple(sorted(self.islands_of(hit)))
         return Drawn(
-            hit=tuple(draws.sample(range(self.ranks), FAULTS[self.fault].num_hit)),
+            hit=hit,
             at_step=draws.randint(4, 9),
             at_operation=draws.randint(1, 12),
             at_start=draws.choice(["gloo", "mesh", "agreement"]),

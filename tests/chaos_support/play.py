@@ -187,6 +187,7 @@ class _Play:
         self.cell = cell
         self.fault = FAULTS[cell.fault]
         self.drawn = cell.drawn()
+        self.lost = cell.islands_of(self.drawn.hit)
         self.promise = cell.promise
         self.errors_s: float | None = None
         self.stall_s: float | None = None
@@ -198,18 +199,18 @@ class _Play:
         self._due: list[tuple[float, Any]] = []
         self._cut: set[int] = set()
         self._never = threading.Event()
-        self._newcomer: Player | None = None
+        self._newcomers: list[Player] = []
         self.players: list[Player] = []
         self._store = self._start_store()
 
     @property
     def all_players(self) -> list[Player]:
-        return [self._store, *self.players, *filter(None, [self._newcomer])]
+        return [self._store, *self.players, *self._newcomers]
 
     @property
     def spared(self) -> list[Player]:
-        """The processes that were not hit."""
-        return [player for player in self.players if player.rank not in self.drawn.hit]
+        """The processes that were not hit, nor any of their island."""
+        return [player for player in self.players if player.rank not in self.lost]
 
     @property
     def fault_s(self) -> float | None:
@@ -279,8 +280,8 @@ class _Play:
         if hung:
             return [f"hung: {_ranks(hung)}"]
         wrong = [*self._judge_spared(fault_s), *self._judge_hit(), *self._judge_disks()]
-        if self._newcomer is not None:
-            wrong += self._judge_newcomer(self._newcomer)
+        for newcomer in self._newcomers:
+            wrong += self._judge_newcomer(newcomer)
         return wrong
 
     def _judge_spared(self, fault_s: float) -> Iterator[str]:
@@ -318,14 +319,14 @@ class _Play:
                 unsaid = [
                     rank
                     for rank, said in notices.items()
-                    if not any(f"worker {hit}" in n for hit in self.drawn.hit for n in said)
+                    if not any(f"worker {hit}" in n for hit in self.lost for n in said)
                 ]
                 if unsaid:
                     yield f"no notice of the loss: {_ranks(unsaid)}"
 
     def _judge_hit(self) -> Iterator[str]:
         """Whoever can still say something is to say it in words of offbeat."""
-        for rank in self.drawn.hit:
+        for rank in sorted(self.lost):
             player = self.players[rank]
             raised = player.first("raised")
             if raised and not raised["ours"] and self.fault.action != "raise":
@@ -374,8 +375,9 @@ class _Play:
         goes_on = self.promise.kind == "goes on"
         for_good = ("kill", "stop", "cut") if goes_on else ("kill", "stop")
         gone = fault.action in for_good and fault.lasts is None
-        players = [*(self.spared if gone else self.players)]
-        return players + ([self._newcomer] if self._newcomer else [])
+        hit = self.drawn.hit if gone else ()
+        players = [player for player in self.players if player.rank not in hit]
+        return players + self._newcomers
 
     def _answer(self, rank: int, place: tuple[str, int]) -> None:
         """What the machine does once `rank` has been hit."""
@@ -402,7 +404,7 @@ class _Play:
         self.players[rank].process.send_signal(signal.SIGCONT)
 
     def _start_newcomer(self, rank: int, place: tuple[str, int]) -> None:
-        self._newcomer = self._start(rank, place, returned=True)
+        self._newcomers.append(self._start(rank, place, returned=True))
 
     def _start_store(self) -> Player:
         address, namespace = LOOPBACK, None

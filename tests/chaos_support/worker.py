@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from chaos_support.matrix import FAULTS, STEP_S, STRATEGIES, Cell, Drawn
-from offbeat import Session
+from offbeat import Session, island_mesh
 from offbeat.errors import OffbeatError
 from offbeat.session.attach import attach_through
 from offbeat.session.checkpoint import save
@@ -198,9 +199,14 @@ def _train(
         model = model.double()
     if is_hit and action == "option":
         strategy = contestant.differing
+    mesh = None
+    if cell.shards > 1:
+        both = island_mesh("cpu", cell.shards)
+        fully_shard(model, mesh=both["shard"])
+        mesh = both["replicate"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     journal.note("attach")
-    with attach_through(striker.wrap, model, optimizer, strategy) as session:
+    with attach_through(striker.wrap, model, optimizer, strategy, mesh=mesh) as session:
         journal.note("attached", start_step=session.start_step)
         steps = drawn.at_step + 1 + math.ceil(cell.after_s / STEP_S)
         for step, loss_of in _batches(session, model, rank, steps):

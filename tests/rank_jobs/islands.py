@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -34,8 +35,16 @@ import offbeat
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.membership.island import Island
 from offbeat.strategies.base import Strategy
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
+from offbeat.transport.link import SILENCE_VARIABLE
+from ranks_support.process import ask_for, launcher_environment
 
 SHARDS = 2
+
+SECRET = "the secret of this run alone"
+
+SILENCE_S = 2.0
+"""The limit where a rank is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,11 +295,9 @@ def mistakes(rank: int, mesh: DeviceMesh) -> Mistakes:
     others: Mistakes = {
         each.name: (well, each, across)
         for each in (
-            offbeat.WAGMA(),
             offbeat.DPSGD(),
             offbeat.SPDKFAC(),
             offbeat.AdaptiveSGD(),
-            offbeat.LocalSGD(exchange="members"),
         )
     }
     return others | {
@@ -301,7 +308,7 @@ def mistakes(rank: int, mesh: DeviceMesh) -> Mistakes:
         "natively": (natively, dense, across),
         "both dimensions": (well, dense, mesh),
         "the other dimension": (well, dense, mesh["shard"]),
-        "one rank": (well, offbeat.WAGMA() if rank == 2 else dense, across),
+        "one rank": (well, offbeat.DPSGD() if rank == 2 else dense, across),
         "scaler": (well, dense, across),
         "rate": (well, dense, across),
         "strategy": (well, offbeat.TopK() if rank % 2 else dense, across),
@@ -334,9 +341,10 @@ def rebound(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[str, Any]:
-    """The last rank is killed, between steps or within its backward pass, or raises. What do the
-    others hear, and when?
+    """The last rank is killed or stopped, between steps or within its backward pass, or raises.
+    What do the others hear, and when?
     """
+    os.environ[SILENCE_VARIABLE] = f"{SILENCE_S:g}"
     mesh = make_mesh(world_size)
     how = Training(strategy=strategy)
     model = make_model()
@@ -346,20 +354,26 @@ def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[s
 
     def strike(_: Any) -> None:
         if begin_s and rank == world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if "stop" in at else signal.SIGKILL)
 
-    if at == "backward":
+    if "backward" in at:
         model[1].mixed.weight.register_post_accumulate_grad_hook(strike)
     try:
         with offbeat.attach(model, optimizer, strategy, mesh=mesh["replicate"]) as session:
             train(model, optimizer, session, how, [rank], range(4))
             begin_s = time.monotonic()
-            if at == "step":
+            if rank == world_size - 1:
+                dist.distributed_c10d._get_default_store().set("pid", str(os.getpid()))
+            if "step" in at:
                 strike(None)
             if at == "raise" and rank == world_size - 1:
                 raise ValueError("no more data")
             train(model, optimizer, session, how, [rank], range(4, 12))
     except PeerError as error:
+        if "stop" in at:
+            store = dist.distributed_c10d._get_default_store()
+            if store.add("raised", 1) == world_size - 1:
+                os.kill(int(store.get("pid")), signal.SIGKILL)
         return {
             "rank": error.rank,
             "message": str(error),
@@ -369,6 +383,97 @@ def struck(rank: int, world_size: int, *, strategy: Strategy, at: str) -> dict[s
     except ValueError:
         return {}
     return {"rank": None, "message": "", "after_s": 0.0, "before": ""}
+
+
+def survived(
+    rank: int, world_size: int, *, strategy: Strategy, hit: int, how: int
+) -> dict[str, Any]:
+    """Rank `hit` is sent the signal `how` in a step. What becomes of its island, and of the
+    others?
+    """
+    os.environ[SILENCE_VARIABLE] = f"{SILENCE_S:g}"
+    store = dist.distributed_c10d._get_default_store()
+    mesh = make_mesh(world_size)
+    model = make_model()
+    training = Training(strategy=strategy)
+    shard(model, mesh, training)
+    optimizer = make_optimizer(model, training)
+    begin_s, said, longest_s = 0.0, "", 0.0
+    try:
+        with offbeat.attach(model, optimizer, strategy, mesh=mesh["replicate"]) as session:
+            train(model, optimizer, session, training, [rank], range(4))
+            if rank == hit:
+                store.set("pid", str(os.getpid()))
+                os.kill(os.getpid(), how)
+            step, begin_s = 4, time.monotonic()
+            # The island of the other rank goes on until it has learnt of the loss.
+            while time.monotonic() < begin_s + 60:
+                step_s = time.monotonic()
+                train(model, optimizer, session, training, [rank], range(step, step + 1))
+                longest_s = max(longest_s, time.monotonic() - step_s)
+                step += 1
+                heard = any("without worker" in notice for notice in session.notices)
+                if max(session._island.gather(int(heard))):
+                    break
+            train(model, optimizer, session, training, [rank], range(step, step + 3))
+    except PeerError as error:
+        said = str(error)
+    after_s = time.monotonic() - begin_s
+    if how == signal.SIGSTOP and store.add("ended", 1) == world_size - 1:
+        os.kill(int(store.get("pid")), signal.SIGKILL)
+    notices = [notice for notice in session.notices if "without worker" in notice]
+    return {"said": said, "after_s": after_s, "longest_s": longest_s, "notices": notices}
+
+
+def returned(
+    rank: int, world_size: int, *, strategy: Strategy, wanted: list[str]
+) -> dict[str, Any]:
+    """The last island is killed in its fifth step, and its ranks are started anew, one long after
+    the other.
+    """
+    os.environ |= {SECRET_VARIABLE: SECRET, SILENCE_VARIABLE: f"{SILENCE_S:g}"}
+    how, mesh = Training(strategy=strategy), make_mesh(world_size)
+    model = make_model()
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    with offbeat.attach(model, optimizer, strategy, mesh=mesh["replicate"]) as session:
+
+        def train_until(notice: str, step: int) -> int:
+            while True:
+                if step == 4 and rank >= SHARDS:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                heard = any(notice in each for each in session.notices)
+                if max(session._island.gather(int(heard))):
+                    return step
+                train(model, optimizer, session, how, [rank], range(step, step + 1))
+                step += 1
+
+        step, said = train_until("without worker 2", 0), []
+        for number, path in enumerate(wanted):
+            said = [*session.notices]
+            if rank == 0:
+                returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
+                environment = launcher_environment(SHARDS + number, world_size)
+                ask_for(path, environment | returning)
+            train(model, optimizer, session, how, [rank], range(step, step + 30))
+            step += 30
+        step = train_until("with worker 2", step)
+        train(model, optimizer, session, how, [rank], range(step, step + 20))
+    return {"end": whole(model).tolist(), "before": said}
+
+
+def comes_back(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
+    """What a rank of the island does that comes back."""
+    how, mesh = Training(strategy=strategy), offbeat.island_mesh("cpu", SHARDS)
+    model = make_model(seed=9)
+    shard(model, mesh, how)
+    optimizer = make_optimizer(model, how)
+    began = whole(model)
+    with offbeat.attach(model, optimizer, strategy, mesh=mesh["replicate"]) as session:
+        moved = float((whole(model) - began).norm())
+        train(model, optimizer, session, how, [session.rank], range(100, 120))
+    seen = [session.rank, session.world_size]
+    return {"end": whole(model).tolist(), "seen": seen, "moved": moved}
 
 
 def saved(rank: int, world_size: int, *, how: Training, directory: str) -> dict[str, Any]:
@@ -516,6 +621,52 @@ def ends_badly(rank: int, world_size: int) -> str:
     except OffbeatError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class Even(torch.nn.Module):
+    """A model whose loss has the same gradient for each of its elements: so all of them have the
+    same value, for as long as they are of the same average.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(n, 5, bias=n > 3) for n in (3, 4, 7))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        for parameter in self.parameters():
+            torch.nn.init.ones_(parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = sum(p.sum() for p in self.parameters())  # type: ignore[assignment]
+        return x * total
+
+
+def mixed(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
+    """Train islands at speeds that vary. Which values are in a replica at the end of each step?"""
+    mesh = make_mesh(world_size)
+    model = Even().double()
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = make_optimizer(model, how)
+    island, drawn = rank // SHARDS, torch.Generator().manual_seed(rank // SHARDS)
+    seen = []
+    with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
+        for step in range(how.num_steps):
+            for _ in range(int(torch.randint(0, 60, (1,), generator=drawn))):
+                torch.randn(90, 90) @ torch.randn(90, 90)
+            model(torch.tensor(0.1 * (1 + island) + 0.01 * step).double()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(sorted(set(whole(model).tolist())))
+        session.load_state_dict(session.state_dict())
+        named = session.averaged_tensors()
+        mean = [named[name] for name, _ in model.named_parameters()]
+        exchanges = session.stats.exchanges
+    return {
+        "seen": seen,
+        "mean": sorted(set(torch.cat([full(p).reshape(-1) for p in mean]).tolist())),
+        "exchanges": exchanges,
+        "end": sorted(set(whole(model).tolist())),
+    }
 
 
 def example(rank: int, world_size: int, *, arguments: dict[str, Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,11 @@ LIMIT_S = 6.0
 
 
 def test_what_is_promised_under_faults_is_kept(templates: Templates, tmp_path: Path) -> None:
-    cells = [
-        Cell(strategy=strategy, fault=fault, slack=SLACK, limit_s=LIMIT_S)
-        for fault, strategy in CELLS
+    make = partial(Cell, slack=SLACK, limit_s=LIMIT_S)
+    cells = [make(strategy=strategy, fault=fault) for fault, strategy in CELLS]
+    cells += [
+        make(strategy=strategy, fault="killed", ranks=4, shards=2)
+        for strategy in ("LocalSGD", "WAGMA")
     ]
     with Stage(tmp_path, templates) as stage, ThreadPoolExecutor(3) as pool:
         outcomes = pool.map(stage.play, cells)

@@ -5,6 +5,7 @@ processes.
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,30 @@ import offbeat
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.supervise import run_script
 from offbeat.strategies.base import Strategy
-from offbeat.transport.link import DEFAULT_S
 from rank_jobs.islands import (
+    SILENCE_S,
     Training,
     against_whole,
     averaged,
+    comes_back,
     ends_badly,
     example,
     for_each,
+    mixed,
     poisoned,
     rebound,
     refused,
     resumed,
+    returned,
     saved,
     struck,
+    survived,
     trained,
 )
 from ranks_support.launch import RunRanks
+from ranks_support.process import ExpectNewcomer, expect_newcomer
 
+__all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
 BASE: dict[str, Any] = {"replica_check_interval": 1}
@@ -142,9 +149,35 @@ def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(run_ranks: RunR
             assert still == ([2] if rank in struck else []), label
 
 
+MIXED: dict[str, Training] = {
+    label: Training(strategy=strategy, options={"lr": 0.01, "momentum": 0.9}, num_steps=30)
+    for label, strategy in {
+        "wagma": offbeat.WAGMA(period=4),
+        "wagma, by the paper": offbeat.WAGMA(period=4, merge="paper"),
+        "wagma, in 8 bits": offbeat.WAGMA(period=4, values="float8"),
+        "adpsgd": offbeat.ADPSGD(),
+        "eagersgd": offbeat.EagerSGD(mode="solo", period=5),
+        "members": offbeat.LocalSGD(period=2, warmup=0, exchange="members"),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("label", MIXED)
+def test_all_shards_of_an_island_are_of_the_same_average(run_ranks: RunRanks, label: str) -> None:
+    results = run_ranks(mixed, 4, how=MIXED[label])
+    for result in results:
+        assert [len(values) for values in result["seen"]] == [1] * 30
+        assert result["exchanges"] > 2
+        assert len(result["mean"]) == 1
+    for one, other in (results[:2], results[2:]):
+        assert one["seen"] == other["seen"]
+        assert one["exchanges"] == other["exchanges"]
+    assert results[0]["seen"] != results[2]["seen"]
+    assert len({repr(result["end"]) for result in results}) == 1
+
+
 WHY: dict[str, str] = {
-    **dict.fromkeys(("wagma", "dpsgd", "spdkfac", "adaptive"), "does not train models"),
-    "localsgd": "does not train models",
+    **dict.fromkeys(("dpsgd", "spdkfac", "adaptive"), "does not train models"),
     "no mesh": r"pass mesh=mesh\['replicate'\]",
     "whole": "leave mesh out",
     "blocks": r"call fully_shard\(\) on the model itself",
@@ -152,7 +185,7 @@ WHY: dict[str, str] = {
     "natively": "native HSDP",
     "both dimensions": r"pass mesh\['replicate'\]",
     "the other dimension": "no place in a grid",
-    "one rank": "wagma|rank 2 refused: wagma",
+    "one rank": "dpsgd|rank 2 refused: dpsgd",
     "scaler": "bfloat16",
     "rate": "rank [123] differs from rank [0123] in its optimizer",
     "strategy": "rank [13] differs from rank [02] in its strategy",
@@ -182,6 +215,8 @@ def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks
         (ALLREDUCE, "raise"),
         (offbeat.GTopK(**FEW), "step"),
         (LOCALSGD, "step"),
+        (ALLREDUCE, "stopped in a step"),
+        (LOCALSGD, "stopped in backward"),
     ],
 )
 def test_a_death_is_named_on_every_rank_of_every_island(
@@ -191,8 +226,50 @@ def test_a_death_is_named_on_every_rank_of_every_island(
     assert not dead
     for heard in results:
         assert "rank 3" in heard["message"], results
-        assert heard["rank"] in (2, 3)  # rank 2 tells its column why it gives up
-        assert heard["after_s"] < DEFAULT_S + 3
+        # Rank 2 tells its column why it gives up, and rank 1 its island.
+        assert heard["rank"] in (1, 2, 3)
+        assert heard["after_s"] < SILENCE_S + 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hit", "how"),
+    [
+        (offbeat.WAGMA(period=4), 3, signal.SIGKILL),
+        (offbeat.WAGMA(period=4), 2, signal.SIGSTOP),
+        (offbeat.ADPSGD(), 3, signal.SIGSTOP),
+        (offbeat.LocalSGD(period=2, warmup=0, exchange="members"), 2, signal.SIGKILL),
+    ],
+)
+def test_an_island_dies_as_one_and_the_others_go_on(
+    run_ranks: RunRanks, strategy: Strategy, hit: int, how: signal.Signals
+) -> None:
+    results = run_ranks(survived, 4, may_die=(hit,), strategy=strategy, hit=hit, how=int(how))
+    for rank in (0, 1):
+        assert results[rank]["said"] == "", results
+        assert results[rank]["longest_s"] < SILENCE_S + 3
+    assert any("without worker 2" in notice for notice in results[0]["notices"])
+    (mate,) = {2, 3} - {hit}
+    assert f"rank {hit} " in results[mate]["said"]
+    assert results[mate]["after_s"] < SILENCE_S + 3
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [offbeat.WAGMA(period=4), offbeat.LocalSGD(period=2, warmup=0, exchange="members")],
+)
+def test_an_island_comes_back_once_all_of_its_ranks_are_there(
+    run_ranks: RunRanks, expect_newcomer: ExpectNewcomer, strategy: Strategy
+) -> None:
+    expected = [expect_newcomer(comes_back, strategy=strategy) for _ in range(2)]
+    wanted = [str(each.wanted) for each in expected]
+    stayed = run_ranks(returned, 4, may_die=(2, 3), strategy=strategy, wanted=wanted)[:2]
+    came = [each.value() for each in expected]
+    for result in stayed:
+        assert not any("with worker" in notice for notice in result["before"])
+    assert [result["seen"] for result in came] == [[2, 4], [3, 4]]
+    for result in came:
+        assert result["moved"] > 0.1
+        assert result["end"] == stayed[0]["end"]
 
 
 STEADY: dict[str, Any] = {"options": {"lr": 0.002}}

@@ -118,7 +118,8 @@ def expect_newcomer(templates: Templates, tmp_path: Path) -> Iterator[ExpectNewc
     expected: list[Newcomer] = []
 
     def expect(function: Callable[..., Any], **arguments: Any) -> Newcomer:
-        expected.append(Newcomer(function, tmp_path / "newcomer", templates, **arguments))
+        directory = tmp_path / f"newcomer-{len(expected)}"
+        expected.append(Newcomer(function, directory, templates, **arguments))
         return expected[-1]
 
     yield expect

@@ -148,11 +148,10 @@ def successor(
     )
 
 
-def changes(old: Generation, new: Generation) -> str:
-    """One sentence on how two generations differ, for the user."""
+def changes(old: Generation, new: Generation, name_of: Callable[[int], int] = int) -> str:
+    """One sentence on how two generations differ, for the user, who knows a rank by `name_of`."""
     before, now = (
-        {member.rank: member for member in old.members},
-        {member.rank: member for member in new.members},
+        {name_of(member.rank): member for member in generation.members} for generation in (old, new)
     )
     departed = sorted(rank for rank, member in before.items() if now.get(rank) != member)
     joined = sorted(rank for rank, member in now.items() if before.get(rank) != member)

@@ -52,6 +52,7 @@ class AtomicGroup:
         store: over a connection of the trainer's own.
         count: puts a wrapper that counts traffic around a generation's driver.
         notify: for remarks.
+        name_of: what a member's rank is called in them.
         patience_s: how long to wait for a generation, in seconds, > 0.
 
     Attributes:
@@ -67,12 +68,13 @@ class AtomicGroup:
         *,
         count: Callable[[Driver], Driver],
         notify: Callable[[str], None],
+        name_of: Callable[[int], int] = int,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.is_new = self.has_newcomers = self.has_finished = False
         self._store = store
         self._count = count
-        self._notify = notify
+        self._notify, self._name_of = notify, name_of
         self._patience_s = patience_s
         # Guards everything below, since the thread of `membership.generations` changes it.
         self._changed = threading.Condition()
@@ -188,7 +190,7 @@ class AtomicGroup:
             # end by this, and must find the new one.
             old.driver.close()
             if not self.has_finished:
-                self._notify(changes(old.generation, generation))
+                self._notify(changes(old.generation, generation, self._name_of))
 
     def unreachable(self) -> frozenset[int]:
         with self._changed:

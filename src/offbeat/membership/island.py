@@ -13,12 +13,17 @@ decides such a thing asks the island.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
+import numpy as np
+import torch
+
 from offbeat.collectives.dense import gather_values
+from offbeat.collectives.weighted_mean import FRAGMENT_BYTES
 from offbeat.errors import PeerError, PeerTimeoutError
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import Collective, RecvAny
+from offbeat.transport.operations import Collective, Recv, RecvAny, Send
 from offbeat.transport.single_rank import SingleRank
 
 T = TypeVar("T")
@@ -71,6 +76,39 @@ class Island:
     def first(self, value: T) -> T:
         """What the first rank says."""
         return self.gather(value)[0]
+
+    def collect(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Bring other ranks' tensors to the first one.
+
+        Args:
+            tensors: on the first rank, by rank, where to write them; on another one, its own under
+                its number, which must not change before the first rank has answered something.
+        """
+        self.driver.run(_move(tensors, to_first=True, is_first=not self.rank), self._stream.next())
+
+    def spread(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Bring tensors back from the first rank; the inverse of `collect`."""
+        self.driver.run(_move(tensors, to_first=False, is_first=not self.rank), self._stream.next())
+
+
+def _move(
+    tensors: Mapping[int, Sequence[torch.Tensor]], *, to_first: bool, is_first: bool
+) -> Collective[None]:
+    """Send this rank's tensors, or receive into them, a few MiB at a time."""
+    for number, each in tensors.items():
+        peer = number if is_first else 0
+        for tensor in each:
+            # A tensor's own memory where that can be.
+            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+            content = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+            for begin in range(0, content.size, FRAGMENT_BYTES):
+                part = content[begin : begin + FRAGMENT_BYTES]
+                if to_first == is_first:
+                    part[:] = np.frombuffer((yield Recv(peer)), np.uint8)
+                else:
+                    yield Send(peer, part.data)
+            if to_first == is_first and flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
 
 
 def _hear(peers: frozenset[int], within_s: float) -> Collective[None]:

@@ -69,7 +69,7 @@ class EvaluationWeights(SessionObserver):
                 for name, p in model.named_parameters()
                 if p.requires_grad and name not in ignored
             ),
-            *persistent_buffers(model, ignored),
+            *map(plain_name, persistent_buffers(model, ignored)),
         }
         self._mean: dict[str, torch.Tensor] | None = None
         self._own: dict[str, torch.Tensor] | None = None

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
 from offbeat.session.loggers import LiveMetrics, MetricsLogger
@@ -25,11 +25,12 @@ from offbeat.transport.connect import (
     Connection,
     connect,
     is_returning,
+    join_island,
     join_process_group,
     reconnect,
 )
 from offbeat.transport.driver import Driver
-from offbeat.transport.grid import GlobalRanks, meet
+from offbeat.transport.grid import GlobalRanks, connect_island, in_run, meet
 
 
 class SessionRecorder(Protocol):
@@ -210,14 +211,22 @@ def attach_through(
         raise refusal
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     device = next((p.device for p in parameters if p.is_cuda), None)
-    column = group if grid is None else grid.column
-    connection = reconnect() if returns else connect(column, device=device)
     sharded = None
+    if grid is None:
+        connection = reconnect() if returns else connect(group, device=device)
+    else:
+        place = in_run(grid) if returns else grid
+        # Those who come later find the column that leads.
+        leads = place.island.index(place.rank) == 0
+        connection = (
+            reconnect(place.column.index(place.rank))
+            if returns
+            else connect(grid.column, device=device, founds=leads)
+        )
     try:
         if grid is not None:
-            inside = GlobalRanks(connect(grid.island).driver, grid.island)
-            sharded = ShardedModel(model, grid, inside)
-            named = GlobalRanks(connection.driver, grid.column)
+            sharded = ShardedModel(model, place, connect_island(grid.island, place.island))
+            named = GlobalRanks(connection.driver, place.column)
             connection = Connection(driver=named, network=connection.network)
         return Session(
             model,
@@ -245,6 +254,34 @@ def attach_through(
         if sharded is not None:
             sharded.island.driver.close()
         raise
+
+
+def island_mesh(device_type: str, num_shards: int) -> DeviceMesh:
+    """The mesh of a run whose islands are of `num_shards` ranks: give `mesh["shard"]` to
+    `fully_shard` and `mesh["replicate"]` to `attach`. Collective.
+
+    A worker that was started to come back (`OFFBEAT_RETURN`) gets that of its island, once all of
+    that have come. `init_device_mesh` does the same for all others.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        num_shards: of the ranks with neighbouring numbers that hold a replica together.
+
+    Raises:
+        ConfigError: the number of ranks is no multiple of `num_shards`, or this worker cannot come
+            back.
+    """
+    world_size = num_shards
+    if is_returning():
+        join_island(num_shards)
+    else:
+        world_size = dist.get_world_size() if join_process_group() else 1
+    if world_size % num_shards:
+        raise ConfigError(
+            f"{world_size} ranks cannot be islands of {num_shards}; start a multiple of that"
+        )
+    shape = (world_size // num_shards, num_shards)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _shard_group(model: torch.nn.Module) -> dist.ProcessGroup:

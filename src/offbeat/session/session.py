@@ -157,7 +157,7 @@ class Session:
         description = describe(
             model, optimizer, strategy, has_scaler=has_scaler, finish=finish, ignored=ignored
         )
-        self._ignored = frozenset(ignored)
+        self._buffers = persistent_buffers(model, ignored)
         everything = dict(model.named_parameters()) if sharded is None else sharded.parameters
         shared = {name: p for name, p in everything.items() if name not in ignored}
         if not returns:
@@ -871,7 +871,8 @@ class Session:
 
     def _buffers_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The buffers of the attached model, or of a copy, that have to do with other ranks."""
-        return persistent_buffers(model, self._ignored)
+        buffers = model.named_buffers()
+        return {plain_name(name): buffer for name, buffer in buffers if name in self._buffers}
 
     def _fail_by(self, error: BaseException) -> None:
         """`_fail`. Where a rank of this island has died, that is the error, and not what FSDP says

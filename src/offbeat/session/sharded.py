@@ -75,8 +75,9 @@ def check_sharded(
     if not strategy.trains_islands:
         raise UnsupportedError(
             f"{strategy.name} with these options does not train models that fully_shard() has"
-            " divided: it looks at whole layers or lets ranks decide alone; use AllReduce, TopK,"
-            " GTopK, EF21, PowerSGD or LocalSGD, or pass the model before fully_shard()"
+            " divided: it looks at whole layers, shares samples out, or lets ranks go on without"
+            " each other; use AllReduce, TopK, GTopK, EF21, PowerSGD, LocalSGD, WAGMA, AD-PSGD or"
+            " eager SGD, or pass the model before fully_shard()"
         )
     if scaler is not None:
         raise UnsupportedError(

@@ -124,14 +124,14 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def persistent_buffers(
-    model: torch.nn.Module, ignored: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the model's state, but for those of the names `ignored`; the
+def persistent_buffers(model: torch.nn.Module, ignored: Collection[str] = ()) -> frozenset[str]:
+    """The names of the buffers that belong to the model's state, but for those `ignored`; the
     others are derived from something else.
+
+    Not to be called within a backward pass: FSDP divides its parameters where state is asked for.
     """
     saved = model.state_dict(keep_vars=True).keys() - set(ignored)
-    return {plain_name(name): buffer for name, buffer in model.named_buffers() if name in saved}
+    return frozenset(name for name, _ in model.named_buffers() if name in saved)
 
 
 def plain_name(name: str) -> str:

@@ -52,6 +52,7 @@ class ADPSGD(AveragingStrategy):
 
     name: ClassVar[str] = "adpsgd"
     survives_death = True
+    trains_islands = True
 
     seed: int = 0
     values: Literal["float32", "bfloat16"] = "float32"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from offbeat.averaging.led_island import led_by_first_rank
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
@@ -34,6 +35,8 @@ class AveragingStrategy(Strategy):
 
     replicas_differ: ClassVar[bool] = True
     acts_at_steps: ClassVar[bool] = True
+    changes_gradients: ClassVar[bool] = False
+    """Whether what is exchanged besides weights is gradients, before a step."""
 
     buffers: Literal["averaged", "local"] = "averaged"
     max_skipped_steps: int = 20
@@ -67,7 +70,16 @@ class AveragingStrategy(Strategy):
             rank=context.driver.name_of(context.driver.rank),
             island=context.island,
         )
-        return [*self.callbacks(context, weights), guard]
+        return [*self._exchanges(context, weights), guard]
+
+    def _exchanges(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        if context.island.size > 1 and self.survives_death:  # whoever goes on alone decides alone
+            return [
+                led_by_first_rank(
+                    context, weights, self.callbacks, changes_gradients=self.changes_gradients
+                )
+            ]
+        return self.callbacks(context, weights)
 
 
 def inform_of_short_steps(context: Context) -> None:

@@ -60,6 +60,8 @@ class EagerSGD(AveragingStrategy):
 
     name: ClassVar[str] = "eagersgd"
     survives_death = True
+    trains_islands = True
+    changes_gradients = True
 
     mode: Literal["solo", "majority"] = "majority"
     period: int = 100

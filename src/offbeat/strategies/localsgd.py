@@ -264,8 +264,8 @@ class LocalSGD(AveragingStrategy):
     @property
     @override
     def trains_islands(self) -> bool:
-        alone = isinstance(self.chosen_exchange, ObjectStore | Quorum)
-        return not alone and (not self.start_step or self.first_steps.trains_islands)
+        unconnected = isinstance(self.chosen_exchange, ObjectStore)
+        return not unconnected and (not self.start_step or self.first_steps.trains_islands)
 
     @property
     def chosen_exchange(self) -> Streaming | Pairs | ObjectStore | Quorum | None:
@@ -390,7 +390,10 @@ class LocalSGD(AveragingStrategy):
         if isinstance(chosen, Quorum):
             assert outer is not None
             group = AtomicGroup(
-                context.own_store(), count=context.count, notify=context.notices.notify
+                context.own_store(),
+                count=context.count,
+                notify=context.notices.notify,
+                name_of=context.driver.name_of,
             )
             members = MeanOfMembers(
                 weights,

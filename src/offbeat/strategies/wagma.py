@@ -108,6 +108,7 @@ class WAGMA(AveragingStrategy):
 
     name: ClassVar[str] = "wagma"
     survives_death = True
+    trains_islands = True
 
     group_size: int | None = None
     period: int = 10

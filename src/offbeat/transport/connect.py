@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,9 @@ SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 RETURN_VARIABLE = "OFFBEAT_RETURN"
 """Environment variable of a worker that is to join a run under way; any value but 0."""
 
+_WAIT_FOR_ISLAND: Final = timedelta(minutes=30)
+"""How long a rank that comes back waits for the others of its island, as PyTorch does at first."""
+
 ATTEMPT_S = 3.0
 """How long one attempt of the ranks to connect by gloo may take, once all of them have come. While
 it lasts nothing can tell gloo that a rank has ended, so it is short."""
@@ -87,11 +91,13 @@ def join_process_group() -> bool:
     if launch is None:
         return False
     require_address(launch)
-    backend = (
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    )
-    dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
+    dist.init_process_group(_backend(), rank=launch.rank, world_size=launch.world_size)
     return True
+
+
+def _backend() -> str:
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +146,7 @@ def connect(
     group: dist.ProcessGroup | Sequence[int] | None = None,
     *,
     device: torch.device | None = None,
+    founds: bool = True,
 ) -> Connection:
     """A driver over the ranks of `group` (default: all ranks), and their network. Collective: every
     rank of the group calls it.
@@ -151,6 +158,7 @@ def connect(
         group: which ranks take part; it is only asked who they are, never used for communication.
             Or these ranks, as the default process group numbers them.
         device: of the tensors that will be reduced; None: the CPU.
+        founds: whether those who come later are to find these ranks.
 
     Raises:
         PeerError: a rank has ended, on every rank that lives.
@@ -182,7 +190,13 @@ def connect(
         raise
     given = os.environ.get(SECRET_VARIABLE, "").encode()
     network_by = partial(
-        create_network, store, rank=rank, world_size=world_size, address=address, cipher=cipher
+        create_network,
+        store,
+        rank=rank,
+        world_size=world_size,
+        address=address,
+        cipher=cipher,
+        founds=founds,
     )
     if presence is None:
         network = network_by(token=secrets.token_hex(8), secret=given or secrets.token_bytes(32))
@@ -254,7 +268,7 @@ def is_returning() -> bool:
     return os.environ.get(RETURN_VARIABLE, "0") not in ("", "0")
 
 
-def reconnect() -> Connection:
+def reconnect(rank: int | None = None) -> Connection:
     """The network of the run that is under way, for a worker that comes back or comes new. Not
     collective; asks only the store.
 
@@ -264,10 +278,47 @@ def reconnect() -> Connection:
     torch.distributed is not initialised: its process group cannot be joined later. So the
     connection's driver refuses every operation.
 
+    Args:
+        rank: among those that exchange; None: RANK.
+
     Raises:
         ConfigError: a variable is missing, no store answers, no run was begun there, it has ended,
             or has another secret.
     """
+    launch, store = _run_under_way()
+    address, cipher = listen_address(), cipher_from_environment()
+    check_listening(address)
+    rank = launch.rank if rank is None else rank
+    network = find_network(
+        store,
+        rank=rank,
+        address=address,
+        secret=os.environ[SECRET_VARIABLE].encode(),
+        cipher=cipher,
+    )
+    driver = RejoinedDriver(
+        rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
+    )
+    return Connection(driver=driver, network=network)
+
+
+def join_island(num_shards: int) -> None:
+    """Initialise torch.distributed for the ranks of this worker's island alone, which comes back to
+    a run under way. Returns once all of them have come. Raises as `reconnect`.
+
+    They have the same value of `OFFBEAT_RETURN`, and another one each time that they come back.
+    """
+    launch, store = _run_under_way()
+    island, shard = divmod(launch.rank, num_shards)
+    store.set_timeout(_WAIT_FOR_ISLAND)
+    name = f"offbeat/returning/{os.environ[RETURN_VARIABLE]}/{island}"
+    dist.init_process_group(
+        _backend(), store=PrefixStore(name, store), rank=shard, world_size=num_shards
+    )
+
+
+def _run_under_way() -> tuple[Launch, Store]:
+    """This worker's place in a run, and the run's store."""
     launch = launched()
     if launch is None:
         raise ConfigError(
@@ -286,20 +337,7 @@ def reconnect() -> Connection:
     port = os.environ["MASTER_PORT"]
     if not port.isdigit():
         raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
-    address, cipher = listen_address(), cipher_from_environment()
-    check_listening(address)
-    store = store_client(os.environ["MASTER_ADDR"], int(port))
-    network = find_network(
-        store,
-        rank=launch.rank,
-        address=address,
-        secret=os.environ[SECRET_VARIABLE].encode(),
-        cipher=cipher,
-    )
-    driver = RejoinedDriver(
-        launch.rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
-    )
-    return Connection(driver=driver, network=network)
+    return launch, store_client(os.environ["MASTER_ADDR"], int(port))
 
 
 class RejoinedDriver(Driver):

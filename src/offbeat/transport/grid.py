@@ -10,6 +10,7 @@ raised on every rank of every island, and none is left waiting.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from offbeat.errors import MALFORMED, MismatchError, OffbeatError, PeerError
-from offbeat.transport.driver import Driver, Ticket, Wrapper
+from offbeat.transport.connect import connect, launched
+from offbeat.transport.driver import Driver, Stream, Ticket, Wrapper
 from offbeat.transport.interface import check_listening, listen_address
 from offbeat.transport.link import silence_s
-from offbeat.transport.network import answering_within, serves
-from offbeat.transport.operations import Operation
+from offbeat.transport.network import answering_within, serves, store_sockets
+from offbeat.transport.operations import AllGather, Operation
 from offbeat.transport.rendezvous import Presence, Rendezvous, lost_ranks, unreadable
+from offbeat.transport.routed import Routed
+from offbeat.transport.sockets import SocketAddresses, connections
 
 _meetings: Final = count()
 """Of all ranks of the process group, who meet equally often."""
@@ -131,6 +135,38 @@ def _grid_of(rank: int, said: Sequence[Mapping[str, Any]]) -> Grid:
                 " mesh=mesh['replicate'] to attach"
             )
     return Grid(rank=rank, column=columns[rank], island=islands[rank])
+
+
+def in_run(grid: Grid) -> Grid:
+    """The place in the whole run of a rank whose process group is an island that comes back."""
+    launch, num_shards = launched(), len(grid.island)
+    assert launch is not None, "the process group was made of it"
+    island, shard = divmod(launch.rank, num_shards)
+    return Grid(
+        rank=launch.rank,
+        column=range(shard, launch.world_size, num_shards),
+        island=range(island * num_shards, (island + 1) * num_shards),
+    )
+
+
+def connect_island(ranks: Sequence[int], names: Sequence[int]) -> Driver:
+    """Connect the ranks of an island, which errors call `names`. Collective.
+
+    FSDP waits on connections of its own, on gloo for as long as its process group says: for a rank
+    that is frozen, and for one whose session has failed. When a rank of the island is dead, those
+    that there are with any of them by now are ended, and what waits fails.
+    """
+    assert dist.group.WORLD is not None
+    others = connections(but=store_sockets(dist.group.WORLD.get_group_store()))
+    driver = connect(ranks, founds=False).driver
+    if isinstance(driver, Routed):
+        # An address is one process's alone, so a connection to one of theirs leads to them.
+        mine = AllGather(json.dumps([here for here, _ in others]).encode())
+        said = [json.loads(bytes(each)) for each in driver.start(mine, Stream(3).next()).wait()]
+        theirs = frozenset((host, port) for each in said for host, port in each)
+        there = frozenset(there for _, there in others)
+        driver.tie(SocketAddresses(remote=there & theirs))
+    return GlobalRanks(driver, names)
 
 
 class GlobalRanks(Wrapper):

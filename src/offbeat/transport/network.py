@@ -205,6 +205,7 @@ def create_network(
     address: str,
     secret: bytes,
     cipher: Cipher = "curve",
+    founds: bool = True,
 ) -> Network:
     """The network of a session whose ranks agreed on `token`; rank 0 leaves its entry for those who
     come later.
@@ -217,10 +218,11 @@ def create_network(
         address: this rank's.
         secret: the run's.
         cipher: the run's.
+        founds: whether that entry is left.
     """
     bottom = bottom_of(store)
     derived = _derived(secret, token)
-    if rank == 0:
+    if rank == 0 and founds:
         entry = {
             "version": _ENTRY_VERSION,
             "token": token,

@@ -23,9 +23,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from traceback import clear_frames
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
@@ -293,7 +294,7 @@ class Routed(Driver):
         self._messages = messages
         self._on_closed = on_closed
         dense.explain = lambda error: _with_cause(error, messages)
-        self._watch = Watch(dense, messages.dead)
+        self._watches = [Watch(dense, messages.dead)]
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
@@ -313,8 +314,13 @@ class Routed(Driver):
     def departed(self) -> frozenset[int]:
         return self._messages.departed()
 
+    def tie(self, others: SocketAddresses) -> None:
+        """End these connections too when a rank is dead, whoever waits for it there."""
+        self._watches.append(Watch(_Tied(self.rank, others), self._messages.dead))
+
     def close(self) -> None:
-        self._watch.close()
+        for watch in self._watches:
+            watch.close()
         self._messages.close()
         self._on_closed(self._messages.lost)
         self._dense.close()
@@ -352,6 +358,31 @@ def _departed(messages: Peers) -> dict[int, str]:
     return messages.dead() or in_good_order
 
 
+class _Cuttable(Protocol):
+    """Connections on which somebody may wait for a rank that is dead."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def waits_for_s(self) -> float: ...
+
+    def cut(self, cause: PeerError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tied:
+    """Connections of other libraries, which do not say whether they wait."""
+
+    rank: int
+    connections: SocketAddresses
+
+    def waits_for_s(self) -> float:
+        return math.inf
+
+    def cut(self, cause: PeerError) -> None:
+        shut_down(self.connections)
+
+
 class Watch:
     """Ends dense collectives that wait for a rank that is dead: a thread looks now and then, until
     `close`.
@@ -370,7 +401,7 @@ class Watch:
 
     def __init__(
         self,
-        dense: C10d,
+        dense: _Cuttable,
         dead: Callable[[], Mapping[int, str]],
         *,
         limit_s: float | None = None,

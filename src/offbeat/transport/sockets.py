@@ -90,6 +90,16 @@ def ends_towards(port: int) -> frozenset[Address]:
     )
 
 
+def connections(*, but: SocketAddresses) -> list[tuple[Address, Address]]:
+    """Both ends, this process's own first, of its connections, without those of `but`."""
+    return [
+        (here, there)
+        for here, there, listens in _ends()
+        if here is not None and there is not None and not listens
+        if here not in but.local and there not in but.remote
+    ]
+
+
 def limit_answers(which: SocketAddresses, seconds: float) -> SocketAddresses:
     """Let reads from these sockets, by whatever library, fail after so long without an answer; 0
     means never. Returns those that had another limit.

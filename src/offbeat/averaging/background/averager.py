@@ -92,7 +92,8 @@ class BackgroundAverager:
         # Compiling takes longer than peers wait for an answer, so it comes before the first.
         rounding_kernels.warm()
         self.weights, self.staging, self.model = weights, staging, model
-        self.rank, self.record_wait = context.driver.rank, context.record_wait
+        self.rank = context.driver.name_of(context.driver.rank)
+        self.record_wait = context.record_wait
         self.inform = context.notices.inform
         buffers = weights.buffers()
         num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
@@ -117,6 +118,7 @@ class BackgroundAverager:
             settings=settings,
             count=context.count,
             notify=context.notices.notify,
+            name_of=context.driver.name_of,
             yields=yields,
         )
         self._generations: Generations | None = None  # None in a world of one

@@ -81,6 +81,7 @@ class ProgressThread:
         settings: what a generation's members agree on, as the member at a position of it sees it.
         count: puts a wrapper that counts traffic around a generation's driver.
         notify: writes a remark for the user.
+        name_of: what a member's rank is called outside of the generations.
         yields: whether the trainer, which waits for no average, comes first where there are too few
             processors for it and for averages.
     """
@@ -93,13 +94,14 @@ class ProgressThread:
         settings: Callable[[Generation, int], ProtocolSettings],
         count: Callable[[Driver], Driver],
         notify: Callable[[str], None],
+        name_of: Callable[[int], int] = int,
         yields: bool = False,
     ) -> None:
         self._model = model
         self._serve = serve
         self._settings = settings
         self._count = count
-        self._notify = notify
+        self._notify, self._name_of = notify, name_of
         self._yields = yields
         self._current: ServedGeneration | None = None
         # Held while one generation takes the place of another, and while the trainer posts: a
@@ -129,7 +131,7 @@ class ProgressThread:
         """The ranks of members, for the user."""
         with self._switching:
             served = self._served
-            return served.names([p for p in positions if p < len(served.generation.members)])
+            return self._names(served, [p for p in positions if p < len(served.settings.members)])
 
     def must_wait(self, version: int) -> bool:
         """Whether several ranks have to arrive at `version` before it proceeds."""
@@ -189,8 +191,8 @@ class ProgressThread:
         # Also of members that are dead: at the end of a run no next generation tells of them.
         if missing:
             self._notify(
-                f"a mean of all models was taken without worker {served.names(missing)}, which did"
-                " not answer in time or had not begun to train"
+                f"a mean of all models was taken without worker {self._names(served, missing)},"
+                " which did not answer in time or had not begun to train"
             )
         # In the order of positions, so that all members compute the same bits.
         every = {served.position: self._model.own_model(), **models}
@@ -204,7 +206,7 @@ class ProgressThread:
                 total += model.values[part] * np.float64(model.weight)
             values[part] = total / sum_of_weights
         counters = np.maximum.reduce([model.counters for model in included])
-        return MeanModel(values, counters, served.ranks(missing))
+        return MeanModel(values, counters, self._ranks(served, missing))
 
     def _no_mean(self, served: ServedGeneration, models: Collection[int]) -> str:
         if not self._model.is_available:
@@ -215,9 +217,9 @@ class ProgressThread:
         missing = served.peers - frozenset(models) - self._model.dead()
         return (
             f"within {MEAN_TIMEOUT_S:g} s only {len(models) + 1} of {len(served.peers) + 1} workers"
-            f" had a model to average: worker {served.names(missing)} did not answer, or has not"
-            " begun to train. A mean of half of the workers or fewer is no mean of the run; call"
-            " averaged_model() when more of them train"
+            f" had a model to average: worker {self._names(served, missing)} did not answer, or"
+            " has not begun to train. A mean of half of the workers or fewer is no mean of the run;"
+            " call averaged_model() when more of them train"
         )
 
     def wait_for_model(self) -> None:
@@ -296,7 +298,7 @@ class ProgressThread:
         if old is not None:
             # This takes as long as its last messages do, and the trainer need not wait for that.
             old.driver.close()
-            self._notify(changes(old.generation, generation))
+            self._notify(changes(old.generation, generation, self._name_of))
         self._needs_model = not self._model.is_available and (
             self._needs_model or position in generation.newcomers
         )
@@ -335,6 +337,14 @@ class ProgressThread:
 
     def retired(self, reason: str) -> None:
         self._model.fail(PeerError(reason))
+
+    def _ranks(self, served: ServedGeneration, positions: Collection[int]) -> frozenset[int]:
+        members = served.generation.members
+        return frozenset(self._name_of(members[position].rank) for position in positions)
+
+    def _names(self, served: ServedGeneration, positions: Collection[int]) -> str:
+        """The ranks at `positions`, for the user."""
+        return ", ".join(map(str, sorted(self._ranks(served, positions))))
 
     @property
     def _served(self) -> ServedGeneration:
@@ -382,13 +392,6 @@ class ServedGeneration:
         settings = self.settings
         model_bytes = settings.num_elements * settings.dtype.itemsize
         return 1.0 + len(settings.members) * model_bytes / 1.25e6
-
-    def ranks(self, positions: Collection[int]) -> frozenset[int]:
-        return frozenset(self.generation.members[position].rank for position in positions)
-
-    def names(self, positions: Collection[int]) -> str:
-        """The ranks at `positions`, for the user."""
-        return ", ".join(map(str, sorted(self.ranks(positions))))
 
     def request_model(self, *, without: int) -> None:
         """Request the model of a member, but not of `without` or of members that had none."""
