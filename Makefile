@@ -12,7 +12,7 @@ TEST_WORKERS = 4
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp
 
-.PHONY: help gpu-site test-gpu bench-gpu setup setup-docs docs package demo test test-slow test-outside setup-integrations test-integrations test-clusters check bench chaos clean
+.PHONY: help gpu-site test-gpu bench-gpu setup setup-docs docs package demo test test-slow test-outside setup-integrations test-integrations test-oldest test-newest test-clusters check bench chaos clean
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-outside        run what PyTorch's own tests list, of which make test runs a part"
 	@echo "make test-gpu    run the tests that need a GPU; make bench-gpu measures on one"
 	@echo "make test-integrations   run the tests against Lightning, transformers and Accelerate"
+	@echo "make test-oldest, test-newest   run the suites nearest to PyTorch against its oldest and newest version"
 	@echo "make test-clusters       train on a SLURM of two nodes on this machine, which needs root, and on Ray"
 	@echo "make check   lint, formatting, types and the order of imports"
 	@echo "make docs    build the documentation as a site, strictly; make package builds and checks what PyPI takes"
@@ -90,10 +91,30 @@ $(INTEGRATIONS_STAMP): pyproject.toml constraints.txt
 	    pip --no-build-isolation -e '.[lab,lightning,transformers]'; } 2> $(INTEGRATIONS)/pip.log || { \
 	    echo "the frameworks could not be installed (is there a network? see" \
 	      "$(INTEGRATIONS)/pip.log), so nothing was tested against them" >&2; exit 1; }
+	@$(INTEGRATIONS)/bin/python -m pip -qq --disable-pip-version-check --retries 1 --timeout 20 \
+	    install hydra-core mlflow-skinny opentelemetry-sdk tensorboard wandb 2> $(INTEGRATIONS)/pip.log || \
+	  echo "writers of metrics could not be installed; their tests are skipped" >&2
 	@touch $(INTEGRATIONS_STAMP)
 
 test-integrations: setup-integrations
-	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q tests/integrations
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q tests/integrations tests/session/test_writers.py
+
+# The suites that meet most of PyTorch's own parts, against the oldest torch that pyproject.toml allows and the newest
+# there is, each in an environment of its own, with whatever else is newest.
+OLDEST_TORCH = 2.10.*
+TORCH_SUITES = tests/test_torch_private.py tests/run tests/session tests/conformance tests/outside
+.venv-oldest/.stamp: TORCH = torch==$(OLDEST_TORCH)
+.venv-newest/.stamp: TORCH = torch
+.venv-oldest/.stamp .venv-newest/.stamp: pyproject.toml
+	@echo "installing $(TORCH) into $(@D), once"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip -q --disable-pip-version-check install '$(TORCH)' hatchling
+	@$(@D)/bin/python -m pip -q --disable-pip-version-check install --no-build-isolation -e '.[dev]'
+	@touch $@
+
+test-oldest test-newest: test-%: .venv-%/.stamp
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow and not outside" \
+	  $(TORCH_SUITES)
 
 # The site and the package need packages of their own, which training does not.
 SITE = .venv-docs
@@ -135,5 +156,5 @@ chaos: setup
 	@$(BIN)/python benchmarks/pages.py
 
 clean:
-	rm -rf $(VENV) $(SITE) $(INTEGRATIONS) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SITE) $(INTEGRATIONS) .venv-oldest .venv-newest build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,3 +38,8 @@ def test_versions_are_those_of_the_package() -> None:
 def test_the_command_is_the_wheel_s() -> None:
     recipe = (ROOT / "packaging" / "meta.yaml").read_text()
     assert f"- offbeat = {PROJECT['scripts']['offbeat']}\n" in recipe
+
+
+def test_the_oldest_torch_that_is_tested_is_the_oldest_allowed() -> None:
+    least = least_versions(PROJECT["dependencies"])["torch"]
+    assert f"\nOLDEST_TORCH = {least}.*\n" in (ROOT / "Makefile").read_text()

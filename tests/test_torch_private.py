@@ -27,7 +27,6 @@ from offbeat.torch_private import (
     current_backward_pass,
     has_avx512_bfloat16,
     is_compiled_module,
-    is_dense,
     is_in_flat_parameter,
     new_gloo_backend,
     new_gloo_device,
@@ -130,27 +129,6 @@ def test_a_ddp_model_is_seen_while_its_forward_pass_runs() -> None:
 def test_a_callback_needs_a_backward_pass() -> None:
     with pytest.raises(RuntimeError):
         call_after_backward_pass(lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dense"),
-    [
-        (torch.zeros(2, 3), True),
-        (torch.zeros(2, 3).t(), True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(4, 6)[:, ::2], False),
-        (torch.zeros(3, 1).expand(3, 4), False),
-        (torch.zeros(()), True),
-    ],
-    ids=["contiguous", "transposed", "channels last", "with gaps", "expanded", "scalar"],
-)
-def test_dense_is_what_decides_the_strides_of_a_gradient(tensor: torch.Tensor, dense: bool) -> None:
-    assert is_dense(tensor) == dense
-    weight = tensor.clone(memory_format=torch.preserve_format).requires_grad_()
-    if dense:
-        (weight * 2).sum().backward()
-        assert weight.grad is not None
-        assert weight.grad.stride() == tensor.stride()
 
 
 class Outputs(NamedTuple):

@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -82,16 +81,6 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
     public name tells.
     """
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` fill its memory without gaps and without overlap, in any
-    order of dimensions.
-
-    Autograd decides by this whether a gradient gets the strides of its parameter. The public
-    `Tensor.is_contiguous` asks for one particular order.
-    """
-    return is_non_overlapping_and_dense_or_false(tensor)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

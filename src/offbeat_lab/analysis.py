@@ -15,8 +15,9 @@ import numpy as np
 from offbeat.run.records import Evaluation, Summary
 from offbeat_lab.breakdown import Steps, lateness, read_steps, slow_worker_of
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Difference, Measure
+from offbeat_lab.figures import MEASURES, NUMBER, RATIO, SECONDS, SHARE, write
 from offbeat_lab.records import Record
-from offbeat_lab.statistics import Estimate, compare, estimate
+from offbeat_lab.statistics import LEAST_SEEDS, Estimate, compare, estimate
 
 _PHASES: Final[Mapping[Measure, str]] = {
     "share_compute": "compute",
@@ -76,7 +77,7 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
             update={
                 "measures": _measures(runs[contestant.label], comparison, target, ceiling),
                 **_lateness(runs[contestant.label]),
-                "notices": _notices(runs[contestant.label]),
+                "notices": _notices(runs[contestant.label], comparison.seeds),
             }
         )
         if contestant.label in runs
@@ -146,10 +147,17 @@ def _measures(
     block_rates = [rate for run in runs if run is not None for rate in run.block_samples_per_s]
     rates = [None if run is None else _samples_per_s(run) for run in runs]
     best = float(np.median(list(ceiling.values()))) if ceiling else None
+    metrics = [None if run is None else run.summary.metric for run in runs]
+    is_share = comparison.higher_is_better and all(
+        0 <= evaluation.metric <= 1
+        for run in runs
+        if run is not None
+        for evaluation in run.evaluations
+    )
     measures: dict[Measure, Estimate] = {
         "time_to_target_s": estimate([None if r is None else r[0] for r in reached]),
         "steps_to_target": estimate([None if r is None else r[1] for r in reached]),
-        "final_metric": estimate([None if run is None else run.summary.metric for run in runs]),
+        "final_metric": estimate(metrics, most=1.0 if is_share else None),
         "step_s": estimate(step_s, block_s),
         "steps_per_s": estimate([s and 1 / s for s in step_s], [1 / s for s in block_s]),
         "samples_per_s": estimate(rates, block_rates),
@@ -213,10 +221,18 @@ def _lateness(runs: Sequence[AnalysedRun | None]) -> dict[str, object]:
     return {"lateness_s": late.mean_s.tolist(), "slow_worker": late.slow_worker}
 
 
-def _notices(runs: Sequence[AnalysedRun | None]) -> list[str]:
-    notices = list(
-        dict.fromkeys(notice for run in runs if run is not None for notice in run.summary.notices)
-    )
+def _notices(runs: Sequence[AnalysedRun | None], seeds: Sequence[int]) -> list[str]:
+    """What the summaries say, once; with its seed where other runs do not say the same."""
+    done = {seed: run for seed, run in zip(seeds, runs, strict=True) if run is not None}
+    said = {
+        notice: [seed for seed, run in done.items() if notice in run.summary.notices]
+        for one in done.values()
+        for notice in one.summary.notices
+    }
+    notices = [
+        notice if len(by) == len(done) else f"seed {', '.join(map(str, by))}: {notice}"
+        for notice, by in said.items()
+    ]
     ages = [
         run.summary.mean_entry_age
         for run in runs
@@ -318,8 +334,8 @@ def verdict(comparison: Comparison) -> str:
         )
     if difference.decided:
         return (
-            f"{first.label} reached {goal} in {took_s}, {difference.ratio:.3g} times faster than"
-            f" {second.label}, the next best."
+            f"{first.label} reached {goal} in {took_s}, {write(difference.ratio, RATIO)} times"
+            f" faster than {second.label}, the next best."
         )
     equals = _undecided(comparison, "time_to_target_s", complete)
     rest = (
@@ -367,7 +383,7 @@ def _step_verdict(comparison: Comparison, *, said: str | None = None) -> str:
         who = "it" if first.label == said else first.label
         return (
             f"{who} takes the shortest steps, {_seconds(first, 'step_s')}:"
-            f" {difference.ratio:.3g} times faster than {second.label}, the next best."
+            f" {write(difference.ratio, RATIO)} times faster than {second.label}, the next best."
         )
     equals = _undecided(comparison, "step_s", order)
     return (
@@ -404,7 +420,7 @@ def findings(comparison: Comparison) -> list[str]:
             if missed:
                 runs = f"{missed} of its {len(contestant.runs)} runs"
                 found.append(f"{contestant.label} did not reach {comparison.target:.4g} in {runs}.")
-    return found + _slow_worker(order)
+    return found + _above_the_ideal(comparison) + _slow_worker(order)
 
 
 def _next_best(comparison: Comparison) -> list[str]:
@@ -439,29 +455,57 @@ def _against(
 
 
 def _metric_gaps(comparison: Comparison) -> list[str]:
-    """By how much final metrics differ from the dense ones at equal steps."""
+    """By how much final metrics differ from the dense ones at equal steps, seed by seed."""
     reference = next(
         (c for c in comparison.contestants if c.strategy in ("ddp", "allreduce") and c.measures),
         None,
     )
-    if reference is None or not (base := reference.measures["final_metric"].median):
+    if reference is None or not (base := reference.measures["final_metric"]).median:
         return []
     name = comparison.metric_name.replace("_", " ")
     gaps = []
     for contestant in comparison.contestants:
-        metric = contestant.measures["final_metric"].median if contestant.measures else None
-        if contestant is not reference and metric is not None:
-            worse = (metric - base) / abs(base) * (-1 if comparison.higher_is_better else 1)
-            how = (
-                "the same as"
-                if round(metric, 4) == round(base, 4)
-                else f"{abs(worse):.2%} {'worse' if worse > 0 else 'better'} than"
-            )
-            gaps.append(
-                f"After {comparison.steps} steps {contestant.label} has {name} {metric:.4f}, {how}"
-                f" {reference.label}'s."
-            )
+        metric = contestant.measures["final_metric"] if contestant.measures else None
+        if contestant is reference or metric is None or metric.median is None:
+            continue
+        pairs = zip(metric.values, base.values, strict=True)
+        gap = estimate([None if x is None or y is None else x - y for x, y in pairs], signed=True)
+        gaps.append(
+            f"After {comparison.steps} steps {contestant.label} has {name}"
+            f" {write(metric.median, NUMBER)}, {reference.label} {write(base.median, NUMBER)}:"
+            f" {_gap_text(gap, higher_is_better=comparison.higher_is_better)}."
+        )
     return gaps
+
+
+def _gap_text(gap: Estimate, *, higher_is_better: bool) -> str:
+    if len(gap.values) - gap.values.count(None) < LEAST_SEEDS:
+        return f"whether they differ takes {LEAST_SEEDS} seeds to say"
+    assert gap.median is not None
+    assert gap.low is not None
+    assert gap.high is not None
+    if gap.low <= 0 <= gap.high:
+        return "no difference larger than the spread"
+    how = "better" if (gap.median > 0) == higher_is_better else "worse"
+    near, far = sorted(abs(end) for end in (gap.low, gap.high))
+    return f"{write(near, NUMBER)} to {write(far, NUMBER)} {how}"
+
+
+def _above_the_ideal(comparison: Comparison) -> list[str]:
+    """Why a strategy can be faster than workers that exchange nothing."""
+    above = [
+        f"{contestant.label} at {write(part, SHARE)}"
+        for contestant in comparison.contestants
+        if "efficiency" in contestant.measures
+        and (part := contestant.measures["efficiency"].median or 0.0) > 1
+    ]
+    if not above:
+        return []
+    return [
+        f"Against workers that exchange nothing {_listed(above)}: those were measured by"
+        " themselves, and where workers share cores, one that waits leaves its core to others, so"
+        " more than 100% is no gain."
+    ]
 
 
 def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
@@ -471,7 +515,7 @@ def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
     if slow is None:
         return []
     contestant = next(contestant for contestant in waiting if contestant.slow_worker == slow)
-    lag = _time_text(contestant.lateness_s[slow])
+    lag = write(contestant.lateness_s[slow], SECONDS)
     return [
         f"Worker {slow} is the slow one: under {contestant.label} it comes to the exchange {lag}"
         " after the first worker on average."
@@ -516,17 +560,14 @@ def _turned(difference: Difference) -> Difference:
 
 
 def _times(difference: Difference) -> str:
+    times = f"{write(difference.ratio, RATIO)} times"
     if difference.low is None or difference.high is None:
-        return f"{difference.ratio:.3g} times"
-    return f"{difference.ratio:.3g} times ({difference.low:.3g} to {difference.high:.3g})"
+        return times
+    return f"{times} ({write(difference.low, RATIO)} to {write(difference.high, RATIO)})"
 
 
 def _seconds(contestant: ComparedStrategy, measure: Measure) -> str:
-    return _time_text(contestant.measures[measure].median or 0.0)
-
-
-def _time_text(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return write(contestant.measures[measure].median, MEASURES[measure].unit)
 
 
 def _listed(labels: Sequence[str]) -> str:

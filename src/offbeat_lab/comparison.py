@@ -40,7 +40,7 @@ Measure = Literal[
     "share_transfer",
     "peak_memory_bytes",
 ]
-"""What is measured. `report.style.MEASURES` says what each is called, and `docs/comparing.md` how
+"""What is measured. `figures.MEASURES` says what each is called, and `docs/comparing.md` how
 it is measured.
 """
 

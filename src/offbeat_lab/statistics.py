@@ -12,7 +12,7 @@ CONFIDENCE = 0.95
 _RESAMPLES = 2_000
 _SEED = 0
 _BLOCKS = 12
-_LEAST_SEEDS = 3
+LEAST_SEEDS = 3
 """For Student's interval: that of two is so wide that it says nothing."""
 _MAX_WARM_UP_STEPS = 10
 
@@ -95,6 +95,7 @@ def estimate(
     samples: Sequence[float] | None = None,
     *,
     signed: bool = False,
+    most: float | None = None,
 ) -> Estimate:
     """The median of `samples`, by default of `values`, and its interval.
 
@@ -103,12 +104,15 @@ def estimate(
         samples: finer ones from within the runs, if there are.
         signed: whether they are such as may be below zero, as differences are. Else an interval of
             positive values is taken on a logarithmic scale, so that it never holds 0.
+        most: no value can be larger, and so no end of an interval is.
     """
     by_seed = _known(values)
     data = by_seed if samples is None else np.array(samples, dtype=np.float64)
     if not data.size:
         return Estimate(values=list(values), median=None, low=None, high=None)
     low, high = _hull(_bootstrap((data,), np.median), _student(by_seed, signed=signed))
+    if most is not None and high is not None:
+        high = min(high, most)
     return Estimate(values=list(values), median=float(np.median(data)), low=low, high=high)
 
 
@@ -181,7 +185,7 @@ def _student(by_seed: NDArray[np.float64], *, signed: bool = False) -> tuple[flo
     """
     from scipy import stats  # late, since it takes half a second and workers import this module
 
-    if by_seed.size < _LEAST_SEEDS:
+    if by_seed.size < LEAST_SEEDS:
         return None
     positive = not signed and bool((by_seed > 0).all())
     data = np.log(by_seed) if positive else by_seed

@@ -168,3 +168,10 @@ def test_a_hiccup_of_the_machine_does_not_count() -> None:
     durations_s = np.full(100, 0.1)
     durations_s[50] = 60.0
     assert float(np.median(blocks(durations_s))) == pytest.approx(0.1)
+
+
+def test_no_interval_passes_what_no_value_can() -> None:
+    free, bounded = estimate([0.99, 0.9, 0.98]), estimate([0.99, 0.9, 0.98], most=1.0)
+    assert free.high is not None
+    assert free.high > 1.0
+    assert bounded == free.model_copy(update={"high": 1.0})

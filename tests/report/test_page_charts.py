@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from offbeat.run.records import WorkerLoss
 from offbeat_lab.breakdown import Steps
+from offbeat_lab.figures import Better
 from offbeat_lab.report.charts import (
     MAX_BARS,
     bin_mean,
@@ -22,7 +23,7 @@ from offbeat_lab.report.charts import (
     timelines,
     without_pauses,
 )
-from offbeat_lab.report.data import Better, Curve, PageContent, RunResults, StrategyResults
+from offbeat_lab.report.data import Curve, PageContent, RunResults, StrategyResults
 
 VALUES = st.floats(-1e6, 1e6)
 

@@ -9,7 +9,8 @@ import pytest
 
 from offbeat_lab.breakdown import Steps, lateness
 from offbeat_lab.comparison import Difference
-from offbeat_lab.report.data import Better, Curve, PageContent, RunResults, StrategyResults
+from offbeat_lab.figures import Better
+from offbeat_lab.report.data import Curve, PageContent, RunResults, StrategyResults
 from offbeat_lab.report.page_sections import (
     Row,
     difference_rows,

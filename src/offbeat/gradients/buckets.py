@@ -10,10 +10,18 @@ from itertools import accumulate
 import torch
 
 from offbeat.arithmetic.fusion import fuse
-from offbeat.torch_private import is_dense
 
 _NUM_BUFFERS = 2
 """Buffers that a sparse reduction uses in turns."""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of `tensor` fill its memory without gaps and without overlap, in any
+    order of dimensions. Autograd then gives its gradient the same strides.
+    """
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension])
+    return tensor.permute(order).is_contiguous()
 
 
 class Bucket:

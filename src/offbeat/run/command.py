@@ -140,7 +140,7 @@ def run_command(
     add("--metric", metavar="NAME",
         help="which logged value counts (default: the first that is not the loss)")
     add("--log-to", default="", metavar="NAMES",
-        help="live metrics: tensorboard, wandb or mlflow, or several with commas")
+        help="live metrics: tensorboard, wandb, mlflow, opentelemetry, several with commas")
     add("--out", type=Path, metavar="DIR",
         help="new directory for the record (default: one below runs/)")
     add("words", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENTS]...", help="as for python")

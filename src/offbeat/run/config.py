@@ -61,7 +61,8 @@ class RunConfig:
         cluster: the description of what is emulated; None: this machine as it is.
         emulation: how, see `offbeat_lab.emulation.emulate`.
         script: what runs in the place of a task; None for a task.
-        log_to: who hears metrics while training runs: "tensorboard", "wandb", "mlflow".
+        log_to: who hears metrics while training runs: "tensorboard", "wandb", "mlflow",
+            "opentelemetry".
         batch_shares: each worker's part of a step's samples, in proportion; empty: all the same.
     """
 

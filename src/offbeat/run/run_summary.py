@@ -59,6 +59,7 @@ def gather_ends(
     last, session = run.attached.session.stats, run.attached.session
     num_steps = max(1, run.schedule.position.step - recorder.first_step)
     mine = {
+        "step": run.schedule.position.step,
         "digest": digest(run.attached.model),
         "shard": shard_number(run.attached.model),
         "seconds": recorder.evaluation(math.nan, {}).seconds,
@@ -103,13 +104,13 @@ def write_end(
         strategy=config.strategy,
         workers=config.workers,
         world_size=run.coordinator.world_size,
-        steps=step,
+        steps=max(end["step"] for end in ends),
         metric=measured.metric,
         metric_name=measured.name,
         higher_is_better=measured.higher_is_better,
         other_metrics=dict(measured.others),
         loss=recorder.last_loss,
-        seconds=recorder.seconds,
+        seconds=recorder.evaluation(math.nan, {}).seconds,
         steps_per_s=(step - recorder.first_step) / recorder.seconds if recorder.seconds else 0.0,
         samples_per_s=sum(end["samples_per_s"] for end in ends),
         bytes_sent_per_step=sum(end["bytes_per_step"] for end in ends) / len(ends),

@@ -1,9 +1,9 @@
-"""Metrics while training runs: to TensorBoard, Weights & Biases, MLflow, or whatever has these two
-methods.
+"""Metrics while training runs: to TensorBoard, Weights & Biases, MLflow, OpenTelemetry, or whatever
+has these two methods.
 
     attach(..., loggers=[TensorBoardLogger("runs/tb")])
 
-None of the three is a dependency of offbeat.
+None of these is a dependency of offbeat.
 """
 
 from __future__ import annotations
@@ -112,15 +112,38 @@ class MLflowLogger:
             self._mlflow.end_run()
 
 
+class OpenTelemetryLogger:
+    """A gauge for each value, of the meter provider that the script or `opentelemetry-instrument`
+    has set. That one says where they go, such as to a collector or to Prometheus, and what tells
+    this process from others. Given to `attach` on each rank, they show live who waits.
+    """
+
+    def __init__(self) -> None:
+        _require("opentelemetry.metrics", "pip install opentelemetry-sdk")
+        self._gauges: dict[str, Any] = {}
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        meter = import_module("opentelemetry.metrics").get_meter("offbeat")
+        for name, value in {**values, "offbeat/step": step}.items():
+            dotted = name.replace("/", ".")  # as names of instruments are written
+            if dotted not in self._gauges:
+                self._gauges[dotted] = meter.create_gauge(dotted)
+            self._gauges[dotted].set(value)
+
+    def close(self) -> None:
+        """The provider belongs to whoever has set it, who also ends it."""
+
+
 _MAKERS: Final[Mapping[str, Callable[[Path], MetricsLogger]]] = {
     "tensorboard": lambda record: TensorBoardLogger(record / "tensorboard"),
     "wandb": lambda record: WandbLogger(name=record.name),
     "mlflow": lambda record: MLflowLogger(),
+    "opentelemetry": lambda record: OpenTelemetryLogger(),
 }
 
 
 def named_loggers(names: Sequence[str], record: Path) -> list[MetricsLogger]:
-    """The loggers that `--log-to` names: "tensorboard", "wandb" and "mlflow".
+    """The loggers that `--log-to` names: "tensorboard", "wandb", "mlflow" and "opentelemetry".
 
     Args:
         names: of them.
@@ -139,7 +162,10 @@ def named_loggers(names: Sequence[str], record: Path) -> list[MetricsLogger]:
 
 def _require(package: str, command: str) -> None:
     """Before any communication, on every rank alike."""
-    found = find_spec(package)
+    try:
+        found = find_spec(package)
+    except ModuleNotFoundError:  # the package that it is in
+        found = None
     # Runs of wandb leave a directory of its name, which Python takes for a package without a file.
     if found is None or found.origin is None:
         raise ConfigError(f"{package} is not installed; {command}")

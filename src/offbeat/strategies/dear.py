@@ -24,13 +24,12 @@ from typing_extensions import override
 
 from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
-from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.buckets import is_dense, make_buckets
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.scattered import ScatterReduction, ShardedSteps
 from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
 from offbeat.strategies.options import require_positive
 from offbeat.strategies.sparse_gradient import require_real
-from offbeat.torch_private import is_dense
 
 ELEMENTWISE: Final = (
     torch.optim.SGD,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from offbeat.run.config import ScriptCommand
 from offbeat.run.plan import script_command
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Measure
-from offbeat_lab.statistics import Estimate
+from offbeat_lab.figures import MEASURES, write_estimate
 
 _PLAIN_EVERY_S = 5.0
 _WORKER_AND_LOG: Final = re.compile(r"worker \d+ \(pid \d+\)|\S*/logs\S*")
@@ -228,21 +228,21 @@ def comparison_display(*, quiet: bool = False) -> Iterator[ComparisonDisplay]:
         yield display
 
 
-_ROWS: Final[Sequence[tuple[str, Measure, Callable[[float], str]]]] = (
-    ("time to target", "time_to_target_s", lambda s: f"{s:.3g} s"),
-    ("steps to target", "steps_to_target", lambda n: f"{n:.0f}"),
-    ("final {metric}", "final_metric", lambda m: f"{m:.4f}"),
-    ("a step", "step_s", lambda s: f"{s * 1e3:.3g} ms" if s < 1 else f"{s:.3g} s"),
-    ("samples a second", "samples_per_s", lambda n: f"{n:,.0f}"),
-    ("of the ideal", "efficiency", lambda part: f"{part:.0%}"),
-    ("sent a step", "bytes_per_step", lambda n: decimal(round(n))),
-    ("messages a step", "messages_per_step", lambda n: f"{n:.3g}"),
-    ("computing", "share_compute", lambda part: f"{part:.0%}"),
-    ("encoding", "share_encode", lambda part: f"{part:.0%}"),
-    ("waiting for others", "share_wait", lambda part: f"{part:.0%}"),
-    ("transfer", "share_transfer", lambda part: f"{part:.0%}"),
-    ("memory of a worker", "peak_memory_bytes", lambda n: decimal(round(n))),
-)
+_ROWS: Final[Mapping[Measure, str]] = {
+    "time_to_target_s": "time to target",
+    "steps_to_target": "steps to target",
+    "final_metric": "final {metric}",
+    "step_s": "a step",
+    "samples_per_s": "samples of all workers",
+    "efficiency": "against no exchange",
+    "bytes_per_step": "sent a step",
+    "messages_per_step": "messages a step",
+    "share_compute": "computing",
+    "share_encode": "encoding",
+    "share_wait": "waiting for others",
+    "share_transfer": "transfer",
+    "peak_memory_bytes": "memory of a worker",
+}
 _WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}
 
 
@@ -262,8 +262,8 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
     table.add_column("")
     for contestant in comparison.contestants:
         table.add_column(escape(contestant.label), justify="right", overflow="fold")
-    for name, measure, text in _ROWS:
-        cells = [_cell(contestant, measure, text) for contestant in comparison.contestants]
+    for measure, name in _ROWS.items():
+        cells = [_cell(contestant, measure) for contestant in comparison.contestants]
         if any(cells):
             table.add_row(name.format(metric=comparison.metric_name.replace("_", " ")), *cells)
     console.print(table)
@@ -298,15 +298,14 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         console.print(f"page:   {escape(str(page))}", highlight=False, soft_wrap=True)
 
 
-def _cell(contestant: ComparedStrategy, measure: Measure, text: Callable[[float], str]) -> str:
+def _cell(contestant: ComparedStrategy, measure: Measure) -> str:
     if contestant.failure is not None:
         return "failed" if measure == "step_s" else ""
-    figure: Estimate | None = contestant.measures.get(measure)
+    figure = contestant.measures.get(measure)
     if figure is None or figure.median is None:
         return ""
-    if measure not in _WITH_INTERVAL or figure.low is None or figure.high is None:
-        return text(figure.median)
-    return f"{text(figure.median)}\n[dim]{text(figure.low)} to {text(figure.high)}[/dim]"
+    text, interval = write_estimate(figure, MEASURES[measure].unit)
+    return f"{text}\n[dim]{interval}[/dim]" if interval and measure in _WITH_INTERVAL else text
 
 
 def _duration(seconds: float) -> str:

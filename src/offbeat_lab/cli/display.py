@@ -204,12 +204,8 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
             f"{summary.steps:,}"
             + (f" (from {summary.resumed_from_step})" if summary.resumed_from_step else ""),
         ),
-        (
-            "training time",
-            f"{summary.seconds:.1f} s"
-            + (" (since the resume)" if summary.resumed_from_step else ""),
-        ),
-        ("steps a second", f"{summary.steps_per_s:.1f}"),
+        ("training time", f"{summary.seconds:.1f} s"),
+        ("steps a second, the first included", f"{summary.steps_per_s:.1f}"),
         ("sent by a worker in a step", decimal(round(summary.bytes_sent_per_step))),
         ("skipped steps", str(summary.skipped_steps)),
         ("replicas", "identical" if summary.replicas_identical else "differ"),

@@ -29,6 +29,15 @@ def report(
     print(write_report(directory))
 
 
+def watch(
+    directory: Annotated[Path, typer.Argument(help="The record of a run that is under way.")],
+) -> None:
+    """Show how each worker of a run does: steps, loss, who is late, bytes. It ends with the run."""
+    from offbeat_lab.cli.watching import watch as watch_run
+
+    watch_run(directory)
+
+
 def trace(
     directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
     out: Annotated[Path, typer.Option(help="File to write, .json or .json.gz.")],
@@ -118,7 +127,7 @@ _SCRIPT, _CHOICE, _LAB, _AFTER, _CLEANING = (
     "Your own script",
     "Choosing a strategy",
     "The lab",
-    "After a run",
+    "During and after a run",
     "Cleaning up",
 )
 _COMMANDS: Final[tuple[tuple[Callable[..., None], str, str], ...]] = (
@@ -131,6 +140,7 @@ _COMMANDS: Final[tuple[tuple[Callable[..., None], str, str], ...]] = (
     (demo, _LAB, "offbeat demo"),
     (train, _LAB, "offbeat train --task digits --strategy gtopk --set density=0.01 --workers 4"),
     (tasks, _LAB, "offbeat tasks"),
+    (watch, _AFTER, "offbeat watch runs/demo-001"),
     (report, _AFTER, "offbeat report runs/demo-001"),
     (trace, _AFTER, "offbeat trace runs/demo-001 --out trace.json.gz"),
 )

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat_lab.breakdown import Steps
-from offbeat_lab.report.data import Better, Curve, Floats, PageContent, RunResults, StrategyResults
-from offbeat_lab.report.style import BYTES, COUNT, NUMBER, SECONDS, Unit, capital, write
+from offbeat_lab.figures import BYTES, COUNT, NUMBER, SECONDS, Better, Unit, capital, write
+from offbeat_lab.report.data import Curve, Floats, PageContent, RunResults, StrategyResults
 
 MAX_POINTS = 600
 _LOG_FROM = 8.0

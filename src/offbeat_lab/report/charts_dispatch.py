@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat_lab.figures import COUNT, NUMBER, SAMPLES_PER_S, SECONDS, SHARE, Unit, write
 from offbeat_lab.records import MegaBatch, Share
 from offbeat_lab.report.charts import Axis, LineChart, Series, line, mean_line
 from offbeat_lab.report.data import Floats, PageContent, RunResults
-from offbeat_lab.report.style import COUNT, NUMBER, SAMPLES_PER_S, SECONDS, SHARE, Unit, write
 
 MOST_LINES: Final = 8
 """Of more workers than there are colours, the mean is drawn, with a band."""

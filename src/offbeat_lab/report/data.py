@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +14,11 @@ from offbeat.run.records import WorkerLoss
 from offbeat_lab.breakdown import Steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import Difference
+from offbeat_lab.figures import Better
 from offbeat_lab.records import EmulationReport, MegaBatch
 from offbeat_lab.statistics import Estimate
 
 Floats = NDArray[np.float64]
-
-
-class Better(Enum):
-    """Which way a measure is to go."""
-
-    LOWER = -1
-    HIGHER = 1
-    NEITHER = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

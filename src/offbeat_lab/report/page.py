@@ -27,27 +27,27 @@ from offbeat_lab.analysis import winner
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.comparison import ComparedStrategy, is_comparison, read_comparison
 from offbeat_lab.config import cluster_of
+from offbeat_lab.figures import (
+    BITS_PER_S,
+    BYTES,
+    NUMBER,
+    SECONDS,
+    SHARE,
+    Better,
+    capital,
+    write,
+    write_option,
+)
 from offbeat_lab.records import Record
 from offbeat_lab.report import page_sections as sections
 from offbeat_lab.report import page_summary as summary
 from offbeat_lab.report.charts import line_charts, timelines
 from offbeat_lab.report.charts_dispatch import dispatches
 from offbeat_lab.report.data import (
-    Better,
     Curve,
     PageContent,
     RunResults,
     StrategyResults,
-)
-from offbeat_lab.report.style import (
-    BITS_PER_S,
-    BYTES,
-    NUMBER,
-    SECONDS,
-    SHARE,
-    capital,
-    write,
-    write_option,
 )
 from offbeat_lab.statistics import Estimate
 

@@ -11,19 +11,20 @@ import numpy as np
 
 from offbeat_lab.breakdown import Lateness, lateness
 from offbeat_lab.comparison import Difference
-from offbeat_lab.report.data import Better, PageContent
-from offbeat_lab.report.page_summary import SHORT, median, slow_worker
-from offbeat_lab.report.style import (
+from offbeat_lab.figures import (
     MEASURES,
     NOTHING,
     RATIO,
     SECONDS,
     SHARE,
+    Better,
     Measure,
     capital,
     write,
     write_estimate,
 )
+from offbeat_lab.report.data import PageContent
+from offbeat_lab.report.page_summary import SHORT, median, slow_worker
 
 _MANY_WORKERS, _LATEST = 16, 12
 

@@ -1,21 +1,27 @@
-"""How values are written: units people use, and no more digits than the interval supports."""
+"""How values are written, in tables, sentences and pages alike: in units that people use, and with
+as many digits everywhere, so that one value looks the same wherever it stands.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
-from offbeat_lab.report.data import Better
 from offbeat_lab.statistics import Estimate
 
 NOTHING: Final = "–"
 """What stands where nothing was measured."""
 
-_USUAL_DIGITS: Final = 3
-_MOST_DIGITS: Final = 4
-"""However narrow an interval is, no reader needs more."""
+
+class Better(Enum):
+    """Which way a measure is to go."""
+
+    LOWER = -1
+    HIGHER = 1
+    NEITHER = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +30,12 @@ class Unit:
 
     Attributes:
         scales: (where it begins, what to divide by, its name), ascending.
-        digits: significant digits where no interval says how many are known.
+        digits: significant digits.
         most_decimals: at most so many after the point.
     """
 
     scales: Sequence[tuple[float, float, str]]
-    digits: int = _USUAL_DIGITS
+    digits: int = 3
     most_decimals: int = 9
 
     def scale_of(self, value: float) -> tuple[float, str]:
@@ -89,7 +95,7 @@ MEASURES: Final[dict[str, Measure]] = {
     "efficiency": Measure("Efficiency against exchanging nothing", SHARE, Better.HIGHER),
     "step_s": Measure("Time of a step", SECONDS, Better.LOWER),
     "bytes_per_step": Measure("Sent by a worker in a step", BYTES, Better.LOWER),
-    "messages_per_step": Measure("Messages of a worker in a step", NUMBER, Better.LOWER),
+    "messages_per_step": Measure("Messages of a worker in a step", RATIO, Better.LOWER),
     "peak_memory_bytes": Measure("Memory of a worker at its peak", BYTES, Better.LOWER),
     "share_compute": Measure("Share of a step spent computing", SHARE, Better.NEITHER),
     "share_encode": Measure("Share spent encoding", SHARE, Better.NEITHER),
@@ -103,26 +109,20 @@ def write(value: float | None, unit: Unit) -> str:
     if value is None or not math.isfinite(value):
         return NOTHING
     divisor, name = unit.scale_of(value)
-    return _with_name(_round(value / divisor, _decimals(value / divisor, 0.0, unit)), name)
+    return _with_name(_round(value / divisor, unit), name)
 
 
 def write_estimate(estimate: Estimate, unit: Unit) -> tuple[str, str]:
-    """The median and the interval, in the same unit and to the same digit. The interval is empty
-    where there is none.
+    """The median as `write` has it, and the interval in the same unit. That is empty where there is
+    none, or none that so many digits show.
     """
     median, low, high = estimate.median, estimate.low, estimate.high
-    if (
-        median is None
-        or low is None
-        or high is None
-        or not all(map(math.isfinite, (median, low, high)))
-        or low == high
-    ):
-        return write(median, unit), ""
-    divisor, name = unit.scale_of(median)
-    decimals = _decimals(median / divisor, (high - low) / 2 / divisor, unit)
-    number, *interval = (_round(value / divisor, decimals) for value in (median, low, high))
-    return _with_name(number, name), "" if len(set(interval)) == 1 else " to ".join(interval)
+    text = write(median, unit)
+    if median is None or low is None or high is None or not math.isfinite(low + high):
+        return text, ""
+    divisor, _ = unit.scale_of(median)
+    ends = [_round(end / divisor, unit) for end in (low, high)]
+    return text, "" if ends[0] == ends[1] else " to ".join(ends)
 
 
 def capital(text: str) -> str:
@@ -141,24 +141,12 @@ def write_option(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _decimals(scaled: float, half_width: float, unit: Unit) -> int:
-    """Digits after the point: as many as the interval supports, or the unit's where there is no
-    interval.
-    """
-    magnitude = math.floor(math.log10(abs(float(f"{scaled:.{unit.digits - 1}e}")))) if scaled else 0
-    if half_width > 0:
-        leading = math.floor(math.log10(half_width))
-        supported = -leading + (half_width < 3 * 10.0**leading)
-        return min(supported, _MOST_DIGITS - 1 - magnitude, unit.most_decimals)
-    return (
-        0
-        if math.isclose(scaled, round(scaled), rel_tol=1e-9)
-        else min(unit.digits - 1 - magnitude, unit.most_decimals)
-    )
-
-
-def _round(scaled: float, decimals: int) -> str:
-    """With thousands apart, and without the minus of a zero."""
+def _round(scaled: float, unit: Unit) -> str:
+    """To the unit's digits, with thousands apart, and without the minus of a zero."""
+    if math.isclose(scaled, round(scaled), rel_tol=1e-9):
+        return f"{round(scaled) + 0.0:,.0f}"
+    magnitude = math.floor(math.log10(abs(float(f"{scaled:.{unit.digits - 1}e}"))))
+    decimals = min(unit.digits - 1 - magnitude, unit.most_decimals)
     return f"{round(scaled, decimals) + 0.0:,.{max(0, decimals)}f}"
 
 
