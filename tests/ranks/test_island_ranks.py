@@ -59,9 +59,7 @@ EQUAL: dict[str, Training] = {
         strategy=offbeat.GTopK(**EVERYTHING, collective="all_gather"), num_passes=2
     ),
     "ef21 of everything": Training(strategy=offbeat.EF21(**EVERYTHING)),
-    "localsgd, not resharded, clipped": Training(
-        strategy=LOCALSGD, reshard=False, clip="session"
-    ),
+    "localsgd, not resharded, clipped": Training(strategy=LOCALSGD, reshard=False, clip="session"),
     "localsgd, accumulated, AdamW, clipped by torch": Training(
         strategy=LOCALSGD, num_passes=2, clip="torch", **ADAM
     ),

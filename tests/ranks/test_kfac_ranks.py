@@ -54,8 +54,8 @@ SHORT: Strategies = {
     "spdkfac": offbeat.SPDKFAC(inverse_interval=1),
 }
 LOCAL = SHORT | {"dpkfac as published": offbeat.DPKFAC(inverse_interval=1)}
-"""Where every rank inverts, where owners do, and where factors stay with their rank: what goes wrong
-beside the plan does not depend on more of it.
+"""Where every rank inverts, where owners do, and where factors stay with their rank: what goes
+wrong beside the plan does not depend on more of it.
 """
 
 
