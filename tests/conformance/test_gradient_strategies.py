@@ -153,14 +153,12 @@ def attached() -> Iterator[Callable[..., tuple[Net, torch.optim.Optimizer, Sessi
         session.close()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_density_1_alone_is_the_plain_loop(
-    lossless: GradientStrategy, attached: Callable, set_to_none: bool
-) -> None:
+def test_density_1_alone_is_the_plain_loop(lossless: GradientStrategy, attached: Callable) -> None:
     net, optimizer, _ = attached(lossless)
     plain = Net()
-    train(net, optimizer, range(4), set_to_none=set_to_none)
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.05), range(4), set_to_none=set_to_none)
+    for model, steps in ((net, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=0.05))):
+        train(model, steps, range(2), set_to_none=False)
+        train(model, steps, range(2, 4), set_to_none=True)
     assert_same(net, plain)
 
 
@@ -203,7 +201,7 @@ def test_gradients_of_zero_move_nothing(strategy: AnyStrategy, attached: Callabl
 
 
 @NEVER_STEPPED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_keep_dtype_shape_and_device(
     strategy: AnyStrategy, attached: Callable, dtype: torch.dtype
 ) -> None:
@@ -526,21 +524,20 @@ def test_the_class_in_place_of_an_instance_is_refused() -> None:
         offbeat.attach(net, torch.optim.SGD(net.parameters()), offbeat.GTopK)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_parameter_frozen_while_attached_stays_where_it_is(
-    strategy: AnyStrategy, attached: Callable, set_to_none: bool
+    strategy: AnyStrategy, attached: Callable
 ) -> None:
     net, optimizer, _ = attached(strategy)
-    train(net, optimizer, range(2), set_to_none=set_to_none)
+    train(net, optimizer, range(2), set_to_none=False)
     net.shared.weight.requires_grad_(False)
     before = net.shared.weight.clone()
-    train(net, optimizer, range(2, 5), set_to_none=set_to_none)
+    train(net, optimizer, range(2, 4), set_to_none=False)
+    train(net, optimizer, range(4, 6), set_to_none=True)
     torch.testing.assert_close(net.shared.weight.detach(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("keyword", [True, False])
 def test_a_step_with_a_closure_exchanges_once(
-    lossless: GradientStrategy, attached: Callable, keyword: bool
+    lossless: GradientStrategy, attached: Callable
 ) -> None:
     net, optimizer, session = attached(lossless)
     plain = Net()
@@ -556,7 +553,7 @@ def test_a_step_with_a_closure_exchanges_once(
                 loss.backward()
                 return loss
 
-            opt.step(closure=closure) if keyword else opt.step(closure)
+            opt.step(closure=closure) if step % 2 else opt.step(closure)
     assert_same(net, plain)
     assert session.stats.exchanges == 3
 

@@ -130,14 +130,12 @@ def attached() -> Iterator[Callable[..., tuple[Net, torch.optim.Optimizer, Sessi
         session.close()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_alone_it_is_the_plain_loop(
-    plain_strategy: AveragingStrategy, attached: Callable, set_to_none: bool
-) -> None:
+def test_alone_it_is_the_plain_loop(plain_strategy: AveragingStrategy, attached: Callable) -> None:
     net, optimizer, session = attached(plain_strategy)
     plain = Net()
-    train(net, optimizer, range(5), set_to_none=set_to_none)
-    train(plain, sgd(plain), range(5), set_to_none=set_to_none)
+    for model, steps in ((net, optimizer), (plain, sgd(plain))):
+        train(model, steps, range(2), set_to_none=False)
+        train(model, steps, range(2, 5), set_to_none=True)
     assert_same(net, plain)
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(net.get_buffer(name), buffer, rtol=0, atol=0)
@@ -167,7 +165,7 @@ def test_tensors_stay_where_they_are(strategy: AveragingStrategy, attached: Call
     assert [tensor.data_ptr() for tensor in tensors] == places
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weights_keep_dtype_and_shape(
     strategy: AveragingStrategy, attached: Callable, dtype: torch.dtype
 ) -> None:
@@ -296,14 +294,12 @@ def test_several_passes_and_none_in_a_step(
     assert session.stats.steps == 5
 
 
-@pytest.mark.parametrize("keyword", [True, False])
-def test_a_step_with_a_closure(
-    plain_strategy: AveragingStrategy, attached: Callable, keyword: bool
-) -> None:
+def test_a_step_with_a_closure(plain_strategy: AveragingStrategy, attached: Callable) -> None:
     net, optimizer, _ = attached(plain_strategy)
     if isinstance(plain_strategy, offbeat.EagerSGD):
-        with pytest.raises(UnsupportedError, match="without a closure"):
-            optimizer.step(closure=lambda: 0.0) if keyword else optimizer.step(lambda: 0.0)
+        for keyword in (True, False):
+            with pytest.raises(UnsupportedError, match="without a closure"):
+                optimizer.step(closure=lambda: 0.0) if keyword else optimizer.step(lambda: 0.0)
         return
     plain = Net()
     plain_optimizer = sgd(plain)
@@ -318,7 +314,7 @@ def test_a_step_with_a_closure(
                 loss.backward()
                 return loss
 
-            opt.step(closure=closure) if keyword else opt.step(closure)
+            opt.step(closure=closure) if step % 2 else opt.step(closure)
     assert_same(net, plain)
 
 
@@ -473,31 +469,22 @@ def test_complex_parameters(strategy: AveragingStrategy) -> None:
         assert_same(net, plain)
 
 
-@pytest.mark.parametrize("change", ["model", "strategy", "nothing"])
 def test_a_state_of_something_else_is_refused(
-    strategy: AveragingStrategy, attached: Callable, change: str
+    strategy: AveragingStrategy, attached: Callable
 ) -> None:
     net, optimizer, session = attached(strategy)
     train(net, optimizer, range(4))
     state = session.state_dict()
-    if change == "strategy":
-        state["strategy"] = "gtopk"
-    elif change == "nothing":
-        state["callbacks"] = {}
-    else:
-        tensors = [entries for part in state["callbacks"].values() for entries in part.values()]
-        found = [
-            (entries, key)
-            for entries in tensors
-            for key in entries
-            if isinstance(entries[key], torch.Tensor)
-        ]
-        if not found:
-            pytest.skip("keeps no tensor of the model's")
-        for entries, key in found:
-            entries[key] = torch.zeros(1)
-    with pytest.raises(CheckpointError):
-        session.load_state_dict(state)
+    others = [state | {"strategy": "gtopk"}, state | {"callbacks": {}}]
+    of_another_model = copy.deepcopy(state)
+    for part in of_another_model["callbacks"].values():
+        for entries in part.values():
+            tensors = [key for key in entries if isinstance(entries[key], torch.Tensor)]
+            entries.update(dict.fromkeys(tensors, torch.zeros(1)))
+            others += [of_another_model] if tensors else []
+    for other in others:
+        with pytest.raises(CheckpointError):
+            session.load_state_dict(other)
 
 
 @pytest.mark.parametrize(

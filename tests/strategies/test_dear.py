@@ -21,7 +21,7 @@ Optimizers: TypeAlias = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Opt
 Found: TypeAlias = list[torch.Tensor]
 Way: TypeAlias = Callable[[Session, torch.nn.Module, int, int], None]
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 SMALL: dict[str, Any] = {"bucket_mib": 5e-4, "replica_check_interval": 7}
 """Some 65 elements of float64 in a bucket, so that parts begin within parameters."""
 

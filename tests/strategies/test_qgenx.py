@@ -56,8 +56,8 @@ def test_plain_steps_circle_around_the_solution_of_a_game() -> None:
     assert found[0][0] > 10 * Game().distance()
 
 
-@pytest.mark.parametrize("codec", ["stochastic4", "linear2"])
-def test_a_game_ends_at_its_solution(codec: str) -> None:
+def test_a_game_ends_at_its_solution() -> None:
+    codec = "stochastic4"
     before = Game().distance()
     found = results_of(
         3, lambda driver: play(driver, offbeat.QGenX(codec=codec, replica_check_interval=1))

@@ -18,7 +18,7 @@ import pytest
 from group_support.world import Schedule, World, draw_coded, draw_rounded, draw_schedule
 
 
-@pytest.mark.parametrize("first", range(0, 24, 6))
+@pytest.mark.parametrize("first", range(0, 12, 6))
 def test_random_schedules(first: int) -> None:
     for seed in range(first, first + 6):
         World(draw_schedule(seed)).run()
@@ -45,7 +45,7 @@ def test_ten_thousand_random_schedules(first: int, draw: Callable[[int], Schedul
         World(draw(seed)).run()
 
 
-@pytest.mark.parametrize("seed", range(0, 40, 20))
+@pytest.mark.parametrize("seed", [20])
 def test_a_seed_replays_its_schedule(seed: int) -> None:
     worlds = [World(draw_schedule(seed)) for _ in range(2)]
     for world in worlds:
