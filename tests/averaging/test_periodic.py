@@ -21,11 +21,12 @@ from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import (
     AveragingSchedule,
     Drift,
+    EncodedChanges,
     Everyone,
     GrowingPeriod,
     MeanOfAll,
     PeriodicAverage,
-    TakeMean,
+    by_codec,
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -84,20 +85,13 @@ class Composed(AveragingStrategy):
     name = "composed"
     schedule: AveragingSchedule = GrowingPeriod(1)  # noqa: RUF009 - it holds no state
     codec: WeightCodec | None = HALVES
-    keeps_anchor: bool = True
 
     @override
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        plain = partial(torch.optim.SGD, lr=1.0)
-        mean = MeanOfAll(
-            weights,
-            Everyone(context.driver, context.new_stream()),
-            codec=self.codec,
-            optimizer=context.optimizer,
-            rule=OuterOptimizer(context.parameters, make=plain)
-            if self.keeps_anchor
-            else TakeMean(),
-        )
+        peers = Everyone(context.driver, context.new_stream())
+        rule = OuterOptimizer(context.parameters, make=partial(torch.optim.SGD, lr=1.0))
+        changes = EncodedChanges(rule.anchor, by_codec(self.codec), peers) if self.codec else None
+        mean = MeanOfAll(weights, peers, changes=changes, optimizer=context.optimizer, rule=rule)
         average = PeriodicAverage(mean, self.schedule)
         made.append(average)
         return [average]
@@ -206,8 +200,3 @@ def test_objects_that_are_none_are_refused(options: dict[str, Any], message: str
 def test_a_codec_of_nothing_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"in \(0, 1\]"):
         offbeat.WeightCodec(**({"density": 0.5} | options))
-
-
-def test_a_codec_that_drops_something_needs_an_anchor() -> None:
-    with pytest.raises(ConfigError, match="needs a rule that keeps an anchor"):
-        train(Composed(keeps_anchor=False), [])

@@ -40,7 +40,6 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "powersgd": offbeat.PowerSGD(rank=1),
     "powersgd in small buckets": offbeat.PowerSGD(rank=1, bucket_mib=1e-4),
     "demo": offbeat.DeMo(density=0.2, decay=1.0, sign=False),
-    "defsgd": offbeat.DEFSGD(ratio=5),
     "qgenx": offbeat.QGenX(codec="linear4"),
     "topk": offbeat.TopK(density=0.2),
     "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
@@ -84,8 +83,6 @@ def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
         return replace(strategy, codec="float32")
     if isinstance(strategy, offbeat.DeMo):
         return replace(strategy, density=1.0, sign=False)
-    if isinstance(strategy, offbeat.DEFSGD):
-        return replace(strategy, ratio=1)
     if isinstance(strategy, offbeat.PowerSGD):
         return replace(strategy, rank=1000)  # of which every parameter is so small that it is whole
     return strategy

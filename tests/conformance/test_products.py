@@ -47,12 +47,12 @@ PRODUCTS |= {
 PRODUCTS |= {
     "powersgd": offbeat.PowerSGD(rank=1),
     "powersgd of rank 2": offbeat.PowerSGD(rank=2),
-    "defsgd": offbeat.DEFSGD(ratio=5),
 }
 WEIGHT_PRODUCTS: dict[str, Strategy] = {
     f"localsgd over {codec}": offbeat.LocalSGD(period=2, warmup=0, codec=codec)
     for codec in WEIGHT_CODECS
 }
+WEIGHT_PRODUCTS |= {"defsgd": offbeat.DEFSGD(ratio=5, ahead=0.0)}
 _GRID = [f"{name} in {codec}" for name in _TAKE_CODECS for codec in VALUE_CODECS]
 NUM_RANKS = dict.fromkeys(PRODUCTS | WEIGHT_PRODUCTS, max(WORLD_SIZES)) | {
     name: WORLD_SIZES[sum(divmod(number, len(VALUE_CODECS))) % len(WORLD_SIZES)]

@@ -43,7 +43,6 @@ STRATEGIES: Strategies = {
     "allreduce by signs": offbeat.AllReduce(codec="sign", **BASE),
     "powersgd": offbeat.PowerSGD(rank=1, bucket_mib=1e-3, **BASE),
     "demo": offbeat.DeMo(decay=1.0, sign=False, **SPARSE),
-    "defsgd": offbeat.DEFSGD(ratio=10, **BASE),
     "topk": offbeat.TopK(**SPARSE),
     "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
     "gtopk by reduce-scatter, bfloat16, small buckets": replace(

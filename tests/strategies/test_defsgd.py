@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import offbeat
+from offbeat.errors import CheckpointError, ConfigError
 from thread_support.world import ThreadDriver, results_of, session_on
 
 SIZES, RATIO, MOMENTUM, NUM_STEPS = (20, 7), 4, 0.9, 12
@@ -16,7 +19,7 @@ def rate_of(step: int) -> float:
     return 0.1 if step < 5 else 0.03
 
 
-def gradients_of(rank: int, step: int) -> list[torch.Tensor]:
+def noise(rank: int, step: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(100 * rank + step)
     return [torch.randn(size, generator=draw, dtype=torch.float64) for size in SIZES]
 
@@ -27,46 +30,66 @@ class Net(torch.nn.Module):
         self.both = torch.nn.ParameterList(torch.ones(size).double() for size in SIZES)
 
 
+def step_of(net: Net, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """The gradient at x is x plus noise."""
+    optimizer.param_groups[0]["lr"] = rate_of(step)
+    pairs = zip(net.both, noise(rank, step), strict=True)
+    torch.stack([(x * x / 2 + x * each).sum() for x, each in pairs]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def anchors_of(session: offbeat.Session) -> list[torch.Tensor]:
+    state = session.state_dict()["callbacks"]["periodic_average"]["replicated"]
+    return [state[f"anchor/both.{which}"] for which in range(len(SIZES))]
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_steps_are_those_of_the_paper_with_the_blocks_that_were_drawn(num_ranks: int) -> None:
-    def job(driver: ThreadDriver) -> list[list[torch.Tensor]]:
+def test_steps_are_those_of_the_paper_with_the_blocks_that_were_drawn(
+    num_ranks: int, ahead: float
+) -> None:
+    def job(driver: ThreadDriver) -> list[Any]:
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=MOMENTUM)
         found = []
-        with session_on(driver, net, optimizer, offbeat.DEFSGD(ratio=RATIO)):
+        with session_on(
+            driver, net, optimizer, offbeat.DEFSGD(ratio=RATIO, ahead=ahead)
+        ) as session:
             for step in range(NUM_STEPS):
-                optimizer.param_groups[0]["lr"] = rate_of(step)
-                pairs = zip(net.both, gradients_of(driver.rank, step), strict=True)
-                torch.stack([(mine * gradient).sum() for mine, gradient in pairs]).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append([parameter.detach().clone() for parameter in net.both])
+                step_of(net, optimizer, driver.rank, step)
+                found.append((anchors_of(session), [each.detach().clone() for each in net.both]))
         return found
 
     results = results_of(num_ranks, job)
-    momenta = [[torch.zeros(size).double() for size in SIZES] for _ in range(num_ranks)]
-    changes = [[torch.zeros(size).double() for size in SIZES] for _ in range(num_ranks)]
-    x = [torch.ones(size).double() for size in SIZES]
+    momenta, owed = (
+        [[torch.zeros(size).double() for size in SIZES] for _ in range(num_ranks)] for _ in range(2)
+    )
+    sync = [torch.ones(size).double() for size in SIZES]
     starts = set()
     for step in range(NUM_STEPS):
-        before = [each.clone() for each in x]
+        before = [each.clone() for each in sync]
         for rank in range(num_ranks):
-            for which, gradient in enumerate(gradients_of(rank, step)):
-                momenta[rank][which] = MOMENTUM * momenta[rank][which] + gradient
-                changes[rank][which] += rate_of(step) * momenta[rank][which]
+            for which, each in enumerate(noise(rank, step)):
+                x = sync[which] - ahead * owed[rank][which]
+                momenta[rank][which] = MOMENTUM * momenta[rank][which] + x + each
+                owed[rank][which] += rate_of(step) * momenta[rank][which]
         for which, size in enumerate(SIZES):
-            moved = (results[0][step][which] != before[which]).nonzero().flatten().tolist()
+            anchor = results[0][step][0][which]
+            moved = (anchor != before[which]).nonzero().flatten().tolist()
             start = next(place for place in moved if (place - 1) % size not in moved)
             block = [(start + place) % size for place in range(LENGTHS[which])]
             assert sorted(block) == moved
-            x[which][block] -= sum(each[which][block] for each in changes) / num_ranks
-            for each in changes:
-                each[which][block] = 0
-            # What was applied so far is compared, so that nothing of it adds up.
-            for found in results:
-                torch.testing.assert_close(found[step][which], x[which], rtol=1e-9, atol=1e-9)
-                assert torch.equal(found[step][which], results[0][step][which])
-            x[which] = results[0][step][which].clone()
+            sync[which][block] -= sum(each[which][block] for each in owed) / num_ranks
+            for rank in range(num_ranks):
+                owed[rank][which][block] = 0
+                anchors, models = results[rank][step]
+                assert torch.equal(anchors[which], anchor)
+                # What was applied so far is compared, so that nothing of it adds up.
+                torch.testing.assert_close(anchors[which], sync[which], rtol=1e-9, atol=1e-9)
+                expected = sync[which] - ahead * owed[rank][which]
+                torch.testing.assert_close(models[which], expected, rtol=1e-9, atol=1e-9)
+            sync[which] = anchor.clone()
         starts.add(start)
     assert len(starts) > 3  # of the last parameter
 
@@ -74,9 +97,44 @@ def test_steps_are_those_of_the_paper_with_the_blocks_that_were_drawn(num_ranks:
 def test_every_element_has_travelled_after_a_while() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with offbeat.attach(net, optimizer, offbeat.DEFSGD(ratio=RATIO)):
+    with offbeat.attach(net, optimizer, offbeat.DEFSGD(ratio=RATIO)) as session:
         for _ in range(60):
             torch.stack([each.sum() for each in net.both]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert all(bool((each < 0).all()) for each in net.both)
+        assert all(bool((each < 0).all()) for each in anchors_of(session))
+
+
+def test_a_parameter_that_is_frozen_meanwhile_stays_where_it_is() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with offbeat.attach(net, optimizer, offbeat.DEFSGD(ratio=RATIO)) as session:
+        for step in range(3):
+            step_of(net, optimizer, 0, step)
+        net.both[0].requires_grad_(False)
+        kept = net.both[0].clone()
+        owed = session.state_dict()["callbacks"]["periodic_average"]["additive"]["residual/both.0"]
+        assert owed.any()
+        for _ in range(5):
+            (net.both[1] ** 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(net.both[0], kept)
+
+
+def test_an_anchor_of_another_model_is_refused() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with offbeat.attach(net, optimizer, offbeat.DEFSGD()) as session:
+        step_of(net, optimizer, 0, 0)
+        state = session.state_dict()
+        anchors = state["callbacks"]["periodic_average"]["replicated"]
+        anchors["anchor/both.0"] = anchors["anchor/both.0"][1:]
+        with pytest.raises(CheckpointError, match="anchor was saved with another model"):
+            session.load_state_dict(state)
+
+
+@pytest.mark.parametrize("ahead", [-0.1, 1.1, "far"])
+def test_a_share_that_is_none_is_refused(ahead: Any) -> None:
+    with pytest.raises(ConfigError, match="ahead must be in"):
+        offbeat.DEFSGD(ahead=ahead)

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.periodic import Drift, EncodedChanges, Everyone, WeightExchange
+from offbeat.averaging.periodic import (
+    Drift,
+    EncodedChanges,
+    Everyone,
+    WeightExchange,
+    by_codec,
+)
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.dense import dense_all_reduce
@@ -59,7 +65,7 @@ class CentralModel(WeightExchange):
             views = self._pack.views(self._pack.vectors(weights.tensors()))
             likes = zip(weights.parameters, views, strict=False)
             anchor = {name: torch.nn.Parameter(view) for name, view in likes}
-            self._coded = EncodedChanges(anchor, codec, peers)
+            self._coded = EncodedChanges(anchor, by_codec(codec), peers)
 
     @override
     def begin(self) -> None:

@@ -47,6 +47,7 @@ from offbeat.averaging.periodic import (
     Everyone,
     PeriodicAverage,
     WeightExchange,
+    by_codec,
 )
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
@@ -214,7 +215,7 @@ class MeanOfMembers(WeightExchange):
         self._codec = None
         if codec is not None:
             peers = Everyone(self._within, Stream(0))
-            self._codec = EncodedChanges(rule.anchor, codec, peers)
+            self._codec = EncodedChanges(rule.anchor, by_codec(codec), peers)
 
     @override
     def begin(self) -> None:

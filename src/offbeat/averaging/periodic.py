@@ -10,10 +10,11 @@
                                                   `averaging.object_store.StoreMean`;
                                                   `averaging.members.MeanOfMembers`
 
-and `MeanOfAll` from a codec and a rule:
+and `MeanOfAll` from changes and a rule:
 
-    codec       how changes travel                a `WeightCodec`; None: weights travel whole
-    rule        what becomes of the mean          `TakeMean`, `averaging.outer.OuterOptimizer`
+    changes     what travels of them              `EncodedChanges`; None: weights travel whole
+    rule        what becomes of the mean          `TakeMean`, `averaging.outer.OuterOptimizer`,
+                                                  `strategies.defsgd.KeepOwed`
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,7 +37,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.dense import gather_values
 from offbeat.collectives.topk_allgather import clipped_sum, topk_sum
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.optimizer_scaling import with_noise
@@ -139,21 +141,24 @@ class Everyone:
 
 
 class EncodedChanges:
-    """The mean over ranks of how far their parameters have moved, written by a codec. What it drops
-    is owed, as what is not sent of gradients is.
+    """The mean over ranks of how far their parameters have moved. What does not travel is owed, as
+    what is not sent of gradients is.
 
     Args:
         anchor: from where, by name: float32 or float64.
-        codec: how changes travel; None: as they are.
+        reduce_by: says how the changes in a bucket travel, such as `by_codec`.
         peers: who takes part.
     """
 
     def __init__(
-        self, anchor: Mapping[str, torch.nn.Parameter], codec: WeightCodec | None, peers: Everyone
+        self,
+        anchor: Mapping[str, torch.nn.Parameter],
+        reduce_by: Callable[[Bucket, Everyone], Reduction],
+        peers: Everyone,
     ) -> None:
         self._rank, self._names = peers.driver.rank, tuple(anchor)
         self._buckets = make_buckets(anchor, cap_bytes=None)
-        self.reductions = [_reduction(bucket, codec, peers) for bucket in self._buckets]
+        self.reductions = [reduce_by(bucket, peers) for bucket in self._buckets]
         self._places = {
             index: (bucket, position)
             for bucket in self._buckets
@@ -228,7 +233,12 @@ def _another_codec() -> CheckpointError:
     )
 
 
-def _reduction(bucket: Bucket, codec: WeightCodec | None, peers: Everyone) -> Reduction:
+def by_codec(codec: WeightCodec | None) -> Callable[[Bucket, Everyone], Reduction]:
+    """How changes travel that `codec` writes; None: as they are."""
+    return partial(_coded_reduction, codec)
+
+
+def _coded_reduction(codec: WeightCodec | None, bucket: Bucket, peers: Everyone) -> Reduction:
     if codec is None:
         return DenseReduction(bucket, peers.driver, peers.stream)
     if codec.density == 1:
@@ -268,11 +278,8 @@ class TakeMean:
         """Ranks are about to move apart for the first time."""
 
     def changes(self) -> Iterator[torch.Tensor]:
-        """How far each parameter has moved from the anchor, for codecs that write changes."""
-        raise ConfigError(
-            "a codec that drops something of what it sends needs a rule that keeps an anchor;"
-            " pass outer, such as functools.partial(torch.optim.SGD, lr=1.0)"
-        )
+        """How far each parameter has moved from the anchor."""
+        raise NotImplementedError
 
     def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
         """The parameters hold the mean; or it is the anchor plus the mean of `changes`."""
@@ -443,16 +450,14 @@ class MeanOfAll(WeightExchange):
     Args:
         weights: what is averaged.
         peers: all ranks.
-        codec: how changes of parameters travel; None: the parameters travel, whole.
+        changes: of parameters from the anchor of `rule`, which travel; None: the parameters do,
+            whole.
         rule: what is done with the mean; its `anchor` is where the last average left the weights.
         optimizer: the user's.
         averages_state: whether the optimizer's state is averaged with the weights, and Adam's
             second moments are then made those of the mean gradient; else it stays local. Or by name
             of a state: at every how many averages of the weights it is averaged, plainly.
         notify: tells the user what of the optimizer's state is not averaged.
-
-    Raises:
-        ConfigError: there is a codec, and `rule` keeps no anchor.
     """
 
     state_key = "periodic_average"
@@ -463,7 +468,7 @@ class MeanOfAll(WeightExchange):
         weights: ModelWeights,
         peers: Everyone,
         *,
-        codec: WeightCodec | None = None,
+        changes: EncodedChanges | None = None,
         rule: TakeMean | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         averages_state: bool | Mapping[str, int] = False,
@@ -471,10 +476,7 @@ class MeanOfAll(WeightExchange):
     ) -> None:
         self.rule = rule or TakeMean()
         self._weights, self._peers = weights, peers
-        self._codec = None
-        if codec is not None:
-            self.rule.changes()
-            self._codec = EncodedChanges(self.rule.anchor, codec, peers)
+        self._codec = changes
         self._optimizer, self._averages_state = optimizer, averages_state
         self._squares = None
         if averages_state is True:

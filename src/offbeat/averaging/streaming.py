@@ -30,7 +30,13 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
-from offbeat.averaging.periodic import Drift, EncodedChanges, Everyone, WeightExchange
+from offbeat.averaging.periodic import (
+    Drift,
+    EncodedChanges,
+    Everyone,
+    WeightExchange,
+    by_codec,
+)
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.topk_codec import WeightCodec
@@ -88,7 +94,7 @@ class _Fragment:
     ) -> None:
         self.parameters = parameters
         self.rule = OuterOptimizer(parameters, make=outer)
-        self.changes = EncodedChanges(self.rule.anchor, codec, peers)
+        self.changes = EncodedChanges(self.rule.anchor, by_codec(codec), peers)
         self.begun: list[torch.Tensor] = []
         self.means: list[torch.Tensor] = []  # once they have come, for a state that is saved
 

@@ -1,104 +1,179 @@
-"""DEF: in each step all ranks send the same part of their gradients, drawn anew (Xu, Huo and Huang,
-arXiv 2004.05298, algorithm 1).
+"""DEF: in each step all ranks send the same part of what they owe, drawn anew, and compute
+gradients between where all of them are and where their own steps lead (Xu, Huo and Huang, arXiv
+2004.05298, algorithm 1).
 
-    acc = residual + gradient                     with SGD's momentum, on each rank
-    of each parameter a block of 1 / ratio of its elements, from a place on that all ranks draw
-    alike; the last element is followed by the first
-    gradient = mean of all ranks' acc in the block, 0 elsewhere; residual = acc, 0 in the block
+    on each rank, whose parameters are x = anchor + ahead * owed:
+    owed  += the optimizer's step from x
+    block  = 1 / ratio of each parameter's elements, from a place on that all ranks draw alike; the
+             last element is followed by the first
+    anchor += mean of all ranks' owed in the block;  owed = 0 there
+    x      = anchor + ahead * owed
 
-No place travels, and blocks are summed by an all-reduce of any backend.
+No place travels, and blocks are summed by an all-reduce of any backend. `ahead` is the paper's
+lambda: 0 is error feedback, whose steps wait for about `ratio` steps; at 1 each rank trains by
+itself, and a block is averaged in each step.
 
-Cost per step: 2(P-1)/P n / ratio elements sent by each rank; three passes over the gradient and a
-buffer of its size.
+Cost per step: 2(P-1)/P n / ratio elements sent by each rank, after the step; four passes over the
+parameters, and four vectors of their size.
 
-Differences from the paper: its `lambda` is 0, which is plain error feedback. With a lambda of 0.3
-gradients are computed at x - lambda e, e being what the rank owes, times the learning rate. Ranks'
-parameters would be apart during a step then, and an exchange of gradients has no place for that:
-it leaves parameters to the optimizer, and replicas are compared. What is owed follows the learning
-rate, which is what the paper's sum of lr m comes to.
+Differences from the paper: the step may be any optimizer's; floating-point buffers are averaged
+with the blocks; what is evaluated in the end is the mean of ranks' parameters, which is DEF-A's
+point where `ahead` is 1.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from offbeat.averaging.periodic import (
+    EncodedChanges,
+    Everyone,
+    GrowingPeriod,
+    MeanOfAll,
+    PeriodicAverage,
+    TakeMean,
+)
+from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.tally import Tally
-from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.optimizer_momentum import momentum_to_take
-from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
+from offbeat.errors import CheckpointError, ConfigError
+from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum
-from offbeat.strategies.gradient import GradientStrategy, Reductions
-from offbeat.strategies.options import require_at_least
+from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.options import number_of, require_at_least
 from offbeat.strategies.sparse_gradient import require_real
+from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
-class DEFSGD(GradientStrategy):
-    """A random part of the gradient, the same on all ranks, and the rest is owed.
+class DEFSGD(AveragingStrategy):
+    """A random part of each step, the same on all ranks, and the rest is owed.
 
     Args:
         ratio: one of so many elements travels in a step, >= 1.
+        ahead: how much of what a rank owes is in its own parameters, in [0, 1].
     """
 
     name: ClassVar[str] = "defsgd"
 
     ratio: int = 64
+    ahead: float = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("ratio", self.ratio, 1)
+        if not 0 <= number_of(self.ahead) <= 1:
+            raise ConfigError(f"ahead must be in [0, 1], got {self.ahead!r}")
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().check(model, optimizer)
         require_real(model)
 
     @override
-    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
-        optimizer, taken = context.optimizer, None
-        if type(optimizer) is torch.optim.SGD:
-            world_size, inform = context.driver.world_size, context.notices.inform
-            taken = momentum_to_take(optimizer, world_size=world_size, inform=inform)
-        return taken or GradientTransform(optimizer)
+    def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        peers = Everyone(context.driver, context.new_stream())
+        rule = KeepOwed(context.parameters, share=self.ahead)
+        changes = EncodedChanges(rule.anchor, partial(_BlockReduction, ratio=self.ratio), peers)
+        rule.owed = changes.owed
+        exchange = MeanOfAll(weights, peers, changes=changes, rule=rule)
+        return [PeriodicAverage(exchange, GrowingPeriod(1))]
+
+
+class KeepOwed(TakeMean):
+    """Parameters are the anchor, which is the same on all ranks, and a share of what this rank
+    owes.
+
+    Args:
+        parameters: the model's, by name.
+        share: in [0, 1].
+
+    Attributes:
+        anchor: by name: float32 or float64.
+        owed: gives what has not travelled yet, in the order of the parameters.
+    """
+
+    owed: Callable[[], Sequence[torch.Tensor]]
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, share: float) -> None:
+        self._parameters, self._share = parameters, share
+        self.anchor = {name: torch.nn.Parameter(wide) for name, wide in self._wide()}
+        self._has_begun = False
+        self._before: dict[str, torch.Tensor] = {}  # while a step lasts
+
+    def _wide(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of the parameters, in float32 or float64."""
+        for name, parameter in self._parameters.items():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            yield name, parameter.detach().to(dtype, copy=True)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        pairs = []
-        for bucket in make_buckets(context.parameters, cap_bytes=None):
-            transform.init(bucket, None)
-            pairs.append((bucket, _BlockReduction(bucket, context, transform, ratio=self.ratio)))
-        return Reductions(pairs)
+    def begin(self) -> None:
+        if not self._before:
+            self._before = dict(self._wide())
+        if not self._has_begun:
+            self._fill(self._before)
+
+    def _fill(self, anchors: Mapping[str, torch.Tensor]) -> None:
+        for name, anchor in self.anchor.items():
+            anchor.detach().copy_(anchors[name])
+        self._has_begun = True
+
+    @override
+    def changes(self) -> Iterator[torch.Tensor]:
+        return (after - self._before[name] for name, after in self._wide())
+
+    @override
+    def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
+        assert changes is not None, "they travel"
+        self._before = {}
+        everything = zip(self.anchor.items(), changes, self.owed(), strict=True)
+        for (name, anchor), change, owed in everything:
+            anchor.detach().add_(change)
+            parameter = self._parameters[name]
+            if parameter.requires_grad:
+                point = torch.add(anchor.detach(), owed, alpha=self._share)
+                parameter.detach().copy_(point)
+
+    @override
+    def state(self) -> dict[str, Any]:
+        anchors = {f"anchor/{name}": anchor.detach() for name, anchor in self.anchor.items()}
+        return anchors if self._has_begun else {}
+
+    @override
+    def load(self, state: Mapping[str, Any]) -> None:
+        saved = {key: value.shape for key, value in state.items() if key.startswith("anchor/")}
+        needed = {f"anchor/{name}": anchor.shape for name, anchor in self.anchor.items()}
+        if saved and saved != needed:
+            raise CheckpointError("the anchor was saved with another model or strategy")
+        self._has_begun, self._before = False, {}
+        if saved:
+            self._fill({name: state[f"anchor/{name}"] for name in self.anchor})
 
 
 class _BlockReduction(ResidualReduction):
-    """The weighted mean of one block of each parameter."""
+    """The mean of one block of each parameter.
 
-    def __init__(
-        self, bucket: Bucket, context: Context, transform: GradientTransform, *, ratio: int
-    ) -> None:
-        super().__init__(bucket, context.driver, context.new_stream())
+    Args:
+        bucket: of what ranks owe.
+        peers: all ranks.
+        ratio: one of so many elements is in a block.
+    """
+
+    def __init__(self, bucket: Bucket, peers: Everyone, *, ratio: int) -> None:
+        super().__init__(bucket, peers.driver, peers.stream)
         self._sizes = np.diff(bucket.offsets)
         lengths = -(-self._sizes // ratio)
         self._parameter = np.repeat(np.arange(lengths.size), lengths)
         self._within = np.concatenate([np.arange(length) for length in lengths])
         self._num_exchanges = 0
-        assert context.optimizer is not None
-        self._owed_rate = OwedRate(
-            GroupRanges(bucket, context.optimizer),
-            rates=transform.rates,
-            leads_to_plain_steps=transform.leaves_plain_steps,
-        )
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._block = torch.zeros(0, dtype=torch.int64)
         self._sum: TalliedSum | None = None
@@ -118,7 +193,6 @@ class _BlockReduction(ResidualReduction):
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         begin_s = time.perf_counter()
-        self._owed_rate.follow(self._residual)
         tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
         self._block = self._draw()
         self._sum = TalliedSum([self._mine[self._block]], tally, self._driver, self._stream)
@@ -133,29 +207,18 @@ class _BlockReduction(ResidualReduction):
     @override
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        total = torch.zeros_like(self._mine)
-        total[self._block] = self._total
         self._mine[self._block] = 0
         self._residual, self._mine = self._mine, self._residual
-        flat = self._show(total)
-        self._mark_unused_with_gradient()
+        flat = self._show(torch.zeros_like(self._mine).index_copy_(0, self._block, self._total))
         self._num_exchanges += 1
         self.encode_s += time.perf_counter() - begin_s
         return flat
 
     @override
-    def local_state(self) -> dict[str, float | torch.Tensor]:
-        state = {"num_exchanges": float(self._num_exchanges), **self._owed_rate.state()}
-        return {self._local_name(key): value for key, value in state.items()}
+    def local_state(self) -> dict[str, float]:
+        return {self._local_name("num_exchanges"): self._num_exchanges}
 
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         super().load(additive, local)
-        first = self._bucket.names[0]
-        mine = {
-            key.removesuffix(f"/{first}"): value
-            for key, value in local.items()
-            if key.endswith(f"/{first}")
-        }
-        self._num_exchanges = int(mine.get("num_exchanges", 0))
-        self._owed_rate.load(mine)
+        self._num_exchanges = int(local.get(self._local_name("num_exchanges"), 0))

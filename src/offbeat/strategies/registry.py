@@ -149,12 +149,6 @@ REGISTRY: Final = StrategyRegistry(
                 "2411.19870",
                 "Momentum of which the largest cosine coefficients travel",
             ),
-            StrategyEntry(
-                "defsgd",
-                "DEFSGD",
-                "2004.05298",
-                "A random part of the gradient, the same on all ranks, and the rest is owed",
-            ),
         ],
         "Weights, averaged by all ranks": [
             StrategyEntry("localsgd", "LocalSGD", "1805.09767", "Weights averaged once in a while"),
@@ -163,6 +157,12 @@ REGISTRY: Final = StrategyRegistry(
                 "A2SGD",
                 "2006.07405",
                 "Two numbers of each gradient averaged in every step, and weights once in a while",
+            ),
+            StrategyEntry(
+                "defsgd",
+                "DEFSGD",
+                "2004.05298",
+                "A random part of each step, the same on all ranks, and the rest is owed",
             ),
             StrategyEntry(
                 "zerooneadam",

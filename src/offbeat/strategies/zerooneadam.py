@@ -35,10 +35,12 @@ from typing_extensions import override
 
 from offbeat.averaging.periodic import (
     AveragingSchedule,
+    EncodedChanges,
     Everyone,
     MeanOfAll,
     PeriodicAverage,
     TakeMean,
+    by_codec,
 )
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
@@ -86,7 +88,8 @@ class ZeroOneAdam(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         peers, schedule = Everyone(context.driver, context.new_stream()), RarerSteps(self)
         steps = LocalAdam(context, schedule, peers)
-        exchange = MeanOfAll(weights, peers, codec=WEIGHT_CODECS[self.codec], rule=steps)
+        changes = EncodedChanges(steps.anchor, by_codec(WEIGHT_CODECS[self.codec]), peers)
+        exchange = MeanOfAll(weights, peers, changes=changes, rule=steps)
         return [steps, PeriodicAverage(exchange, schedule)]
 
 
