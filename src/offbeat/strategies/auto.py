@@ -6,10 +6,11 @@ done first.
     probe links and device
     for each candidate: predict its step, by its own callbacks on a virtual cluster of what was
         measured (`simulation.measured`), each rank some of them
+    correct what is not computing by what the prediction of the strategy at work was wrong by
     cost = predicted step x steps to equal quality, with the uncertainty of both
     the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
-        every 250 steps: measure again; look at the candidates again if steps take another time than
-        was expected, at least 500 steps after the last change
+    every 250 steps: look again if steps take another time than expected, at least 500 steps after
+        the last change
 
 What is at work is judged by its measured step, so a prediction that was wrong is taken back at the
 next look. How many steps a strategy takes to the quality of AllReduce is what was measured for
@@ -128,6 +129,29 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
 """By what the command line calls them."""
 
 
+def corrected(
+    predicted_s: Mapping[str, float], at_work: str, *, measured_s: float, computed_s: float
+) -> dict[str, float]:
+    """Predictions, where whatever is not computing takes as much more or less, up to twice, as that
+    of the strategy at work was measured to.
+
+    Args:
+        predicted_s: steps by strategy.
+        at_work: the one that was measured.
+        measured_s: its step.
+        computed_s: the part of a step that every strategy computes.
+
+    >>> corrected({"allreduce": 3.0, "gtopk": 2.0}, "allreduce", measured_s=2.0, computed_s=1.0)
+    {'allreduce': 2.0, 'gtopk': 1.5}
+    """
+    rest_s = predicted_s[at_work] - computed_s
+    scale = max(0.5, min(2.0, (measured_s - computed_s) / rest_s)) if rest_s > 0 else 1.0
+    return {
+        name: computed_s + scale * (seconds - computed_s) if seconds > computed_s else seconds
+        for name, seconds in predicted_s.items()
+    }
+
+
 def choose(
     at_work: str,
     measured_s: float,
@@ -143,7 +167,7 @@ def choose(
         steps: to equal quality, by strategy.
 
     >>> equal = {name: StepsToEqual(1.0, 0.05) for name in ("allreduce", "gtopk", "localsgd")}
-    >>> predicted_s = {"allreduce": 1.0, "gtopk": 0.5, "localsgd": 0.9}
+    >>> predicted_s = {"allreduce": 1.0, "gtopk": 0.5, "localsgd": 0.95}
     >>> choose("allreduce", 1.05, predicted_s, equal)
     'gtopk'
     >>> choose("allreduce", 1.05, predicted_s | {"gtopk": 0.95}, equal)
@@ -364,7 +388,12 @@ class Chooser(Callback):
             return
         run = self._measured(said)
         free_bytes, cores = (min(each[key] for each in said) for key in ("free_bytes", "cores"))
-        predicted_s = self._predict(run, free_bytes, cores)
+        predicted_s = corrected(
+            self._predict(run, free_bytes, cores),
+            self._at_work,
+            measured_s=step_s,
+            computed_s=computed_s,
+        )
         steps = self._auto.steps(self._context)
         chosen = choose(self._at_work, step_s, predicted_s, steps)
         chosen = self._context.island.first(chosen)
