@@ -1,10 +1,10 @@
-"""D-PSGD of which only encoded changes travel, beside an implementation for all ranks at once."""
+"""D-PSGD and SGP of which only encoded changes travel, beside implementations for all at once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -12,9 +12,10 @@ import torch
 
 import offbeat
 from offbeat import reshard
-from offbeat.arithmetic.topologies import ring_weights
+from offbeat.arithmetic.topologies import exponential_peers, ring_weights
 from offbeat.codec.few_bits import LinearValues
 from offbeat.errors import ConfigError
+from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.registry import WEIGHT_CODECS
 from thread_support.nets import make_model, parameters_of, step_of, trained
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -22,6 +23,7 @@ from thread_support.world import ThreadDriver, results_of, session_on
 FEW = offbeat.WeightCodec(density=0.1, entries="reuse+float8")
 CODECS = {name: name for name in WEIGHT_CODECS if name != "sparseloco"} | {"few changes": FEW}
 Vectors = list[np.ndarray]
+Kind: TypeAlias = type[offbeat.DPSGD] | type[offbeat.SGP]
 
 
 def sgd(model: torch.nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
@@ -40,13 +42,13 @@ def part(model: torch.nn.Module, rank: int) -> None:
             parameter += torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
 
 
-def rounds(num_ranks: int, codec: Any, num_steps: int) -> list[Vectors]:
+def rounds(num_ranks: int, strategy: AveragingStrategy, num_steps: int) -> list[Vectors]:
     """By rank, what models hold before and after each of so many steps that learn nothing."""
 
     def job(driver: ThreadDriver) -> Vectors:
         model = make_model()
         optimizer = sgd(model, lr=0.0)
-        with session_on(driver, model, optimizer, offbeat.DPSGD(codec=codec)):
+        with session_on(driver, model, optimizer, strategy):
             part(model, driver.rank)
             held = [vector_of(model)]
             for step in range(num_steps):
@@ -59,24 +61,26 @@ def rounds(num_ranks: int, codec: Any, num_steps: int) -> list[Vectors]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("codec", CODECS)
-def test_an_exchange_does_not_change_the_mean(num_ranks: int, codec: str) -> None:
-    held = np.array(rounds(num_ranks, CODECS[codec], 6))
+@pytest.mark.parametrize("kind", [offbeat.DPSGD, offbeat.SGP])
+def test_an_exchange_does_not_change_the_mean(kind: Kind, num_ranks: int, codec: str) -> None:
+    held = np.array(rounds(num_ranks, kind(codec=CODECS[codec]), 6))
     means = held.mean(axis=0)
     np.testing.assert_allclose(means, np.broadcast_to(means[0], means.shape), atol=1e-14)
     moved = np.abs(held[:, 1:] - held[:, :-1]).max(axis=(0, 2))
     assert (moved > 0).all() == (num_ranks > 1)
 
 
-def spreads(num_ranks: int, codec: Any, num_steps: int) -> np.ndarray:
-    held = np.array(rounds(num_ranks, codec, num_steps))
+def spreads(num_ranks: int, strategy: AveragingStrategy, num_steps: int) -> np.ndarray:
+    held = np.array(rounds(num_ranks, strategy, num_steps))
     return np.linalg.norm(held - held.mean(axis=0), axis=(0, 2))
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "codec", "ratio"), [(2, "linear4", 1e-6), (5, FEW, 0.02), (5, "sign", 0.5)]
 )
-def test_ranks_come_together(num_ranks: int, codec: Any, ratio: float) -> None:
-    found = spreads(num_ranks, codec, 120)
+@pytest.mark.parametrize("kind", [offbeat.DPSGD, offbeat.SGP])
+def test_ranks_come_together(kind: Kind, num_ranks: int, codec: Any, ratio: float) -> None:
+    found = spreads(num_ranks, kind(codec=codec), 120)
     assert found[-1] < ratio * found[1]
 
 
@@ -122,11 +126,13 @@ def largest(change: np.ndarray, density: float) -> np.ndarray:
     return sent
 
 
-def states(num_ranks: int, codec: Any, num_steps: int = 4) -> list[dict[str, Any]]:
+def states(
+    num_ranks: int, codec: Any, num_steps: int = 4, kind: Kind = offbeat.DPSGD
+) -> list[dict[str, Any]]:
     def job(driver: ThreadDriver) -> dict[str, Any]:
         model = make_model()
         optimizer = sgd(model)
-        with session_on(driver, model, optimizer, offbeat.DPSGD(codec=codec)) as session:
+        with session_on(driver, model, optimizer, kind(codec=codec)) as session:
             for step in range(num_steps):
                 step_of(model, optimizer, driver.rank, step)
             return session.state_dict()
@@ -147,23 +153,56 @@ def test_a_rank_and_its_neighbours_hold_the_same_bits_of_it(codec: Any) -> None:
     assert seen == 4 * 3 * 6  # three vectors of six parameters on each rank
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("out_degree", [1, 2])
+def test_pushed_changes_are_those_of_links_of_their_own(num_ranks: int, out_degree: int) -> None:
+    if out_degree >= num_ranks:
+        return
+    strategy = offbeat.SGP(out_degree=out_degree, codec=offbeat.WeightCodec(density=0.1))
+    found = rounds(num_ranks, strategy, 7)
+    models = [held[0] for held in found]
+    known: dict[tuple[int, int], np.ndarray] = {}
+    gamma, share = math.sqrt(0.1) / 2, 1 / (1 + out_degree)
+    for number in range(7):
+        links = [
+            (rank, peer)
+            for rank in range(num_ranks)
+            for peer in exponential_peers(
+                rank, num_ranks, round_number=number, out_degree=out_degree
+            ).targets
+        ]
+        for rank, peer in links:
+            before, x = known.get((rank, peer)), models[rank]
+            known[rank, peer] = x if before is None else before + largest(x - before, 0.1)
+        models = [
+            x
+            + gamma * share * sum(known[link] for link in links if link[1] == rank)
+            - gamma * share * sum(known[link] for link in links if link[0] == rank)
+            for rank, x in enumerate(models)
+        ]
+        for rank, x in enumerate(models):
+            np.testing.assert_allclose(found[rank][number + 1], x, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("codec", ["linear4", FEW])
-def test_a_run_goes_on_from_a_saved_state(codec: Any) -> None:
+@pytest.mark.parametrize("kind", [offbeat.DPSGD, offbeat.SGP])
+def test_a_run_goes_on_from_a_saved_state(kind: Kind, codec: Any) -> None:
     resumed, straight = (
-        trained(3, offbeat.DPSGD(codec=codec), 9, optimizer_of=sgd, held=parameters_of, stop=stop)
+        trained(3, kind(codec=codec), 9, optimizer_of=sgd, held=parameters_of, stop=stop)
         for stop in (4, None)
     )
     for mine, other in zip(resumed, straight, strict=True):
         assert all(map(torch.equal, mine, other))
 
 
-def test_in_another_world_the_first_exchange_is_exact() -> None:
-    saved = states(3, "sign")
+@pytest.mark.parametrize("kind", [offbeat.DPSGD, offbeat.SGP])
+def test_in_another_world_the_first_exchange_is_exact(kind: Kind) -> None:
+    saved = states(3, "sign", kind=kind)
 
     def job(driver: ThreadDriver) -> Vectors:
         model = make_model()
         optimizer = sgd(model, lr=0.0)
-        with session_on(driver, model, optimizer, offbeat.DPSGD(codec="sign")) as session:
+        with session_on(driver, model, optimizer, kind(codec="sign")) as session:
             part(model, driver.rank)
             session.load_state_dict(reshard(saved, 2, driver.rank))
             before = vector_of(model)
@@ -177,9 +216,10 @@ def test_in_another_world_the_first_exchange_is_exact() -> None:
 
 
 @pytest.mark.parametrize("codec", ["sparseloco", offbeat.WeightCodec(density=0.1, decay=0.9)])
-def test_codecs_that_forget_or_need_all_ranks_are_refused(codec: Any) -> None:
-    with pytest.raises(ConfigError, match="sees two ranks; use a WeightCodec"):
-        offbeat.DPSGD(codec=codec)
+@pytest.mark.parametrize("kind", [offbeat.DPSGD, offbeat.SGP])
+def test_codecs_that_forget_or_need_all_ranks_are_refused(kind: Kind, codec: Any) -> None:
+    with pytest.raises(ConfigError, match="a few ranks know; use a WeightCodec"):
+        kind(codec=codec)
 
 
 def test_a_codec_is_named_right() -> None:

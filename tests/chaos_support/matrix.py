@@ -185,6 +185,7 @@ STRATEGIES: Final = {
     "AllReduce": Contestant(
         strategy=offbeat.AllReduce(bucket_mib=1e-3), other={"max_skipped_steps": 7}
     ),
+    "DeAR": Contestant(strategy=offbeat.DeAR(bucket_mib=1e-3), other={"max_skipped_steps": 7}),
     "TopK": Contestant(strategy=offbeat.TopK(density=0.1), other={"density": 0.2}),
     "GTopK": Contestant(
         strategy=offbeat.GTopK(density=0.1, collective="reduce_scatter"), other={"density": 0.2}
@@ -202,6 +203,9 @@ STRATEGIES: Final = {
     "DPSGD": Contestant(strategy=offbeat.DPSGD(), other={"buffers": "local"}),
     "SGP": Contestant(strategy=offbeat.SGP(), other={"buffers": "local"}),
     "Crossbow": Contestant(strategy=offbeat.Crossbow(), other={"period": 2}),
+    "Crossbow in 4 bits": Contestant(
+        strategy=offbeat.Crossbow(codec="linear4"), other={"period": 2}
+    ),
     "SPDKFAC": Contestant(strategy=offbeat.SPDKFAC(**_KFAC), other=_DAMPING),
     "DKFAC": Contestant(strategy=offbeat.DKFAC(**_KFAC), other=_DAMPING),
     "MPDKFAC": Contestant(strategy=offbeat.MPDKFAC(**_KFAC), other=_DAMPING),

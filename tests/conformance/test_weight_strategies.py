@@ -48,6 +48,7 @@ PLAIN: dict[str, AveragingStrategy] = {
         codec=offbeat.WeightCodec(density=0.1, entries="reuse+float8")
     ),
     "sgp": offbeat.SGP(),
+    "sgp over signs": offbeat.SGP(codec="sign"),
     "wagma": offbeat.WAGMA(),
     "wagma with local buffers": offbeat.WAGMA(buffers="local"),
     "wagma without overlap": offbeat.WAGMA(overlap=False, period=1),

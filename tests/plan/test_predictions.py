@@ -302,6 +302,8 @@ MANY_SMALL = [(200, 300), (200,), (50, 200), (50,), (10, 50), (10,)]
         "dpsgd",
         "dpsgd:codec=linear4",
         "crossbow:codec=linear4",
+        "sgp:codec=linear4",
+        "defsgd",
     ],
 )
 def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
@@ -327,7 +329,7 @@ def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
         for shape in MANY_SMALL
     )
     where = replace(setting(workers=workers), profile=replace(MODEL, tensors=tensors), shared=0.0)
-    if "warmup" in strategy or "dpsgd:codec" in strategy:  # whose first exchange is exact
+    if any(each in strategy for each in ("warmup", "dpsgd:codec", "sgp:codec")):  # exact at first
         where = replace(where, steps=range(num_steps))
     # Of counters of magnitudes only an expected number is planned.
     tolerance = 0.1 if "reduce_scatter" in strategy else 0.03
@@ -357,17 +359,18 @@ def test_wagma_is_planned_to_send_groups_as_few_bits_as_its_codec(values: str, b
     assert planned == pytest.approx(expected, rel=0.1)
 
 
-def test_factors_in_bfloat16_are_planned_to_take_half_the_bytes() -> None:
+def test_factors_in_fewer_bits_are_planned_to_take_fewer_bytes() -> None:
     cluster = from_flags(workers=4, link="1gbit")
     where = Setting(
         profile=shipped_profile("resnet50"), cluster=cluster, steps=range(10, 11)
     )  # with factors, and without inversions
     gradients = predict_step("allreduce", where).bytes_per_step
-    whole, halved = (
-        predict_step(f"dkfac:ramp=false:factor_dtype={dtype}", where).bytes_per_step - gradients
-        for dtype in ("float32", "bfloat16")
+    whole, halved, quartered = (
+        predict_step(f"dkfac:ramp=false:factor_codec={codec}", where).bytes_per_step - gradients
+        for codec in ("float32", "bfloat16", "linear8")
     )
     assert 0 < halved == pytest.approx(whole / 2, rel=1e-3)
+    assert 0 < quartered == pytest.approx(whole / 4, rel=0.01)
 
 
 def test_a_lower_limit_is_marked_and_not_recommended() -> None:

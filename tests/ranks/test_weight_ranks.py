@@ -66,6 +66,7 @@ RELATIVES: dict[str, AveragingStrategy] = {
     "des-loc": offbeat.LocalSGD(period=1, warmup=0, optimizer_state={"momentum_buffer": 2}),
     "defsgd": offbeat.DEFSGD(ratio=10),
     "dpsgd over linear4": offbeat.DPSGD(codec="linear4"),
+    "sgp over linear4": offbeat.SGP(codec="linear4"),
     "noloco": offbeat.LocalSGD(period=2, outer="diloco", exchange="pairs"),
 }
 

@@ -12,10 +12,10 @@ import torch
 
 import offbeat
 from offbeat import Session
-from offbeat.errors import CheckpointError, UnsupportedError
+from offbeat.errors import CheckpointError, PeerError, UnsupportedError
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import version_of
-from thread_support.world import ThreadDriver, results_of, session_on
+from thread_support.world import ThreadDriver, in_threads, results_of, session_on
 
 Optimizers: TypeAlias = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 Found: TypeAlias = list[torch.Tensor]
@@ -292,6 +292,24 @@ def test_what_cannot_be_divided_is_refused() -> None:
     ):
         with pytest.raises(UnsupportedError, match=reason):
             offbeat.attach(net, make(net.parameters(), lr=0.1), strategy)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_ends_earlier_is_an_error_on_all(num_ranks: int) -> None:
+    def job(driver: ThreadDriver) -> None:
+        net = attended()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        with session_on(driver, net, optimizer, offbeat.DeAR(**SMALL)):
+            for step in range(3 if driver.rank == 1 else 5):
+                loss_of(net, driver.rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    outcomes = in_threads(num_ranks, job)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, PeerError)
+        says = "rank 0 takes further steps" if rank == 1 else "rank 1 takes no more steps"
+        assert says in str(outcome)
 
 
 def test_parameters_are_waited_for_one_module_after_the_other() -> None:

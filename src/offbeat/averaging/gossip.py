@@ -1,14 +1,13 @@
-"""Weights, averaged with a few ranks in every step: neighbours on a graph, whole or in encoded
-changes, or targets and sources of push-sum.
+"""Weights, averaged with a few ranks in every step, whole or in encoded changes: neighbours on a
+graph, or targets and sources of push-sum.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -125,151 +124,194 @@ class _ChangeWire:
             add_owed(known, self._entries.decode(message)[0])
 
 
-class NeighbourChanges(WeightExchange):
-    """`NeighbourMean` of which only encoded changes of parameters travel (CHOCO-SGD, arXiv
-    1902.00340).
+class ChangesRound(NamedTuple):
+    """What one rank does in a round of `NeighbourChanges`. A link is what one rank has told others,
+    by the same name on all who hold it.
 
-        known_j     what rank j and its neighbours, alike, hold of x_j
-        send        encode(x_i - known_i) to the neighbours
-        known_j     += decoded, for j = i and each neighbour
-        x_i         += gamma sum over j of W_ij (known_j - known_i)
+    Attributes:
+        told: this rank's links of the round, and whom each of them tells.
+        heard: the others' links, and who tells them.
+        pairs: two links, and by how much of their difference this rank's weights move.
+    """
 
-    **An exchange does not change the mean over ranks**, whatever the codec loses: of a pair of
-    neighbours one adds exactly what the other one subtracts, because W is symmetric and both hold
-    the same bits of known_i and known_j. What was not sent is part of the next difference.
+    told: Mapping[str, Sequence[int]]
+    heard: Mapping[str, int]
+    pairs: Sequence[tuple[str, str, float]]
 
-    The first exchange, and the first with another number of ranks than before, is exact, so that
-    ranks may start anywhere. Statistics always travel whole. A rank keeps one vector of parameters
-    for itself and one for each neighbour.
+
+def ring_round(rank: int, row: Mapping[int, float]) -> ChangesRound:
+    """Of the weighted mean with neighbours, to whom a rank tells the same.
 
     Args:
-        weights: what is averaged.
-        peers: carries rounds with them out.
+        rank: this rank.
         row: of the mixing matrix, which is symmetric: the weight of each rank to average with, this
             one included; they add up to 1.
+    """
+    neighbours = [peer for peer in row if peer != rank]
+    return ChangesRound(
+        told={f"{rank}": neighbours},
+        heard={f"{peer}": peer for peer in neighbours},
+        pairs=[(f"{peer}", f"{rank}", row[peer]) for peer in neighbours],
+    )
+
+
+def push_round(rank: int, peers: GossipPeers) -> ChangesRound:
+    """Of a push to as many ranks as push to this one."""
+    told = {f"{rank}>{peer}": [peer] for peer in peers.targets}
+    heard = {f"{peer}>{rank}": peer for peer in peers.sources}
+    share = 1 / (1 + len(peers.targets))
+    pairs = [(theirs, mine, share) for theirs, mine in zip(heard, told, strict=True)]
+    return ChangesRound(told=told, heard=heard, pairs=pairs)
+
+
+class NeighbourChanges(WeightExchange):
+    """A mean with peers of which only encoded changes of parameters travel (CHOCO-SGD, arXiv
+    1902.00340).
+
+        known_l     what a rank, and those whom it tells by link l, alike, hold of it
+        send        encode(x_i - known_l) to those whom l tells, for each link l of this rank
+        known_l     += decoded, for each link that this rank tells or hears in the round
+        x_i         += gamma sum over pairs (l, m) of w (known_l - known_m)
+
+    Neighbours on a ring tell each other by one link a rank, and w is W_ij. In a push each target
+    has a link of its own, because it hears in some rounds alone, and w is the share that is pushed.
+
+    **An exchange does not change the mean over ranks**, whatever the codec loses: what one rank
+    adds for a link another one subtracts, because both hold the same bits of it. What was not sent
+    is part of the next difference.
+
+    The first exchange by a link, and the first with another number of ranks than before, is exact,
+    so that ranks may start anywhere. Statistics always travel whole. A rank keeps a vector of
+    parameters for each link that it tells or hears.
+
+    Args:
+        parameters: what is averaged, by name.
+        statistics: averages statistics with the same peers; None: there are none.
+        peers: carries rounds out.
+        in_round: what this rank does, by the round's number.
         codec: how changes travel, without a decay or clipping.
     """
 
     state_key = "neighbour_average"
-    leaves_at = "backward"
+    leaves_at: ClassVar[Literal["backward", "step", "end"]] = "backward"
 
     def __init__(
         self,
-        weights: ModelWeights,
+        parameters: Mapping[str, torch.nn.Parameter],
         peers: Everyone,
         *,
-        row: Mapping[int, float],
+        statistics: WeightExchange | None,
+        in_round: Callable[[int], ChangesRound],
         codec: WeightCodec,
     ) -> None:
-        statistics = replace(weights, parameters={})
-        self._statistics = NeighbourMean(statistics, peers, row=row) if statistics.names else None
-        self._parameters, self._peers, self._row = weights.parameters, peers, row
-        self._pack = Pack([*weights.parameters.values()])
-        vectors = self._vectors()
-        self._coded, self._exact = (
-            [_ChangeWire(each, vector) for vector in vectors] for each in (codec, None)
-        )
+        self._statistics, self._in_round = statistics, in_round
+        self._parameters, self._peers, self._codec = parameters, peers, codec
+        self._pack = Pack([*parameters.values()])
         # Coarse changes would feed their own errors back in whole steps, the more the fewer travel.
         is_fine = codec.density == 1 and codec.entries.values.bits >= 4
         self._gamma = 1.0 if is_fine else math.sqrt(codec.density) / 2
-        self._known: dict[int, list[torch.Tensor]] = {}  # by rank, once something was sent
-        self._messages: list[Message] = []
-        self._pending: Pending[dict[int, list[Message]]] | None = None
+        self._known: dict[str, list[torch.Tensor]] = {}  # by link, once something was sent
+        self._wires: dict[str, list[_ChangeWire]] = {}  # by link, likewise
+        # What one exchange leaves for its end:
+        self._round = ChangesRound({}, {}, [])
+        self._exact = [_ChangeWire(None, vector) for vector in self._vectors()]
+        self._messages: dict[str, list[Message]] = {}
+        self._pending: Pending[dict[str, list[Message]]] | None = None
 
     def _vectors(self) -> list[torch.Tensor]:
         return self._pack.vectors([*self._parameters.values()])
 
-    def _no_vectors(self) -> dict[int, list[torch.Tensor]]:
-        return {rank: [torch.zeros_like(v) for v in self._vectors()] for rank in self._row}
+    def _wires_of(self, link: str) -> list[_ChangeWire]:
+        return self._wires[link] if link in self._known else self._exact
 
-    @property
-    def _wires(self) -> list[_ChangeWire]:
-        return self._coded if self._known else self._exact
+    def _open(self, link: str) -> None:
+        vectors = self._vectors()
+        self._known[link] = [torch.zeros_like(vector) for vector in vectors]
+        self._wires[link] = [_ChangeWire(self._codec, vector) for vector in vectors]
 
     @override
     def launch(self, number: int) -> None:
         if self._statistics is not None:
             self._statistics.launch(number)
         begin_s = time.perf_counter()
-        rank, vectors = self._peers.driver.rank, self._vectors()
-        require_finite(vectors, rank=rank)
-        known = self._known.get(rank) or [torch.zeros_like(vector) for vector in vectors]
-        self._messages = [
-            wire.encode(vector, here)
-            for wire, vector, here in zip(self._wires, vectors, known, strict=True)
+        vectors, self._round = self._vectors(), self._in_round(number)
+        require_finite(vectors, rank=self._peers.driver.rank)
+        zeros = [torch.zeros_like(vector) for vector in vectors]
+        self._messages = {
+            link: [
+                wire.encode(vector, here)
+                for wire, vector, here in zip(
+                    self._wires_of(link), vectors, self._known.get(link, zeros), strict=True
+                )
+            ]
+            for link in self._round.told
+        }
+        told = [
+            (peer, self._messages[link])
+            for link, peers in self._round.told.items()
+            for peer in peers
         ]
-        neighbours = [peer for peer in self._row if peer != rank]
-        self._pending = self._peers.launch(swap(neighbours, self._messages))
+        self._pending = self._peers.launch(swap(told, self._round.heard, len(vectors)))
         self.encode_s += time.perf_counter() - begin_s
 
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
         assert self._pending is not None, "nothing was launched"
-        messages = self._pending.wait()
+        messages = self._pending.wait() | self._messages
         begin_s = time.perf_counter()
-        messages[self._peers.driver.rank] = self._messages
-        wires, self._known = self._wires, self._known or self._no_vectors()
-        for rank, known in self._known.items():
-            for wire, message, vector in zip(wires, messages[rank], known, strict=True):
+        for link, theirs in messages.items():
+            wires = self._wires_of(link)
+            if link not in self._known:
+                self._open(link)
+            for wire, message, vector in zip(wires, theirs, self._known[link], strict=True):
                 wire.apply_(message, vector)
-        self._pack.add_(self._changes(), [*self._parameters.values()])
-        self._messages = []
+        changes = [torch.zeros_like(vector) for vector in self._vectors()]
+        for one, other, weight in self._round.pairs:
+            both = zip(changes, self._known[one], self._known[other], strict=True)
+            for change, theirs_known, own in both:
+                change.add_(theirs_known - own, alpha=self._gamma * weight)
+        self._pack.add_(changes, [*self._parameters.values()])
+        self._messages = {}
         self.encode_s += time.perf_counter() - begin_s
         if self._statistics is not None:
             self._statistics.merge(measures_drift=False)
         return Drift()
 
-    def _changes(self) -> list[torch.Tensor]:
-        mine = self._known[self._peers.driver.rank]
-        changes = [torch.zeros_like(vector) for vector in mine]
-        for rank, known in self._known.items():
-            for change, theirs, own in zip(changes, known, mine, strict=True):
-                change.add_(theirs - own, alpha=self._gamma * self._row[rank])
-        return changes
-
     @override
     def state(self) -> CallbackState:
-        names = [*self._parameters]
-        return {
-            "local": {
-                **{
-                    f"known/{rank}/{name}": view
-                    for rank, vectors in self._known.items()
-                    for name, view in zip(names, self._pack.views(vectors), strict=True)
-                },
-                **{
-                    f"{key}/{place}": value
-                    for place, wire in enumerate(self._coded)
-                    for key, value in wire.selector_state.items()
-                },
-            },
-            "replicated": {"world_size": self._peers.driver.world_size},
-        }
+        local: dict[str, Any] = {}
+        for link, vectors in self._known.items():
+            views = zip(self._parameters, self._pack.views(vectors), strict=True)
+            local |= {f"known/{link}/{name}": view for name, view in views}
+            for place, wire in enumerate(self._wires[link]):
+                local |= {f"{key}/{link}/{place}": v for key, v in wire.selector_state.items()}
+        return {"local": local, "replicated": {"world_size": self._peers.driver.world_size}}
 
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """With another number of ranks, or from a run without a codec, the next exchange is
-        exact.
+        """With another number of ranks, or from a run without a codec, the next exchange by each
+        link is exact.
         """
-        local, self._known = state["local"], {}
-        saved = {key: value for key, value in local.items() if key.startswith("known/")}
-        if state["replicated"].get("world_size") != self._peers.driver.world_size or not saved:
+        local, self._known, self._wires = state["local"], {}, {}
+        if state["replicated"].get("world_size") != self._peers.driver.world_size:
             return
-        known = self._no_vectors()
-        views = {
-            f"known/{rank}/{name}": view
-            for rank, vectors in known.items()
+        saved = {key: value for key, value in local.items() if key.startswith("known/")}
+        for link in {key.split("/")[1] for key in saved}:
+            self._open(link)
+        needed = {
+            f"known/{link}/{name}": view
+            for link, vectors in self._known.items()
             for name, view in zip(self._parameters, self._pack.views(vectors), strict=True)
         }
-        if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in views.items()}:
+        if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in needed.items()}:
             raise CheckpointError("what neighbours hold was saved with another model or strategy")
-        for key, view in views.items():
+        for key, view in needed.items():
             view.copy_(saved[key])
-        self._known = known
-        for place, wire in enumerate(self._coded):
-            for key in wire.selector_state:
-                if f"{key}/{place}" in local:
-                    wire.selector_state[key] = local[f"{key}/{place}"]
+        for link, wires in self._wires.items():
+            for place, wire in enumerate(wires):
+                for key in wire.selector_state:
+                    if (name := f"{key}/{link}/{place}") in local:
+                        wire.selector_state[key] = local[name]
 
     @override
     def close(self) -> None:
@@ -277,6 +319,13 @@ class NeighbourChanges(WeightExchange):
             self._statistics.close()
         if self._pending is not None:
             self._pending.cancel()
+
+
+class PushedChanges(NeighbourChanges):
+    """Of push-sum where every rank is pushed to as often as it pushes, so that its weight is 1."""
+
+    state_key = "push_sum"
+    leaves_at = "end"
 
 
 class PushSum(WeightExchange):

@@ -58,16 +58,24 @@ def neighbour_mean(
     return total
 
 
-def swap(peers: Sequence[int], mine: Sequence[Message]) -> Collective[dict[int, list[Message]]]:
-    """This rank's messages for each of `peers`, and theirs, as many: by peer, in their order."""
-    for peer in peers:
-        for message in mine:
+def swap(
+    told: Sequence[tuple[int, Sequence[Message]]], heard: Mapping[str, int], num_messages: int
+) -> Collective[dict[str, list[Message]]]:
+    """Send messages to some ranks, and receive as many from each of some.
+
+    Args:
+        told: whom to send to, and what.
+        heard: whom to receive from, by what the messages are called in the result.
+        num_messages: of each.
+    """
+    for peer, messages in told:
+        for message in messages:
             yield Send(peer, message)
-    theirs: dict[int, list[Message]] = {}
-    for peer in peers:
-        theirs[peer] = []
-        for _ in mine:
-            theirs[peer].append((yield Recv(peer)))
+    theirs: dict[str, list[Message]] = {}
+    for name, peer in heard.items():
+        theirs[name] = []
+        for _ in range(num_messages):
+            theirs[name].append((yield Recv(peer)))
     return theirs
 
 

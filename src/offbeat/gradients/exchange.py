@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ from offbeat.membership.island import Island
 if TYPE_CHECKING:
     from offbeat.gradients.density import DensitySchedule
 
+
+_FAILS: Final = "raised inside backward"
+_ENDS: Final = "takes no more steps"
 
 LaunchKey: TypeAlias = tuple[str, int]
 """What is launched: ("gradients", number of a bucket) or ("factors", number of a message)."""
@@ -274,6 +277,7 @@ class GradientExchange(Callback):
             send; None: they keep nothing, and the mean is what is clipped.
         agree_on: makes one number of all ranks' numbers, to clip the mean by. Collective.
         transform: what works before the exchange in the optimizer's place; None: nothing.
+        gather: all ranks' words by rank, about a step that ends badly. Collective.
         island: decides together what becomes of a step; None: this rank holds all of a replica.
     """
 
@@ -292,9 +296,10 @@ class GradientExchange(Callback):
         clipping: LocalClipping | None = None,
         agree_on: Callable[[float], float] = lambda value: value,
         transform: GradientTransform | None = None,
+        gather: Callable[[str], Mapping[int, str]] = lambda mine: {0: mine},
         island: Island | None = None,
     ) -> None:
-        self.counts = counts
+        self.counts, self._gather = counts, gather
         self._island = island or Island()
         self._agree_on = agree_on
         self._transform = transform or GradientTransform(None)
@@ -459,9 +464,21 @@ class GradientExchange(Callback):
         self._exchanges_before_closure = None
         self._exchanged_since_step = self._counts_samples = False
 
+    @override
+    def on_finish(self) -> None:
+        """Where each rank has a part of a step, what follows brings the parts together on all
+        ranks. One that still takes steps would wait in its next exchange meanwhile, and the others
+        for it: so they join that exchange, and all learn of it.
+        """
+        if self._gives_whole:
+            return
+        self.on_backward_begins(synchronised=True)
+        self._exchange(failed=True, what=_ENDS)
+        self.counts.exchanges -= 1
+
     # One exchange
 
-    def _exchange(self, *, failed: bool = False) -> None:
+    def _exchange(self, *, failed: bool = False, what: str = _FAILS) -> None:
         if self._clips_first and not failed:
             self._clip_gradients()
         while self._num_launched < len(self._pairs):
@@ -487,7 +504,9 @@ class GradientExchange(Callback):
             listener.on_exchange_settled(good=is_good)
         if num_failed:
             self._discard()
-            if not failed:
+            if not self._gives_whole:
+                self._refuse_unlike(what if failed else "takes further steps")
+            elif not failed:
                 raise PeerError(
                     f"{num_failed} other rank(s) raised inside"
                     f" backward in exchange {self.counts.exchanges}; their own output says why."
@@ -499,6 +518,17 @@ class GradientExchange(Callback):
             self.counts.skipped_in_a_row = 0
             for b, tally in enumerate(tallies):
                 self._publish_grads(b, tally)
+
+    def _refuse_unlike(self, mine: str) -> None:
+        """Raise unless all ranks do as this one does, or this one has failed itself."""
+        others = {rank: does for rank, does in self._gather(mine).items() if does != mine}
+        if others and mine != _FAILS:
+            told = ", ".join(f"rank {rank} {does}" for rank, does in others.items())
+            raise PeerError(
+                f"in exchange {self.counts.exchanges} {told}, while this one {mine}. The step was"
+                " discarded on every rank; give all of them equally many steps",
+                rank=next(iter(others)),
+            )
 
     @property
     def _clips_first(self) -> bool:

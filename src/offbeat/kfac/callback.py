@@ -48,7 +48,7 @@ from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.blocks import Block, FactorSlot, slots_of
 from offbeat.kfac.capture import Increment
 from offbeat.kfac.curvature import KFACSettings
-from offbeat.kfac.factors import FactorShape, diagonal
+from offbeat.kfac.factors import FactorShape, diagonal_of
 from offbeat.kfac.inverses import InversionTask, form_of, is_asynchronous
 from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
 from offbeat.kfac.preconditioner import Preconditioner
@@ -404,7 +404,7 @@ class RunningFactor:
 
 def mean_eigenvalue(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
     """The factor's trace by its dimension, a mean over groups: a scalar tensor."""
-    values = packed if shape.is_diagonal else diagonal(packed, shape.dim)
+    values = diagonal_of(packed, shape)
     return values.sum() / (values.numel() - shape.padding)
 
 
@@ -572,5 +572,5 @@ def joined_factors(
 
 def _traces(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
     """Of each use's factor, shape (uses,)."""
-    diagonals = packed if shape.is_diagonal else diagonal(packed, shape.dim)
+    diagonals = diagonal_of(packed, shape)
     return diagonals.view(shape.uses, -1).sum(dim=1)

@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
+from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast, gather_values
 from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.curvature import KFACSettings
@@ -94,7 +96,9 @@ def gather_plan_inputs(
     kinds = driver.run(gather_values(device_kind(first.device)), stream.next())
     same_devices = len(set(kinds)) == 1
     dims = [equivalent_dim(slot.shape) for slot in slots]
-    is_halved, costs = settings.curvature.factor_dtype == "bfloat16", None
+    dtype: np.dtype[np.floating] = np.dtype(str(first.dtype).removeprefix("torch."))
+    values = VALUE_CODECS[settings.curvature.factor_codec].suited_to(dtype)
+    costs = None
     if measures and driver.world_size > 1:
         invert = partial(_invert_sample, form_of(slots, settings, same_devices=same_devices))
         costs = measure(driver, stream, dims=dims, like=first.zeros(), invert=invert)
@@ -102,9 +106,7 @@ def gather_plan_inputs(
         world_size=driver.world_size,
         same_devices=same_devices,
         dims=dims,
-        sizes_bytes=[
-            2 * slot.shape.num_elements if is_halved else slot.size_bytes for slot in slots
-        ],
+        sizes_bytes=[int(values.num_bytes(slot.shape.num_elements)) for slot in slots],
         kinds=[(slot.dtype, slot.device) for slot in slots],
         costs=costs,
     )

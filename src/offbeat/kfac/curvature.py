@@ -55,8 +55,9 @@ class Curvature:
             is added to each of them.
         ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
             inversions in steps 0, 1, 2, 4, 8, ... of the first `inverse_interval`.
-        factor_dtype: what factors travel in: "float32" (float64 where the model is), or "bfloat16"
-            for half the bytes, in which they are also summed; running averages stay as they are.
+        factor_codec: what factors travel in: "float32" (float64 where the model is), "bfloat16" for
+            half the bytes, in which they are also summed, or "linear8" for a quarter, in messages
+            that owners sum; running averages stay as they are.
     """
 
     loss_terms: Literal["example", "position"] = "example"
@@ -70,14 +71,14 @@ class Curvature:
     decay: float = 0.95
     pi: bool = True
     ramp: bool = True
-    factor_dtype: Literal["float32", "bfloat16"] = "float32"
+    factor_codec: Literal["float32", "bfloat16", "linear8"] = "float32"
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("loss_terms", ("example", "position")),
             ("loss", ("mean", "sum")),
             ("sharing", ("expand", "reduce")),
-            ("factor_dtype", ("float32", "bfloat16")),
+            ("factor_codec", ("float32", "bfloat16", "linear8")),
         ):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(

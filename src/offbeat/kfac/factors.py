@@ -220,6 +220,30 @@ def diagonal(packed: torch.Tensor, dim: int) -> torch.Tensor:
     return packed.index_select(1, _diagonal(dim, packed.device))
 
 
+def diagonal_of(
+    packed: torch.Tensor, shape: FactorShape, *, becomes: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The diagonals of a factor, shape (groups, dim), which may be the packed factor itself; first
+    overwritten by `becomes` if that is given.
+    """
+    if becomes is not None:
+        if shape.is_diagonal:
+            packed.copy_(becomes)
+        else:
+            packed.index_copy_(1, _diagonal(shape.dim, packed.device).long(), becomes)
+    return packed if shape.is_diagonal else diagonal(packed, shape.dim)
+
+
+def products_of_roots(diagonals: torch.Tensor, shape: FactorShape) -> torch.Tensor:
+    """The roots of the diagonals' numbers, each times each, packed: what no number of a positive
+    semidefinite factor exceeds.
+    """
+    roots = diagonals.clamp(min=0).sqrt()
+    if shape.is_diagonal:
+        return roots * roots
+    return pack(roots[:, :, None] * roots[:, None, :])
+
+
 def _flat_upper(dim: int) -> torch.Tensor:
     rows, columns = torch.triu_indices(dim, dim)
     return torch.add(columns, rows, alpha=dim)

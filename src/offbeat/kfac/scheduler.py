@@ -18,11 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from offbeat.callbacks.context import Context
+from offbeat.codec.dense_wire import DenseWire
+from offbeat.codec.tally import Tally, is_finite
+from offbeat.codec.topk_codec import VALUE_CODECS
+from offbeat.collectives.coded_sum import coded_sum
+from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeListener, LaunchOrder
 from offbeat.gradients.reductions import launch_sums
@@ -30,8 +37,10 @@ from offbeat.kfac.blocks import Block, FactorSlot, Side
 from offbeat.kfac.capture import Capture, Increment
 from offbeat.kfac.costs import slowest_ready_s
 from offbeat.kfac.curvature import KFACSettings
+from offbeat.kfac.factors import diagonal_of, products_of_roots
 from offbeat.kfac.plans import FactorPlan, launch_sequence
 from offbeat.transport.driver import Driver, Pending, Stream
+from offbeat.transport.operations import Collective
 
 PROFILED_STEPS = range(1, 4)
 """Steps with factors in which is measured when each factor is ready, where the plan depends on it.
@@ -144,7 +153,7 @@ class FactorScheduler(ExchangeListener):
         self.messages = [
             FactorMessage(
                 [self._slots[slot] for slot in group],
-                rounds=self._settings.curvature.factor_dtype == "bfloat16",
+                codec=self._settings.curvature.factor_codec,
             )
             for group in plan.groups
         ]
@@ -400,11 +409,12 @@ class FactorMessage:
 
     Args:
         slots: which factors, all of one dtype and device.
-        rounds: whether factors, and not what follows them, travel in bfloat16.
+        codec: how factors, and not what follows them, travel: "bfloat16" is summed as it is, other
+            names of `VALUE_CODECS` by owners.
     """
 
-    def __init__(self, slots: Sequence[FactorSlot], *, rounds: bool = False) -> None:
-        self.slots, self._rounds = slots, rounds
+    def __init__(self, slots: Sequence[FactorSlot], *, codec: str) -> None:
+        self.slots, self._codec = slots, codec
         sizes = [slot.shape.num_elements for slot in slots]
         first = slots[0]
         self._flat = torch.zeros(
@@ -416,6 +426,7 @@ class FactorMessage:
         ]
         self._sums: list[Pending[torch.Tensor]] = []
         self._rounded: torch.Tensor | None = None  # while it travels
+        self._coded: Pending[None] | None = None  # likewise
 
     @property
     def num_bytes(self) -> int:
@@ -454,16 +465,48 @@ class FactorMessage:
             torch.mul(packed, weight, out=view)
             numbers += [weight, float(is_retired(slot.index))]
         self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
-        if self._rounds:
-            # Weights and numbers of ranks are no longer exact in bfloat16.
+        # Weights and numbers of ranks would no longer be exact in fewer bits.
+        if self._codec == "float32":
+            self._sums = launch_sums(driver, stream, self._flat)
+        elif self._codec == "bfloat16":
             self._rounded = self._factors.bfloat16()
             self._sums = launch_sums(driver, stream, self._rounded, self._tail)
         else:
-            self._sums = launch_sums(driver, stream, self._flat)
+            work = self._sum_coded(driver.rank, driver.world_size)
+            self._coded = driver.launch(work, stream.next())
+            self._sums = launch_sums(driver, stream, self._tail)
+
+    def _sum_coded(self, rank: int, world_size: int) -> Collective[None]:
+        """Sum diagonals as they are, and the factors in codes that stand for shares of the roots of
+        these sums: no number in a row and a column is larger than theirs multiplied. Whatever the
+        magnitudes in a factor, a code then errs by as much as it would for correlations. What
+        rounding loses is owed to nobody: the running averages forget it, too.
+        """
+        mine, shapes = self._factors, [slot.shape for slot in self.slots]
+        own = [diagonal_of(*each) for each in zip(self._views, shapes, strict=True)]
+        sums = yield from dense_all_reduce(torch.cat([each.flatten() for each in own]))
+        if not is_finite(sums):
+            mine.fill_(nan)
+            return
+        parts = sums.split([each.numel() for each in own])
+        diagonals = [part.view_as(each) for part, each in zip(parts, own, strict=True)]
+        bounds = [products_of_roots(*each) for each in zip(diagonals, shapes, strict=True)]
+        for view, bound, exact, shape in zip(self._views, bounds, diagonals, shapes, strict=True):
+            view.div_(torch.where(bound > 0, bound, 1))
+            diagonal_of(view, shape, becomes=torch.zeros_like(exact))  # codes are finer without
+        dtype: np.dtype[np.floating] = np.dtype(str(mine.dtype).removeprefix("torch."))
+        values = VALUE_CODECS[self._codec].suited_to(dtype)
+        wire, nobody = DenseWire(num_parameters=0, values=values), Tally.of_nobody(0)
+        kept = torch.empty_like(mine)
+        mine.copy_((yield from coded_sum(rank, world_size, mine, nobody, wire, kept=kept)).kept)
+        for view, bound, exact, shape in zip(self._views, bounds, diagonals, shapes, strict=True):
+            view.mul_(bound)
+            diagonal_of(view, shape, becomes=exact)
 
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""
-        return all(pending.poll() for pending in self._sums)
+        has_codes = self._coded is None or self._coded.poll()
+        return has_codes and all(pending.poll() for pending in self._sums)
 
     def wait(self) -> None:
         """Until the sums are there."""
@@ -473,6 +516,9 @@ class FactorMessage:
         if self._rounded is not None:
             self._factors.copy_(self._rounded)
             self._rounded = None
+        if self._coded is not None:
+            self._coded.wait()
+            self._coded = None
 
     def read(self) -> Iterator[SummedFactor]:
         """The sums of each slot, which must have been waited for. May be called once: means are

@@ -25,17 +25,16 @@ gradient is not finite skips its own step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from offbeat.arithmetic.topologies import ring_weights
-from offbeat.averaging.gossip import NeighbourChanges, NeighbourMean
+from offbeat.averaging.gossip import NeighbourChanges, NeighbourMean, ring_round
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
-from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
+from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -56,26 +55,27 @@ class DPSGD(AveragingStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        codec = self.weight_codec
-        if codec is not None and (codec.decay != 1 or codec.clip_to_median):
-            raise ConfigError(
-                f"codec={self.codec!r} lets what is owed fade or clips to the median of all ranks,"
-                " and D-PSGD owes differences that neighbours know, and sees two ranks; use a"
-                " WeightCodec with decay=1.0 and clip_to_median=False"
-            )
+        codec_of_differences(self.codec)
 
     @property
     def weight_codec(self) -> WeightCodec | None:
         """How changes of weights travel; None: weights travel whole."""
-        return chosen_codec(self.codec)
+        return codec_of_differences(self.codec)
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver, codec = context.driver, self.weight_codec
         row = ring_weights(driver.rank, driver.world_size)
         peers = Everyone(driver, context.new_stream())
+        statistics = replace(weights, parameters={})
         exchange = (
             NeighbourMean(weights, peers, row=row)
             if codec is None
-            else NeighbourChanges(weights, peers, row=row, codec=codec)
+            else NeighbourChanges(
+                context.parameters,
+                peers,
+                statistics=NeighbourMean(statistics, peers, row=row) if statistics.names else None,
+                in_round=lambda number: ring_round(driver.rank, row),
+                codec=codec,
+            )
         )
         return [PeriodicAverage(exchange, GrowingPeriod(1))]

@@ -13,7 +13,7 @@ import torch
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.collectives.dense import dense_broadcast
+from offbeat.collectives.dense import dense_broadcast, gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import (
@@ -128,6 +128,10 @@ class GradientStrategy(Strategy):
             said = torch.tensor([island.hypot(norm)], dtype=torch.float64)
             return float(driver.run(dense_broadcast(said, 0), norms.next()))
 
+        def gather(mine: str) -> dict[int, str]:
+            said = driver.run(gather_values(mine), norms.next())
+            return {driver.name_of(rank): word for rank, word in enumerate(said)}
+
         exchange = GradientExchange(
             found.pairs,
             counts=counts,
@@ -139,6 +143,7 @@ class GradientStrategy(Strategy):
             clipping=self.clipping(driver.world_size),
             agree_on=found.norm_over_ranks or agree_on,
             transform=transform,
+            gather=gather,
             island=island,
         )
         others = list(found.callbacks)

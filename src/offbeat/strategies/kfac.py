@@ -140,9 +140,9 @@ class KFACStrategy(Strategy):
                 "curvature must be an offbeat.Curvature, such as offbeat.Curvature(max_dim=1024),"
                 f" got {self.curvature!r}"
             )
-        if self.planner.by_owner and self.curvature.factor_dtype != "float32":
+        if self.planner.by_owner and self.curvature.factor_codec != "float32":
             raise ConfigError(
-                f"factor_dtype={self.curvature.factor_dtype!r} is how factors travel, and with"
+                f"factor_codec={self.curvature.factor_codec!r} is how factors travel, and with"
                 f" {self.name} none do; leave it out"
             )
 

@@ -11,8 +11,13 @@ In round t the peers are 2**t, 2**(t+1), ... ranks further on, in turn. The sums
 all ranks are what they would be without sending, to rounding. On this graph every rank hears from
 as many as it sends to, so w stays 1; it departs from 1 only where the graph is no longer regular.
 
+With `codec` only encoded differences to what each target holds travel: a rank parts with its share
+of what a target holds of it, and takes its share of what it holds of its source, so that the mean
+over ranks stays what it is whatever a codec loses (`averaging.gossip.NeighbourChanges`).
+
 Cost per step: `out_degree` n elements and `out_degree` messages (for each 8 MiB) sent by each rank,
-after the step and overlapped with nothing.
+after the step and overlapped with nothing. With a codec messages of it, two vectors more in memory
+for each distance, and one exact message at first for each.
 
 Differences from the paper: any world size, out-degrees beyond the number of powers of two; gamma g
 may be any optimizer's step from z; half precision is sent as float32 and x is kept in it;
@@ -22,17 +27,19 @@ its own step. There is no overlapped variant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
-from offbeat.averaging.gossip import PushSum
-from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
+from offbeat.averaging.gossip import PushedChanges, PushSum, push_round
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage, WeightExchange
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
 from offbeat.strategies.options import require_at_least
+from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -42,15 +49,20 @@ class SGP(AveragingStrategy):
 
     Args:
         out_degree: how many ranks each one sends to in a step, >= 1 and below the world size.
+        codec: how weights travel, as their differences to what a target holds of them: the name of
+            a codec, or a `WeightCodec`. What does not travel is part of the next difference. None:
+            weights travel whole.
     """
 
     name: ClassVar[str] = "sgp"
 
     out_degree: int = 1
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("out_degree", self.out_degree, 1)
+        codec_of_differences(self.codec)
 
     def check_world(self, world_size: int) -> None:
         if world_size > 1 and self.out_degree >= world_size:
@@ -58,6 +70,11 @@ class SGP(AveragingStrategy):
                 f"out_degree must be below the number of ranks, got {self.out_degree} with"
                 f" {world_size} ranks; each rank can send to {world_size - 1} others"
             )
+
+    @property
+    def weight_codec(self) -> WeightCodec | None:
+        """How changes of weights travel; None: weights travel whole."""
+        return codec_of_differences(self.codec)
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
@@ -70,5 +87,17 @@ class SGP(AveragingStrategy):
                 out_degree=self.out_degree,
             )
 
-        push = PushSum(weights, Everyone(driver, context.new_stream()), in_round=in_round)
-        return [PeriodicAverage(push, GrowingPeriod(1))]
+        peers, codec = Everyone(driver, context.new_stream()), self.weight_codec
+        exchange: WeightExchange = PushSum(weights, peers, in_round=in_round)
+        if codec is not None:
+            statistics = replace(weights, parameters={})
+            exchange = PushedChanges(
+                context.parameters,
+                peers,
+                statistics=PushSum(statistics, peers, in_round=in_round)
+                if statistics.names
+                else None,
+                in_round=lambda number: push_round(driver.rank, in_round(number)),
+                codec=codec,
+            )
+        return [PeriodicAverage(exchange, GrowingPeriod(1))]
