@@ -5,7 +5,7 @@ On a CPU that costs nothing, and it is the same code, so it is counted here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offbeat
+from offbeat.codec.tally import Tally
 from offbeat.strategies.base import Strategy
 
 _ASK = {
@@ -46,6 +47,26 @@ def asked_in_backward(model: torch.nn.Module) -> Iterator[Asked]:
         yield mode
     first.remove()
     last.remove()
+
+
+def test_the_tallies_of_all_buckets_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, read_from = [], Tally.read_from
+
+    def noting(tails: Sequence[torch.Tensor]) -> list[Tally]:
+        asked.append(len(tails))
+        return read_from(tails)
+
+    monkeypatch.setattr(Tally, "read_from", noting)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = offbeat.AllReduce(bucket_mib=1e-3, first_bucket_mib=1e-3)
+    with offbeat.attach(model, optimizer, strategy):
+        for _ in range(3):
+            model(torch.randn(4, 32)).square().mean().backward()
+            optimizer.step()
+    (num_buckets,) = set(asked)
+    assert len(asked) == 3
+    assert num_buckets > 3
 
 
 @pytest.mark.parametrize(

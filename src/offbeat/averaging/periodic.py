@@ -46,6 +46,7 @@ from offbeat.gradients.reductions import (
     ExchangePlan,
     Reduction,
     SparseReduction,
+    wait_for,
 )
 from offbeat.membership.island import Island
 from offbeat.transport.driver import Driver, Pending, Stream
@@ -184,8 +185,7 @@ class EncodedChanges:
         Raises:
             NonFiniteError: some rank's changes hold an infinity or a NaN; every rank raises.
         """
-        tallies = [reduction.wait() for reduction in self.reductions]
-        if not all(tally.good for tally in tallies):
+        if not all(tally.good for tally in wait_for(self.reductions)):
             self.discard()
             raise non_finite_weights(self._rank)
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):

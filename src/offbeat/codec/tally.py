@@ -9,6 +9,7 @@ rounded.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,15 +113,23 @@ class Tally:
             tail[1] = self.num_nonfinite
 
     @classmethod
-    def read_from(cls, tail: torch.Tensor) -> Tally:
-        """Inverse of `write_to`, after the numbers have been summed over ranks."""
-        numbers = tail.to(dtype=torch.float64, device="cpu").numpy()
-        return cls(
-            weight=float(numbers[0]),
-            num_nonfinite=int(numbers[1]),
-            num_failed=int(numbers[2]),
-            used=numbers[NUM_COUNTERS:] > 0,
-        )
+    def read_from(cls, tails: Sequence[torch.Tensor]) -> list[Tally]:
+        """Inverse of `write_to` of each, after the numbers have been summed over ranks. The host
+        waits for the device once.
+        """
+        if not tails:
+            return []
+        joined = torch.cat([tail.to(tails[0].device) for tail in tails])
+        every = joined.to(device="cpu", dtype=torch.float64)
+        return [
+            cls(
+                weight=float(numbers[0]),
+                num_nonfinite=int(numbers[1]),
+                num_failed=int(numbers[2]),
+                used=numbers[NUM_COUNTERS:] > 0,
+            )
+            for numbers in map(torch.Tensor.numpy, every.split([tail.numel() for tail in tails]))
+        ]
 
 
 def is_finite(flat: torch.Tensor) -> torch.Tensor:

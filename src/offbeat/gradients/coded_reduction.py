@@ -74,7 +74,7 @@ class CodedReduction(ResidualReduction):
         self.encode_s += time.perf_counter() - begin_s
 
     @override
-    def wait(self) -> Tally:
+    def wait(self) -> Tally | torch.Tensor:
         return self._result.tally
 
     @property
@@ -85,9 +85,9 @@ class CodedReduction(ResidualReduction):
     @override
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        kept, owed, self._tally = self._result
+        kept, owed, _ = self._result
         self._residual, self._mine = owed, self._residual
-        for position in np.flatnonzero(~self._tally.used).tolist():
+        for position in np.flatnonzero(~self.tally.used).tolist():
             self._take_back(position, kept)
         flat = self._show(kept)
         if self._decay != 1:

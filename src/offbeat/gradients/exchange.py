@@ -44,7 +44,7 @@ from offbeat.errors import CheckpointError, NonFiniteError, PeerError, Unsupport
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.parameter_groups import rates_of
-from offbeat.gradients.reductions import Reduction
+from offbeat.gradients.reductions import Reduction, wait_for
 from offbeat.membership.island import Island
 
 if TYPE_CHECKING:
@@ -487,7 +487,7 @@ class GradientExchange(Callback):
             self._put_off.pop(0).carry_out()
         # All buckets are waited for before any is committed: the step counts only if it is good on
         # every rank in every bucket.
-        tallies = [reduction.wait() for _, reduction in self._pairs]
+        tallies = wait_for([reduction for _, reduction in self._pairs])
         self._num_launched = 0
         self._exchanged_since_step = True
         self._unsent = False

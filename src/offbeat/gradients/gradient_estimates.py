@@ -100,8 +100,7 @@ class EstimateReduction(Reduction):
 
     def wait(self) -> Tally:
         assert self._pending is not None, "nothing was launched"
-        self._tally = self._pending.wait().tally
-        return self._tally
+        return self._pending.wait().tally
 
     def commit(self) -> torch.Tensor:
         assert self._pending is not None, "nothing was launched"
@@ -114,7 +113,7 @@ class EstimateReduction(Reduction):
         add_owed(self._sum, exchanged.kept)
         self._selector_state = dict(self._new_selector_state)
         if self._weight:
-            self._share = self._weight / self._tally.weight
+            self._share = self._weight / self.tally.weight
         self._ages.after_exchange(self._sent.indices)
         flat.copy_(self._sum).mul_(self._grad_scale)
         self._mark_unused_with_gradient()

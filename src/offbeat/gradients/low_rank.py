@@ -136,12 +136,13 @@ class LowRankReduction(ResidualReduction):
     def right_factors(self) -> Sequence[torch.Tensor]:
         """This rank's Q of each matrix. They are made the sum over all ranks."""
         assert self._sum is not None, "nothing was launched"
-        sums, self._tally = self._sum.wait()
+        sums, tail = self._sum.wait()
+        (self.tally,) = Tally.read_from([tail])  # it says whether the other factors are of use
         begin_s, num_matrices = time.perf_counter(), len(self._matrices)
         self._sum, self._lefts, self._new_rights = None, [], []
         self._totals = sums[num_matrices:]
         for each, total in zip(self._matrices, sums, strict=False):
-            if not self._tally.good:
+            if not self.tally.good:
                 break
             left = orthonormal(total.view(len(each.right), -1))
             mine = each.of(self._mine)
@@ -156,7 +157,7 @@ class LowRankReduction(ResidualReduction):
     def wait(self) -> Tally:
         if self._sum is not None:  # the first bucket that is waited for
             self._rights.exchange()
-        return self._tally
+        return self.tally
 
     @override
     def commit(self) -> torch.Tensor:

@@ -95,6 +95,7 @@ class Reduction:
         ages: how long entries waited before this rank sent them; None where all of them always are.
         encode_s: seconds spent on selection and on putting results in place, so far.
         residual: what is owed, shape (n,); None where nothing ever is.
+        tally: of all ranks, after `wait_for`.
     """
 
     only_queues: ClassVar[bool] = False
@@ -104,7 +105,7 @@ class Reduction:
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self._bucket, self._driver, self._stream = bucket, driver, stream
-        self._tally = Tally.of_nobody(len(bucket.indices))
+        self.tally = Tally.of_nobody(len(bucket.indices))
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -128,15 +129,17 @@ class Reduction:
         """
 
     @abstractmethod
-    def wait(self) -> Tally:
-        """Wait for the peers. Returns the tally of all ranks."""
+    def wait(self) -> Tally | torch.Tensor:
+        """Wait for the peers. Returns the tally of all ranks, or the numbers that it has been
+        written to, where the host has not waited for the device. See `wait_for`.
+        """
 
     @abstractmethod
     def commit(self) -> torch.Tensor:
         """The step is good: change state, and return a buffer with the mean, times `grad_scale`.
 
         A parameter that no rank used may get a gradient all the same, because one was still owed;
-        it is then marked as used in the tally that `wait` returned.
+        it is then marked as used in `tally`.
         """
 
     def discard(self) -> None:
@@ -166,8 +169,17 @@ class Reduction:
 
     def _mark_unused_with_gradient(self) -> None:
         """Mark parameters as used that no rank used, and of which something was still owed."""
-        for position in np.flatnonzero(~self._tally.used).tolist():
-            self._tally.used[position] = bool(self._bucket.views[position].any())
+        for position in np.flatnonzero(~self.tally.used).tolist():
+            self.tally.used[position] = bool(self._bucket.views[position].any())
+
+
+def wait_for(reductions: Sequence[Reduction]) -> list[Tally]:
+    """Wait for the peers, and for the device once. Returns the tally of each."""
+    waited = [reduction.wait() for reduction in reductions]
+    late = iter(Tally.read_from([each for each in waited if isinstance(each, torch.Tensor)]))
+    for reduction, each in zip(reductions, waited, strict=True):
+        reduction.tally = next(late) if isinstance(each, torch.Tensor) else each
+    return [reduction.tally for reduction in reductions]
 
 
 class TalliedSum:
@@ -189,10 +201,12 @@ class TalliedSum:
         message = torch.cat([*(part.flatten() for part in parts), tail])
         (self._pending,) = launch_sums(driver, stream, message)
 
-    def wait(self) -> tuple[Sequence[torch.Tensor], Tally]:
-        """The sums of `parts`, each of shape (n,), and the tally of all ranks."""
+    def wait(self) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """The sums of `parts`, each of shape (n,), and what the tally of all ranks is written
+        to.
+        """
         *sums, tail = self._pending.wait().split(self._sizes)
-        return sums, Tally.read_from(tail)
+        return sums, tail
 
 
 class ResidualReduction(Reduction):
@@ -228,7 +242,7 @@ class ResidualReduction(Reduction):
             total: the sum over ranks, float32 or float64, shape (n,), which may be that buffer;
                 changed in place.
         """
-        flat, factor = self._bucket.flat, self._grad_scale / (self._tally.weight or 1)
+        flat, factor = self._bucket.flat, self._grad_scale / (self.tally.weight or 1)
         total.mul_(factor)
         if total is not flat:
             flat.copy_(total)
@@ -288,15 +302,14 @@ class DenseReduction(Reduction):
             self._driver, self._stream, self._message, *(() if rides else (self._tail,))
         )
 
-    def wait(self) -> Tally:
+    def wait(self) -> torch.Tensor:
         for pending in self._sums:
             pending.wait()
-        self._tally = Tally.read_from(self._tail)
-        return self._tally
+        return self._tail
 
     def commit(self) -> torch.Tensor:
-        if self._tally.weight not in (0, self._driver.world_size):
-            self._bucket.flat.mul_(self._driver.world_size / self._tally.weight)
+        if self.tally.weight not in (0, self._driver.world_size):
+            self._bucket.flat.mul_(self._driver.world_size / self.tally.weight)
         return self._bucket.flat
 
 
@@ -392,22 +405,20 @@ class SparseReduction(Reduction):
         summed = (flat, self._tail) if self._joined is None else (self._joined,)
         self._sums = launch_sums(self._driver, self._stream, *summed)
 
-    def wait(self) -> Tally:
+    def wait(self) -> Tally | torch.Tensor:
         if self._pending is not None:
-            self._tally = self._pending.wait().tally
-        else:
-            for pending in self._sums:
-                pending.wait()
-            if self._joined is not None:
-                size = self._bucket.num_elements
-                self._bucket.flat.copy_(self._joined[:size])
-                self._tail.copy_(self._joined[size:])
-            self._tally = Tally.read_from(self._tail)
-        return self._tally
+            return self._pending.wait().tally
+        for pending in self._sums:
+            pending.wait()
+        if self._joined is not None:
+            size = self._bucket.num_elements
+            self._bucket.flat.copy_(self._joined[:size])
+            self._tail.copy_(self._joined[size:])
+        return self._tail
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        factor = self._grad_scale / (self._tally.weight or 1)
+        factor = self._grad_scale / (self.tally.weight or 1)
         if self._pending is not None:
             exchanged = self._pending.wait()  # which is over
             flat, kept = self._feedback.commit(exchanged.owed), exchanged.kept
@@ -417,7 +428,7 @@ class SparseReduction(Reduction):
             if mean.dtype not in _EXACT:
                 self._owe_rounding(kept, mean, factor)
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
-            self._tally.used[hit] = True
+            self.tally.used[hit] = True
         else:
             self._feedback.commit_all()
             flat = self._bucket.flat

@@ -59,16 +59,15 @@ class ScatterReduction(Reduction):
             *launch_sums(self._driver, self._stream, self._tail),
         ]
 
-    def wait(self) -> Tally:
+    def wait(self) -> torch.Tensor:
         for pending in self._under_way:
             pending.wait()
-        self._tally = Tally.read_from(self._tail)
-        return self._tally
+        return self._tail
 
     def commit(self) -> torch.Tensor:
-        if self._tally.weight not in (0, self._driver.world_size):
+        if self.tally.weight not in (0, self._driver.world_size):
             mine = self._message[self._begin : self._end]
-            mine.mul_(self._driver.world_size / self._tally.weight)
+            mine.mul_(self._driver.world_size / self.tally.weight)
         self._message[: self._begin] = 0
         self._message[self._end :] = 0
         return self._bucket.flat

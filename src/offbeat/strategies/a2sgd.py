@@ -128,16 +128,16 @@ class _TwoMeansReduction(Reduction):
         self._sum = TalliedSum([mine], tally, self._driver, self._stream)
 
     @override
-    def wait(self) -> Tally:
-        (self._total,), self._tally = self._sum.wait()
-        return self._tally
+    def wait(self) -> torch.Tensor:
+        (self._total,), tail = self._sum.wait()
+        return tail
 
     @override
     def commit(self) -> torch.Tensor:
         flat = self._bucket.flat
         if not self._weight:
             return flat.zero_()
-        total = self._total.to(self._own.device) / self._tally.weight
+        total = self._total.to(self._own.device) / self.tally.weight
         positive, negative = (total - self._own).tolist()
         return flat.add_(torch.where(flat < 0, -negative, positive).to(flat.dtype))
 

@@ -199,10 +199,10 @@ class _BlockReduction(ResidualReduction):
         self.encode_s += time.perf_counter() - begin_s
 
     @override
-    def wait(self) -> Tally:
+    def wait(self) -> torch.Tensor:
         assert self._sum is not None, "nothing was launched"
-        (self._total,), self._tally = self._sum.wait()
-        return self._tally
+        (self._total,), tail = self._sum.wait()
+        return tail
 
     @override
     def commit(self) -> torch.Tensor:

@@ -302,9 +302,10 @@ class _MomentumReduction(CodedReduction):
         begin(gradient, tally, weight=weight, grad_scale=grad_scale)
 
     @override
-    def wait(self) -> Tally:
+    def wait(self) -> Tally | torch.Tensor:
         return self._dense.wait() if self._is_dense else super().wait()
 
     @override
     def commit(self) -> torch.Tensor:
+        self._dense.tally = self.tally
         return self._dense.commit() if self._is_dense else super().commit()

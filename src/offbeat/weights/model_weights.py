@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -350,6 +351,20 @@ class Staging:
     def laid_out(self, tensors: Sequence[torch.Tensor]) -> Elements:
         """What `read` gives, a few elements at a time, and where they are written to."""
         return self.read(tensors) if self._is_weightless else LaidOut(self, tensors)
+
+    @contextmanager
+    def written(self, tensors: Sequence[torch.Tensor]) -> Iterator[Elements]:
+        """A vector, shape (num_elements,), that is to be written, and with it `tensors`: without
+        memory of its own where they are contiguous.
+        """
+        if not any(tensor.is_meta for tensor in tensors) and all(
+            real(tensor).is_contiguous() for tensor in tensors
+        ):
+            yield LaidOut(self, tensors)
+            return
+        values: Values = np.empty(self.num_elements, self.dtype)
+        yield values
+        self.write_(values, tensors)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:
         """A vector of its own, shape (num_elements,), with what `tensors` hold; or a tensor of this

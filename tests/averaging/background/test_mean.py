@@ -54,6 +54,12 @@ class Rank:
         first = Generation(number=0, members=members, newcomers=frozenset(), tickets=0)
         self.progress.begin(first, 0, SingleRank())
 
+    def mean(self) -> tuple[list[float], frozenset[int]]:
+        """The values, and who is missing."""
+        into = np.empty(1, np.float32)
+        missing = self.progress.mean(into).missing
+        return into.tolist(), missing
+
     def _serve(
         self,
         rank: int,
@@ -88,17 +94,13 @@ def rank_of() -> Iterator[type[Rank]]:
 def test_peers_that_have_not_begun_to_train_are_waited_for(rank_of: type[Rank]) -> None:
     nobody: dict[int, float | None] = {1: None, 2: None}
     rank = rank_of(3, [nobody, nobody, {1: 3.0, 2: 0.0}])
-    mean = rank.progress.mean()
-    assert mean.values.tolist() == [3.0]
-    assert not mean.missing
+    assert rank.mean() == ([3.0], frozenset())
     assert not rank.notices
 
 
 def test_a_mean_of_more_than_half_says_whose_models_it_lacks(rank_of: type[Rank]) -> None:
     rank = rank_of(3, [{1: None, 2: 2.0}])
-    mean = rank.progress.mean()
-    assert mean.values.tolist() == [4.0]
-    assert mean.missing == {1}
+    assert rank.mean() == ([4.0], {1})
     assert any("without worker 1" in notice for notice in rank.notices)
 
 
@@ -115,7 +117,7 @@ def test_a_mean_of_half_of_the_models_is_an_error(
     monkeypatch.setattr(progress_thread, "MEAN_TIMEOUT_S", 0.0)
     begun = 1 + sum(value is not None for value in answers.values())
     with pytest.raises(PeerError, match=f"only {begun} of {num_members} workers"):
-        rank_of(num_members, [answers]).progress.mean()
+        rank_of(num_members, [answers]).mean()
 
 
 def test_the_dead_are_no_part_of_the_mean_once_they_are_known_for_long(
@@ -124,9 +126,7 @@ def test_the_dead_are_no_part_of_the_mean_once_they_are_known_for_long(
     monkeypatch.setattr(progress_thread, "MEAN_TIMEOUT_S", 0.0)
     rank = rank_of(2, [{}])
     rank.published.mark_dead(1)
-    mean = rank.progress.mean()
-    assert mean.values.tolist() == [6.0]
-    assert mean.missing == {1}
+    assert rank.mean() == ([6.0], {1})
 
 
 def test_a_worker_that_is_no_member_has_no_mean(
@@ -136,10 +136,10 @@ def test_a_worker_that_is_no_member_has_no_mean(
     rank = rank_of(3, [{1: 1.0, 2: 2.0}])
     rank.published.expel()
     with pytest.raises(PeerError, match="no member of the run"):
-        rank.progress.mean()
+        rank.mean()
 
 
 def test_a_model_that_comes_too_late_for_one_mean_is_in_no_later_one(rank_of: type[Rank]) -> None:
     rank = rank_of(3, [{1: 3.0, 2: 0.0}])
     rank.published.receive_model(1, model(600.0))
-    assert rank.progress.mean().values.tolist() == [3.0]
+    assert rank.mean() == ([3.0], frozenset())

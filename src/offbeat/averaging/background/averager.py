@@ -203,10 +203,10 @@ class BackgroundCallback(Callback):
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         self._publish()
-        values, counters, missing = self._averager.progress.mean()
         # Peers have sent what they average: with buffers="local" the buffers are not in it.
         weights = replace(weights, chosen=self._averager.weights.chosen)
-        self._averager.staging.write_(values, weights.tensors())
+        with self._averager.staging.written(weights.tensors()) as into:
+            counters, missing = self._averager.progress.mean(into)
         weights.write_counters(counters)
         return missing
 

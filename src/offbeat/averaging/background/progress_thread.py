@@ -24,8 +24,8 @@ from offbeat.averaging.background.interface import (
 )
 from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
 from offbeat.averaging.background.shared_model import SharedModel
-from offbeat.codec.model_wire import Counters, Values
-from offbeat.collectives.weighted_mean import FRAGMENT_BYTES
+from offbeat.codec.model_wire import Counters
+from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
@@ -59,15 +59,13 @@ AveragingProtocol: TypeAlias = Callable[
 
 
 class MeanModel(NamedTuple):
-    """A mean of models.
+    """What belongs to a mean of models besides its values.
 
     Attributes:
-        values: of the type of the members' values, added up in float64, shape (num_elements,).
         counters: the largest value of each counter.
         missing: the ranks of members whose models are not in it.
     """
 
-    values: Values
     counters: Counters
     missing: frozenset[int]
 
@@ -149,9 +147,10 @@ class ProgressThread:
             if self._model.wait_until_final(epoch):
                 return
 
-    def mean(self) -> MeanModel:
-        """The weighted mean of the current models of all living members, this rank's included. The
-        trainers of the peers are not involved.
+    def mean(self, into: Elements) -> MeanModel:
+        """Write the weighted mean of the current models of all living members, this rank's
+        included, into a vector of the type of their values: added up in float64, a part after the
+        other. The trainers of the peers are not involved.
 
         Members that do not answer in time are left out, and so are those that have not begun to
         train. But the mean is of more than half of the members: until that many have answered,
@@ -180,13 +179,19 @@ class ProgressThread:
                 # that is cut off.
                 counted = living if is_over else served.peers
                 if 2 * (len(models) + 1) > len(counted) + 1:
-                    return self._mean_of(served, models, missing=served.peers - models.keys())
+                    missing = served.peers - models.keys()
+                    return self._mean_of(served, models, into, missing=missing)
             if is_over:
                 raise PeerError(self._no_mean(served, models or {}))
             self._model.wait_for_news(_ASK_AGAIN_S)
 
     def _mean_of(
-        self, served: ServedGeneration, models: dict[int, Contribution], missing: frozenset[int]
+        self,
+        served: ServedGeneration,
+        models: dict[int, Contribution],
+        into: Elements,
+        *,
+        missing: frozenset[int],
     ) -> MeanModel:
         # Also of members that are dead: at the end of a run no next generation tells of them.
         if missing:
@@ -198,15 +203,15 @@ class ProgressThread:
         every = {served.position: self._model.own_model(), **models}
         included = [every[position] for position in sorted(every)]
         sum_of_weights = sum(model.weight for model in included)
-        values = np.empty(served.settings.num_elements, served.settings.dtype)
-        for begin in range(0, values.size, FRAGMENT_BYTES // 8):
-            part = slice(begin, begin + FRAGMENT_BYTES // 8)
-            total = np.zeros(values[part].size, np.float64)
+        num_elements, dtype = served.settings.num_elements, served.settings.dtype
+        for begin in range(0, num_elements, FRAGMENT_BYTES // 8):
+            part = slice(begin, min(begin + FRAGMENT_BYTES // 8, num_elements))
+            total = np.zeros(part.stop - begin, np.float64)
             for model in included:
                 total += model.values[part] * np.float64(model.weight)
-            values[part] = total / sum_of_weights
+            into[part] = (total / sum_of_weights).astype(dtype)
         counters = np.maximum.reduce([model.counters for model in included])
-        return MeanModel(values, counters, self._ranks(served, missing))
+        return MeanModel(counters, self._ranks(served, missing))
 
     def _no_mean(self, served: ServedGeneration, models: Collection[int]) -> str:
         if not self._model.is_available:
