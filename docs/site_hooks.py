@@ -80,6 +80,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return _LINK.sub(led, markdown)
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Take from `docs` the script by which search works without a server: the theme asks a host.
+
+    Args:
+        output: the page as HTML.
+        page, config: as MkDocs hands them over.
+    """
+    own = posixpath.relpath("iframe-worker.js", posixpath.dirname(page.file.dest_uri) or ".")
+    return output.replace("https://unpkg.com/iframe-worker/shim", own)
+
+
 def _outside() -> list[str]:
     """Files that pages link to and that lie outside of `docs`, as paths in the repository."""
     found = set(NAMED)

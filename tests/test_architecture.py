@@ -71,6 +71,10 @@ MAY_BLOCK = {
     "offbeat/run/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
     "offbeat_lab/attaching.py": {"torch.distributed"},  # asks who this rank is
     "offbeat_lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
+    "offbeat_lab/cli/watching.py": {
+        "socket",
+        "time.sleep",
+    },  # the host's name; reads a record now and then
     "offbeat/run/supervisor.py": {"selectors"},  # watches workers
     "offbeat_lab/plan/timing.py": {
         "torch.distributed"

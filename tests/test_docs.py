@@ -7,15 +7,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import strategy_tables
+import typer
 
 from offbeat import errors
 from offbeat.errors import OffbeatError
+from offbeat.run import command
 from offbeat.strategies import REGISTRY
+from offbeat_lab.cli.main import app
+from offbeat_lab.options import build_strategy, parse_spec
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -54,6 +60,21 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
 
 PYTHON_BLOCKS = dict(blocks("python"))
 DIFF_BLOCKS = dict(blocks("diff"))
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Commands of `offbeat` in indented blocks of all pages, as (page and number, words)."""
+    for page in PAGES:
+        lines = re.findall(
+            r"^ {4}[^#\n]*\b(offbeat [a-z](?:[^\n\\]|\\\n)*)", page.read_text(), re.MULTILINE
+        )
+        for number, line in enumerate(lines):
+            whole = re.sub(r"\$\{[^}]*\}|\$\w+", "0", line.replace("\\\n", " ")).rstrip("'")
+            _, *words = shlex.split(re.split(r"(?<=\S) {4,}(?=[a-z])", whole)[0], comments=True)
+            yield f"{name_of(page)} {number}", words
+
+
+COMMANDS = dict(commands())
 
 
 @pytest.fixture
@@ -100,6 +121,31 @@ def test_examples_run_alone(
     monkeypatch.setattr("sys.argv", [example, *EXAMPLES[example]])
     runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
     assert "step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", COMMANDS)
+def test_commands_are_understood(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not carried out: that takes minutes and files. Words, options and strategies are read."""
+    name, *words = COMMANDS[where]
+    strategies: list[str] = []
+    if name == "run":
+        monkeypatch.setattr(
+            command, "_run", lambda given, finished: strategies.append(given.strategy)
+        )
+        command.run_command(words)
+    else:
+        group: Any = typer.main.get_command(app)
+        context = group.commands[name].make_context(name, words)
+        given = context.params.get("strategies") or context.params.get("strategy") or ""
+        strategies += [text for text in given.split(",") if text]
+        assert not [word for word in context.args if word.startswith("-")]
+    for strategy in strategies:
+        build_strategy(*parse_spec(strategy))
+
+
+def test_there_are_commands_on_the_pages_that_one_reads_first() -> None:
+    for page in ("README.md", "docs/index.md", "docs/start.md", "docs/your-script.md"):
+        assert any(where.startswith(page) for where in COMMANDS)
 
 
 def anchors(page: Path) -> set[str]:

@@ -32,10 +32,10 @@ from offbeat.run import records
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
 from offbeat.run.interrupts import Interrupts, interrupts
 from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
-from offbeat.run.recipes import ALONE
 from offbeat.session.checkpoint import Json
 from offbeat.strategies.by_name import strategy_values
 from offbeat.strategies.docstrings import first_sentence
+from offbeat.strategies.registry import ALONE
 from offbeat_lab.analysis import analyse
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import ComparedStrategy, Comparison, write_comparison

@@ -22,7 +22,6 @@ from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
 from offbeat.run.interrupts import stop_requests
 from offbeat.run.progress import Joined, Reporter
-from offbeat.run.recipes import ALONE
 from offbeat.run.records import Summary
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
 from offbeat.run.step_recorder import Position
@@ -36,6 +35,7 @@ from offbeat.session.checkpoint import (
 )
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
+from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
 from offbeat_lab.config import recipe_of, task_of
 from offbeat_lab.native import NativeSession

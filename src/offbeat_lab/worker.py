@@ -23,11 +23,12 @@ from typing_extensions import override
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
-from offbeat.run.recipes import ALONE, ScriptRecipe
+from offbeat.run.recipes import ScriptRecipe
 from offbeat.run.recording import OpenRecord, ScriptRecorder
 from offbeat.run.records import RunDirectory
 from offbeat.run.step_recorder import StepRecorder, StepTime
 from offbeat.run.worker import listen_to_supervisor, run_supervised
+from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import link_delay, script_recipe, step_time
 from offbeat_lab.config import recipe_of
 from offbeat_lab.joining import join, leave

@@ -17,6 +17,7 @@ import pytest
 import offbeat
 from offbeat.strategies import REGISTRY
 from offbeat_lab.cli.main import main
+from offbeat_lab.native import NATIVE
 
 
 class Outcome:
@@ -117,12 +118,43 @@ def test_tasks_are_listed_with_their_options(call) -> None:
 def test_strategies_are_listed_without_their_options(call) -> None:
     listed = call("strategies").out
     names = re.findall(r"^  (\S+)  ", listed, re.MULTILINE)
-    assert {"allreduce", "topk", "gtopk", "ddp", "ddp-powersgd"} <= set(names)
+    assert names == list(REGISTRY)
     families = re.findall(r"^(\S.*):\n((?:  .*\n)+)", listed, re.MULTILINE)
-    assert [family for family, _ in families[:-1]] == list(REGISTRY.families)
+    assert [family for family, _ in families] == list(REGISTRY.families)
     assert "gtopk " in dict(families)["Gradients, of which a part travels"]
     assert "arXiv 1901.04359" in listed
     assert "replica_check_interval" not in listed
+    assert f"Of others, to compare with: alone, {', '.join(NATIVE)}" in listed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "strategies",
+        "strategies gtopc",
+        "run --nonsense",
+        "run nowhere.py",
+        "run --strategy gtopc README.md",
+        "compare --nonsense",
+        "compare --strategies ddp",
+        "compare --strategies ddp,gtopc --task digits",
+        "watch nowhere --nonsense",
+    ],
+)
+def test_what_is_misspelt_is_said_before_torch_is_imported(words: str) -> None:
+    program = (
+        "import sys\nfrom offbeat_lab.cli.main import main\n"
+        "try: main()\nfinally: print('torch imported:', 'torch' in sys.modules)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, *words.split()],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert answer.stdout.endswith("torch imported: False\n"), answer
+    assert answer.returncode == (0 if words == "strategies" else 2)
 
 
 def test_one_strategy_is_listed_by_its_name(call) -> None:
@@ -150,19 +182,19 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         (("run", "trian.py"), 2, "trian.py does not exist"),
         (("run", "taken"), 2, "taken is a directory"),
         (("run", "--strategy", "gtop", "taken"), 2, "taken is a directory"),
-        (("run", "--nodes", "2", "x.py"), 2, "--rendezvous and --node-rank are missing"),
+        (("run", "--nodes", "2", __file__), 2, "--rendezvous and --node-rank are missing"),
         (
-            ("run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "head:29500", "x.py"),
+            ("run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "head:29500", __file__),
             2,
             "--node-rank is 2; allowed is 0 to 1",
         ),
         (
-            ("run", "--nodes", "2", "--node-rank", "0", "--rendezvous", "head", "x.py"),
+            ("run", "--nodes", "2", "--node-rank", "0", "--rendezvous", "head", __file__),
             2,
             "allowed is HOST:PORT",
         ),
         (("run", "-m", "no_such_module"), 2, "no module 'no_such_module'"),
-        (("run", "--restarts", "-1", "x.py"), 2, "--restarts is -1"),
+        (("run", "--restarts", "-1", __file__), 2, "--restarts is -1"),
         (("run", "--strategy", "gtop", "taken/thesis.tex"), 2, "did you mean 'gtopk'"),
         (("run", "--strategy", "gtopk:densiti=1", "taken/thesis.tex"), 2, "'density'"),
         (("run", "--workers", "0", "taken/thesis.tex"), 2, "--workers is 0"),

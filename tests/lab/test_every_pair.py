@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lab_support.data import write_rows
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.run.coordination import Coordinator
-from offbeat.run.recipes import ALONE
 from offbeat.run.records import begin_attempt, create
 from offbeat.strategies.by_name import strategy_values
+from offbeat.strategies.registry import ALONE
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import CompareRequest, plan_comparison
 from offbeat_lab.options import RECIPES, build_strategy

@@ -153,8 +153,16 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
     """Run a script, with workers of its own or as the rank that this process is, and say what the
     user should know. Arguments and result are those of `run_command`.
     """
+    from offbeat.run.plan import (
+        DEFAULT_WORKERS,
+        check_strategy_name,
+        script_command,
+        script_config,
+    )
+
+    script = script_command(given.words, as_module=given.module, metric=given.metric)
+    check_strategy_name(given.strategy, script.path)
     # What imports torch is imported once the words are known to be right.
-    from offbeat.run.plan import DEFAULT_WORKERS, script_command, script_config
     from offbeat.run.progress import MembershipChange, WorkerProgress
     from offbeat.run.supervise import meet, meeting, run_script
     from offbeat.run.worker import run_launched
@@ -163,7 +171,6 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
     where = meeting(given.rendezvous, given.nodes, given.node_rank)
     if given.restarts < 0:
         raise ConfigError(f"--restarts is {given.restarts}; allowed is 0 or more")
-    script = script_command(given.words, as_module=given.module, metric=given.metric)
     loggers = [name.strip() for name in given.log_to.split(",") if name.strip()]
     config_of = partial(script_config, script, given.strategy, steps=given.steps, log_to=loggers)
     # Where hosts are named this process supervises its own, whoever has started it on them.

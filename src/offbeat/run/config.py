@@ -11,7 +11,6 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from offbeat.codec.json_objects import Between, Count, build
 from offbeat.errors import ConfigError
-from offbeat.session.loggers import named_loggers
 
 EmulationMode: TypeAlias = Literal["auto", "namespaces", "delaying", "none"]
 """How a cluster is imitated."""
@@ -115,7 +114,10 @@ def script_run(
     for name, value in (("workers", workers), ("steps", steps)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} is {value}; allowed is 1 or more")
-    named_loggers(log_to, Path())
+    if log_to:
+        from offbeat.session.loggers import named_loggers  # which imports torch
+
+        named_loggers(log_to, Path())
     return RunConfig(
         task=script.name,
         task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},

@@ -1,4 +1,6 @@
-"""What `offbeat run` is to do, checked before anything starts."""
+"""What `offbeat run` is to do, checked before anything starts, and what is misspelt before torch is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 
 from offbeat.errors import ConfigError, nearest
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
-from offbeat.run.recipes import SCRIPT_STRATEGIES
-from offbeat.strategies.by_name import build_strategy, parse_spec, strategy_values
+from offbeat.strategies.by_name import build_strategy, parse_spec, strategy_type, strategy_values
+from offbeat.strategies.registry import ALONE, REGISTRY
 
 DEFAULT_WORKERS = 4
 
@@ -63,13 +65,19 @@ def script_config(
     Raises:
         ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
-    built = build_strategy(*_one_strategy(strategy, script.path), SCRIPT_STRATEGIES)
+    from offbeat.run.recipes import SCRIPT_STRATEGIES  # which imports torch
+
+    spec = parse_spec(strategy, SCRIPT_STRATEGIES)
+    built = build_strategy(*spec, SCRIPT_STRATEGIES)
     built.check_world(workers)
     options = strategy_values(built)
     return script_run(script, built.name, options, workers=workers, steps=steps, log_to=log_to)
 
 
-def _one_strategy(text: str, path: str) -> tuple[str, dict[str, str]]:
+def check_strategy_name(text: str, path: str) -> None:
+    """Raises `ConfigError` if `text` does not begin with the name of one strategy for the script at
+    `path`. Imports no strategy.
+    """
     if "," in text.partition(":")[0]:
         raise ConfigError(
             f"--strategy takes one strategy, got {text!r}; to try several: offbeat compare"
@@ -81,4 +89,4 @@ def _one_strategy(text: str, path: str) -> tuple[str, dict[str, str]]:
             f" the same here, and offbeat compare --strategies {text},allreduce -- {path} shows"
             " both"
         )
-    return parse_spec(text, SCRIPT_STRATEGIES)
+    strategy_type(text.partition(":")[0].strip(), dict.fromkeys((ALONE, *REGISTRY), object))

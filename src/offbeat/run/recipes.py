@@ -21,10 +21,8 @@ from offbeat.session.session import Adopted, Session
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy
-from offbeat.strategies.registry import REGISTRY
+from offbeat.strategies.registry import ALONE, REGISTRY
 from offbeat.transport.driver import Driver
-
-ALONE: Final = "alone"
 
 
 class ShardedModule:

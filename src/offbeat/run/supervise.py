@@ -38,8 +38,6 @@ from offbeat.transport.interface import interface_of, listen_address
 
 SCRIPT_WORKER = "offbeat.run.worker"
 _HOSTS = "offbeat-hosts"
-_COMPILE = {"topk", "gtopk", "ef21"}
-"""Strategies whose first step compiles for seconds. Ranks of one host would all do it at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +89,7 @@ def run_script(
     with lock(directory):
         who = "one worker trains" if num_here == 1 else f"{num_here} workers train"
         say(f"offbeat: {who} with {config.strategy}")
-        if config.strategy in _COMPILE and not jit.is_compiled():
+        if strategy.runs_compiled and not jit.is_compiled():
             say("offbeat: compiling, once on this machine: some 10 seconds")
             jit.warm()
         attempt = 0

@@ -52,6 +52,10 @@ class Strategy(ABC):
     """Whether the strategy has to do with the optimizer, and not with gradients alone."""
     acts_at_steps: ClassVar[bool] = False
     """Whether the strategy does nothing to a model whose optimizer is never stepped."""
+    runs_compiled: ClassVar[bool] = False
+    """Whether a first step compiles kernels of the CPU for seconds, which ranks of one host need
+    not all do.
+    """
     shares_samples: ClassVar[bool] = False
     """Whether ranks share samples out among themselves, through `Session.loader`, so that nobody
     knows beforehand which rank computes which batch.

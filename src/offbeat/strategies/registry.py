@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from offbeat.strategies.base import Strategy
 
 
+ALONE: Final = "alone"
+"""What `offbeat run` calls no exchange at all. It is no strategy of the facade."""
+
+
 class StrategyEntry(NamedTuple):
     """One strategy.
 

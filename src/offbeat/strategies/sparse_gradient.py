@@ -60,6 +60,7 @@ class EntriesStrategy(GradientStrategy):
             Clipping after backward would leave outliers in the residual. None: no clipping.
     """
 
+    runs_compiled: ClassVar[bool] = True
     measures: ClassVar[bool] = False
     """Whether density="auto" is known."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, cast, get_args
 
@@ -23,6 +23,28 @@ WHAT: Final = "What to train"
 CLUSTER: Final = "The cluster"
 LENGTH: Final = "How long"
 OUTPUT: Final = "Record and output"
+
+NATIVE_NAMES: Final = (
+    "ddp",
+    "ddp-fp16",
+    "ddp-bf16",
+    "ddp-powersgd",
+    "post-localsgd",
+    "torchft-localsgd",
+)
+"""Those of `offbeat_lab.native`, which imports torch."""
+
+
+def check_names(strategies: Sequence[str]) -> None:
+    """Raises `ConfigError` if one of `strategies` does not begin with a strategy's name. Imports
+    none of them, since torch takes seconds.
+    """
+    from offbeat.strategies.by_name import strategy_type
+    from offbeat.strategies.registry import ALONE, REGISTRY
+
+    known = dict.fromkeys((*NATIVE_NAMES, *REGISTRY, ALONE), object)
+    for text in strategies:
+        strategy_type(text.partition(":")[0].strip(), known)
 
 
 def complete_strategy(incomplete: str) -> Iterator[str]:

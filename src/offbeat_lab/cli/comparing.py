@@ -46,16 +46,11 @@ def compared_script(
         settings, epochs: of --set and --epochs, which only tasks have.
 
     Raises:
-        ConfigError: neither or both, or there is no such script.
+        ConfigError: both, or there is no such script.
     """
     if words and task is not None:
         raise ConfigError(f"got --task {task} and the script {words[0]}; give one of them")
     if not words:
-        if task is None:
-            raise ConfigError(
-                "nothing to train; give --task (offbeat tasks lists them), or a script of your own"
-                " after two dashes: -- train.py --epochs 3"
-            )
         return None
     if settings or epochs is not None:
         raise ConfigError(

@@ -15,7 +15,13 @@ import typer
 
 import offbeat
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat_lab.cli.common import EXIT_FAILED, EXIT_MISUSED, JsonFlag, complete_strategy
+from offbeat_lab.cli.common import (
+    EXIT_FAILED,
+    EXIT_MISUSED,
+    NATIVE_NAMES,
+    JsonFlag,
+    complete_strategy,
+)
 from offbeat_lab.cli.planning import plan, profile
 from offbeat_lab.cli.training import compare, demo, run, train
 
@@ -103,21 +109,20 @@ def strategies(
     allowed and the default.
     """
     from offbeat.run.command import option_lines, strategy_lines
-    from offbeat.run.recipes import ALONE, NoExchange
-    from offbeat.strategies.docstrings import first_sentence
-    from offbeat_lab.cli import display
-    from offbeat_lab.native import NATIVE
-    from offbeat_lab.options import strategy_options, strategy_type
+    from offbeat.strategies.registry import ALONE
 
-    others: dict[str, type] = {ALONE: NoExchange, **NATIVE}
-    if name is not None and name in others:
+    others = (ALONE, *NATIVE_NAMES)
+    if name is None:
+        print("\n".join(strategy_lines()))
+        print(f"\nOf others, to compare with: {', '.join(others)}")
+    elif name in others:
+        from offbeat.strategies.docstrings import first_sentence
+        from offbeat_lab.cli import display
+        from offbeat_lab.options import strategy_options, strategy_type
+
         display.print_options(name, first_sentence(strategy_type(name)), strategy_options(name))
-    elif name is not None:
-        print("\n".join(option_lines(name)))
     else:
-        print("\n".join(strategy_lines()), end="\n\nOf others, to compare with:\n")
-        for other, kind in others.items():
-            print(f"  {other:12}  {first_sentence(kind)}")
+        print("\n".join(option_lines(name)))
 
 
 _SUMMARY: Final = (

@@ -32,6 +32,7 @@ from offbeat_lab.cli.common import (
     StepTime,
     TaskName,
     Workers,
+    check_names,
     cluster_of,
     complete_strategy,
     emulation_mode,
@@ -231,6 +232,13 @@ def compare(
     """Train a task, or your own script, with several strategies by turns, on this machine or an
     emulated cluster, and say which is best.
     """
+    if not words and task is None:
+        raise ConfigError(
+            "nothing to train; give --task (offbeat tasks lists them), or a script of your own"
+            " after two dashes: -- train.py --epochs 3"
+        )
+    named = [text for text in strategies.split(",") if text.strip()]
+    check_names(named)
     from offbeat_lab.cli import comparing
     from offbeat_lab.cluster import Cluster
     from offbeat_lab.compare import CompareRequest, plan_comparison
@@ -241,7 +249,7 @@ def compare(
     request = CompareRequest(
         task=script.name if script is not None else task or "",
         script=script,
-        strategies=[text for text in strategies.split(",") if text.strip()],
+        strategies=named,
         settings=settings or (),
         cluster=cluster_of(cluster, workers, link, speeds, delay, step_time)
         or Cluster(workers=workers or 4),

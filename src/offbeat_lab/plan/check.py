@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run.recipes import ALONE
+from offbeat.strategies.registry import ALONE
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import Comparison, read_comparison

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from offbeat.run.recipes import ALONE
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.registry import ALONE
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.cluster.quantities import display_duration, display_rate
 from offbeat_lab.options import Recipe, build_strategy, parse_spec
