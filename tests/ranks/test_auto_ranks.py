@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +17,8 @@ from offbeat.errors import PeerError
 from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto
 from offbeat.strategies.base import Strategy
+from rank_jobs.islands import loss_of as island_loss
+from rank_jobs.islands import make_mesh, make_model, shard, whole
 from rank_jobs.regression import fingerprint, make_net, train
 from ranks_support.launch import RunRanks
 
@@ -23,20 +27,14 @@ pytestmark = pytest.mark.ranks
 LOOK = 6
 
 
-def changes(
-    rank: int, world_size: int, *, to: str, make: str = "SGD", dies: bool = False
-) -> dict[str, Any]:
-    """After a few steps `to` is predicted to be far faster, and takes over. The last rank may be
-    killed later.
-    """
+@contextmanager
+def choosing(to: str) -> Iterator[None]:
+    """`to` is predicted to be far faster than all others."""
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         seen = float(run.computed_s.max(axis=1).mean())
         return Predicted(seen / 1e3 if strategy.name == to else seen, 0)
 
-    model = make_net()
-    optimizer = getattr(torch.optim, make)(model.parameters(), lr=0.01)
-    found: dict[str, Any] = {"blamed": None}
     with (
         patch.object(auto, "predict", predicted),
         patch.object(auto, "FIRST_LOOK", LOOK),
@@ -46,6 +44,20 @@ def changes(
         patch.object(auto, "STEPS_OF_AN_AVERAGE", 1e9),
         patch.object(auto, "CORES_BESIDE", 0.0),
     ):
+        yield
+
+
+def changes(
+    rank: int, world_size: int, *, to: str, make: str = "SGD", dies: bool = False
+) -> dict[str, Any]:
+    """After a few steps `to` is predicted to be far faster, and takes over. The last rank may be
+    killed later.
+    """
+
+    model = make_net()
+    optimizer = getattr(torch.optim, make)(model.parameters(), lr=0.01)
+    found: dict[str, Any] = {"blamed": None}
+    with choosing(to):
         try:
             with offbeat.attach(model, optimizer, "auto") as session:
                 train(model, optimizer, rank, range(LOOK + 1))
@@ -80,6 +92,31 @@ def test_the_others_go_on_where_what_took_over_survives(run_ranks: RunRanks) -> 
     results = run_ranks(changes, 3, to="wagma", dies=True, may_die=[2])
     assert [result["blamed"] for result in results[:2]] == [None, None]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
+
+
+def on_islands(rank: int, world_size: int, *, to: str) -> dict[str, Any]:
+    """Two replicas, each divided among two ranks."""
+    model, mesh = make_model(), make_mesh(world_size)
+    shard(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    with (
+        choosing(to),
+        offbeat.attach(model, optimizer, "auto", mesh=mesh["replicate"]) as session,
+    ):
+        for step in range(LOOK + 12):
+            island_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        at_work = session.acting.name
+    return {"at_work": at_work, "model": whole(model).tolist()}
+
+
+@pytest.mark.parametrize("to", ["gtopk", "localsgd"])
+def test_islands_choose_together(run_ranks: RunRanks, to: str) -> None:
+    results = run_ranks(on_islands, 4, to=to)
+    assert [result["at_work"] for result in results] == [to] * 4
+    for result in results:
+        assert result["model"] == results[0]["model"]
 
 
 def real_choice(rank: int, world_size: int) -> dict[str, Any]:

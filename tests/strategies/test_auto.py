@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,6 +286,30 @@ def test_a_resumed_run_goes_on_with_what_was_at_work(
         assert at_work == at_work_then
         for one, other in zip(tensors, tensors_then, strict=True):
             assert torch.equal(one, other)
+
+
+def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def job(
+        driver: ThreadDriver, states: Sequence[dict[str, Any]] = (), num_steps: int = FIRST_LOOK + 5
+    ) -> tuple[str, dict[str, Any]]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with session_on(driver, model, optimizer, offbeat.Auto()) as session:
+            if states:
+                share = offbeat.reshard(states, driver.world_size, driver.rank)
+                session.load_state_dict(share)
+            for step in range(num_steps):
+                step_of(model, optimizer, driver.rank, step)
+            return session.acting.name, copy.deepcopy(session.state_dict())
+
+    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 0)
+
+    monkeypatch.setattr(auto, "predict", predicted)
+    monkeypatch.setattr(auto, "LEAST_MARGIN", float("-inf"))
+    states = [state for _, state in results_of(2, job)]
+    after = results_of(3, lambda driver: job(driver, states, 1))
+    assert [name for name, _ in after] == ["powersgd"] * 3
 
 
 @pytest.mark.parametrize(
