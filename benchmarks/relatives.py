@@ -8,12 +8,25 @@ accurate they are.
 
 The bound of a step is what the link alone would allow: the bytes that are sent over its rate.
 
+With `--goals` one figure each is measured, and no steps or metrics:
+
+    bytes         of SparseLoCo a sample, at most 1/100 of DDP's
+    hidden        of the time that Streaming DiLoCo's bytes take at 100 Mbit/s, at least 0.9
+    wagma         in 4 bits, a model of 4 MB, 1 Gbit/s, two of eight workers late: at least 0.9 of
+                  the ideal
+    dear          at 10 Gbit/s, DDP's seconds a step over DeAR's: at least 1
+    death         longest stall of a worker whose peer was killed, LocalSGD among members: at most
+                  one period
+    to-metric     seconds until AllReduce's last metric is reached, behind 100 Mbit/s, at the
+                  learning rate that the metrics were measured with
+
 Each comparison and each run is kept as soon as it is over, so the benchmark may be stopped at any
 time and goes on with `--results`. Needs root for network namespaces; without, links are imitated in
 user space, and the case says so.
 
     python benchmarks/relatives.py [--json] [--images NPZ] [--text FILE] [--tasks NAME,...]
-        [--strategies NAME,...] [--rates MBIT,...] [--seeds N] [--seconds S] [--results DIR]
+        [--strategies NAME,...] [--rates MBIT,...] [--goals NAME,...] [--seeds N] [--seconds S]
+        [--results DIR]
 """
 
 from __future__ import annotations
@@ -21,21 +34,43 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
+import numpy as np
 import torch
 
+import deaths
 import parity
+import stragglers
 from _measure import Ratio, Row, figure_of, print_rows
-from _paired import Contestant, Result, Runs, add_options, compared, keep, source
+from _paired import (
+    LAST,
+    TUNED_WITH,
+    Contestant,
+    Result,
+    Run,
+    Runs,
+    add_options,
+    compared,
+    keep,
+    source,
+    tuned,
+)
 from _results import Figure, ResultFile
 from links import STEPS
 from links import compared as compared_steps
 from offbeat_lab.analysis import between
+from offbeat_lab.records import Record
+from offbeat_lab.train import train
 
 BASELINE: Final = parity.BASELINE
+SLOW, FAST, FASTER = 100e6, 1e9, 10e9
+SPARSELOCO: Final = "localsgd:period=20:codec=sparseloco"
+STREAMING: Final = "localsgd:period=20:outer=diloco:codec=e3m0:exchange=4x2x0.5"
+AMONG_MEMBERS, PERIOD = "localsgd:period=10:warmup=0:exchange=members", 10
 RELATIVES: Final = (
     Contestant(label="in 8 bits", spec="allreduce:codec=linear8"),
     Contestant(label="in 4 bits", spec="allreduce:codec=linear4"),
@@ -50,13 +85,14 @@ RELATIVES: Final = (
         spec="gtopk:density=0.01:collective=all_gather:codec=linear4",
     ),
     Contestant(label="DeMo", spec="demo", slower={"images": 50.0}),
-    Contestant(label="DEF-SGD at 1/64", spec="defsgd:ratio=64", slower={"images": 10.0}),
-    Contestant(label="SparseLoCo", spec="localsgd:period=20:codec=sparseloco"),
-    Contestant(label="SparseLoCo of 4 steps", spec="localsgd:period=4:codec=sparseloco"),
+    Contestant(label="DEF-SGD at 1/64", spec="defsgd:ratio=64", slower={"images": 2.0}),
     Contestant(
-        label="Streaming DiLoCo",
-        spec="localsgd:period=20:outer=diloco:codec=e3m0:exchange=4x2x0.5",
+        label="DEF-SGD at 1/64 by itself", spec="defsgd:ratio=64:ahead=1", slower={"images": 2.0}
     ),
+    Contestant(label="DeAR", spec="dear"),
+    Contestant(label="SparseLoCo", spec=SPARSELOCO),
+    Contestant(label="SparseLoCo of 4 steps", spec="localsgd:period=4:codec=sparseloco"),
+    Contestant(label="Streaming DiLoCo", spec=STREAMING),
     Contestant(label="DaSGD", spec="localsgd:period=10:exchange=1x5"),
 )
 DDP: Final = "ddp"
@@ -108,11 +144,149 @@ def steps(
                 kept.replace(cell, [figure_of(row) for row in rows], source())
 
 
+def bytes_a_sample(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    """Over two periods. Batches are alike, so bytes a step are bytes a sample."""
+    found = compared_steps(FAST, 40, directory, labels=(DDP, SPARSELOCO))
+    num_bytes = {one.label: one.measures["bytes_per_step"] for one in found.contestants}
+    share = (num_bytes["localsgd"].median or 0.0) / (num_bytes[DDP].median or 1.0)
+    yield _goal("SparseLoCo's bytes a sample over DDP's", share, at_most=0.01)
+
+
+def hidden_share(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    """What of the time on the wire a step does not take longer than one without an exchange."""
+    plain = STREAMING.rpartition(":")[0]
+    found = compared_steps(SLOW, 60, directory, labels=(STREAMING, plain))
+    for one, name in zip(found.contestants, ("Streaming DiLoCo", "DiLoCo"), strict=True):
+        step, share = one.measures["step_s"], one.measures["efficiency"]
+        num_bytes = one.measures["bytes_per_step"].median
+        if step.median is None or share.median is None or not num_bytes:
+            raise SystemExit(f"{name} has not trained")
+        longer_s = step.median * (1 - share.median)
+        hidden = 1 - longer_s / (num_bytes * 8 / SLOW)
+        at_least = 0.9 if one is found.contestants[0] else None
+        yield _goal(f"{name}, 100 Mbit/s: hidden of the wire's time", hidden, at_least=at_least)
+
+
+def wagma_of_the_ideal(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    specs = ("wagma:values=e3m0", "wagma")
+    part, seeds = stragglers.random_stragglers(), range(asked.seeds)
+    found = stragglers.measure(part, "size=small", specs, seeds, stragglers.STEPS, directory)
+    for spec, one in found.items():
+        fraction = one.fraction
+        if one.failure or fraction.median is None:
+            raise SystemExit(f"{spec} failed: {one.failure}")
+        case = f"{spec}, 4 MB, 1 Gbit/s: of the ideal"
+        at_least = 0.9 if spec != "wagma" else None
+        low, high = fraction.low or fraction.median, fraction.high or fraction.median
+        yield _goal(case, fraction.median, at_least=at_least, interval=(low, high))
+
+
+def dear_over_ddp(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    found = between(
+        compared_steps(FASTER, 40, directory, labels=(DDP, "dear")), "step_s", DDP, "dear"
+    )
+    if found is None or found.low is None or found.high is None:
+        raise SystemExit("DDP or DeAR has not trained")
+    case = "DDP over DeAR, 10 Gbit/s, seconds a step"
+    yield _goal(case, found.ratio, at_least=1.0, interval=(found.low, found.high))
+
+
+def stall_after_a_death(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    scenario, seeds = deaths.SCENARIOS["kill-1"], range(asked.seeds)
+    found = deaths.measure(AMONG_MEMBERS, scenario, seeds, deaths.STEPS, directory)
+    if found.failures or not found.stalls_s:
+        raise SystemExit(f"a run failed: {'; '.join(found.failures)}")
+    case = "LocalSGD among members, one of 8 killed: longest stall over a period"
+    period_s = PERIOD * deaths.STEP_S
+    yield _goal(case, max(found.stalls_s) / period_s, at_most=1.0)
+
+
+def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    """With seed 0, whose runs at equal samples are kept."""
+    kept = None if asked.results is None else ResultFile(asked.results / "relatives.jsonl")
+    runs = Runs(kept, 0.0)  # which makes none
+    chosen = [one for one in RELATIVES if not one.spec.startswith("ddp-")]
+    for case in parity.cases_of(asked):
+        target: float | None = None
+        for one in (BASELINE, *chosen):
+            lr = tuned(case, one, runs) if case.name in asked.tasks.split(",") else None
+            if lr is None:
+                continue
+            processes = replace(one, in_threads=False, cluster=parity.LINK)
+            planned = Run(case=case, contestant=processes, lr=lr, seed=TUNED_WITH).plan()
+            record = directory / f"{case.name} {one.label}".replace("/", " of ")
+            train(replace(planned, out=record), lambda progress: None)
+            seen = Record(record).evaluations()
+            if target is None:  # which is AllReduce's
+                target = float(np.mean([each.metric for each in seen[-LAST:]]))
+            sign = 1 if case.higher_is_better else -1
+            reached = (each.seconds for each in seen if sign * (each.metric - target) >= 0)
+            seconds = next(reached, None)
+            yield Figure(
+                table=f"seconds to AllReduce's metric, {case.name}, 100 Mbit/s",
+                case=one.label,
+                column="seconds",
+                value="not reached" if seconds is None else seconds,
+                decimals=1,
+            )
+
+
+GOALS: Final[Mapping[str, Callable[[argparse.Namespace, Path], Iterator[Row]]]] = {
+    "bytes": bytes_a_sample,
+    "hidden": hidden_share,
+    "wagma": wagma_of_the_ideal,
+    "dear": dear_over_ddp,
+    "death": stall_after_a_death,
+    "to-metric": seconds_to_metric,
+}
+
+
+def _goal(
+    case: str,
+    value: float,
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    interval: tuple[float, float] | None = None,
+) -> Ratio:
+    low, high = interval or (value, value)
+    holds: bool | Literal["undecided"] = True
+    goal = ""
+    for limit, word, worst, best in (
+        (at_most, "most", high, low),
+        (at_least, "least", -low, -high),
+    ):
+        if limit is not None:
+            goal, signed = f"at {word} {limit:g}", limit if word == "most" else -limit
+            holds = worst <= signed or ("undecided" if best <= signed else False)
+    bound = 0.0 if at_least is None else 1.0
+    return Ratio(
+        case=case, value=value, unit="x", goal=goal, holds=holds, bound=bound, interval=(low, high)
+    )
+
+
+def goals(asked: argparse.Namespace, kept: ResultFile | None) -> None:
+    """Measure what is asked for and not kept yet."""
+    rows: list[Row] = []
+    for name in asked.goals.split(","):
+        if kept is not None and name in kept.cells:
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            found = list(GOALS[name](asked, Path(directory) / "records"))
+        keep(kept, name, found)
+        rows += found
+    for row in rows:
+        print(f"{row.case}: {row.value}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text")
     parser.add_argument("--tasks", default="images,text", help="default: %(default)s")
+    parser.add_argument(
+        "--goals", default="", help=f"by commas, of {', '.join(GOALS)}; default: none of them"
+    )
     parser.add_argument("--rates", default="1000,100", help="of links; default: %(default)s")
     parser.add_argument(
         "--strategies",
@@ -123,6 +297,9 @@ def main() -> None:
     asked.mnist = None
     torch.set_num_threads(1)
     kept = None if asked.results is None else ResultFile(asked.results / "relatives.jsonl")
+    if asked.goals:
+        goals(asked, kept)
+        return
     chosen = [
         one
         for one in RELATIVES

@@ -150,6 +150,15 @@ class Reduction:
     def send_all(self) -> None:
         """Owe nothing after the coming exchange, and after all that follow."""
 
+    def _begin_sum(self, gradient: torch.Tensor, tally: Tally, tail: torch.Tensor) -> None:
+        """Let `gradient` be this rank's part of the mean, and write into `tail` the tally with
+        whether it is finite.
+        """
+        if not tally.num_failed:
+            tally = replace(tally, num_nonfinite=~is_finite(gradient))
+            gradient.mul_(tally.weight / self._driver.world_size)
+        tally.write_to(tail)
+
     def additive_state(self) -> dict[str, torch.Tensor]:
         """As of `Callback.state_dict`. Tensors are live."""
         return {}
@@ -293,10 +302,7 @@ class DenseReduction(Reduction):
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
-        if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=~is_finite(gradient))
-            gradient.mul_(tally.weight / self._driver.world_size)
-        tally.write_to(self._tail)
+        self._begin_sum(gradient, tally, self._tail)
         rides = self._tail.dtype == self._message.dtype
         self._sums = launch_sums(
             self._driver, self._stream, self._message, *(() if rides else (self._tail,))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,7 +19,7 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.codec.tally import NUM_COUNTERS, Tally
 from offbeat.collectives.dense import dense_all_gather, dense_reduce_scatter, gather_values
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
@@ -49,10 +48,7 @@ class ScatterReduction(Reduction):
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
-        if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=~is_finite(gradient))
-            gradient.mul_(tally.weight / self._driver.world_size)
-        tally.write_to(self._tail)
+        self._begin_sum(gradient, tally, self._tail)
         scattering = dense_reduce_scatter(self._message)
         self._under_way = [
             self._driver.launch(scattering, self._stream.next()),
