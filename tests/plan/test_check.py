@@ -28,7 +28,7 @@ from offbeat_lab.plan.profile import (
 )
 from offbeat_lab.plan.shipped import shipped_profile
 from offbeat_lab.plan.simulation import Setting
-from offbeat_lab.records import LinkCheck
+from offbeat_lab.records import LinkCheck, MegaBatch, add_mega_batch
 from offbeat_lab.tasks import build_task
 
 STEPS = 40
@@ -171,6 +171,27 @@ def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_pat
     unseen = PlanRequest(profile=model, clusters=clusters, strategies=("crossbow",))
     assert make_plan(unseen).predictions[0].how_sure == "nothing like this was ever measured"
     assert make_plan(unseen).predictions[0].checked_within is None
+
+
+def test_halves_of_shared_samples_go_from_merge_to_merge(tmp_path: Path) -> None:
+    """Merges come after 4 to 9 steps, and one half of the steps has more of them."""
+    merges = (12, 18, 25, 29, 38)
+    durations_s = [0.3 + 0.3 * (step in merges) for step in range(1, STEPS + 1)]
+    directory = recorded(tmp_path, {"adaptive": durations_s})
+    for number, step in enumerate(merges):
+        made = MegaBatch(
+            number=number + 1,
+            epoch=0,
+            step=step,
+            seconds=0.3 * step,
+            at_s=50 + 0.3 * step,
+            duration_s=1.0,
+            merge_s=0.1,
+            by_rank=[],
+        )
+        add_mega_batch(directory / "runs/adaptive-seed-0", made)
+    (one,) = check_comparison(directory, MODEL).steps
+    assert one.repeats_differ == pytest.approx(0.0, abs=1e-6)
 
 
 def test_halves_with_other_kinds_of_steps_are_compared_kind_by_kind(tmp_path: Path) -> None:

@@ -271,6 +271,7 @@ def profile_of(
                 "publish_s_per_byte",
                 "mean_s_per_byte",
                 "low_rank_s_per_element",
+                "hook_s_per_element",
                 "moments",
             )
         ),
