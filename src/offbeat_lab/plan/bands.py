@@ -88,9 +88,10 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """Cells of one strategy.
+    """Cells of one strategy in one set.
 
     Attributes:
+        of: the set.
         strategy: its name.
         cells: how many.
         fewest, most: workers.
@@ -98,6 +99,7 @@ class Seen:
         within: what `COVERAGE` of them were off at most, as a share.
     """
 
+    of: str
     strategy: str
     cells: int
     fewest: int
@@ -129,18 +131,17 @@ class Band:
         """Whether a prediction is off by no more than `share`."""
         return abs(math.log(cell.ratio / self.middle.of_cell(cell))) <= math.log(1 + share)
 
-    def like(self, strategy: str, workers: int, rate_bit_per_s: float) -> Seen | None:
-        """What was measured of `strategy` with about so many workers and such links; None: nothing.
-        A half and twice what was measured is about as much.
+    def like(self, strategy: str, workers: int, rate_bit_per_s: float) -> list[Seen]:
+        """What was measured of `strategy` in sets with about so many workers and such links. A half
+        and twice what was measured is about as much.
         """
-        for one in self.seen:
-            if (
-                one.strategy == strategy
-                and one.fewest / 2 <= workers <= 2 * one.most
-                and one.slowest / 2 <= rate_bit_per_s <= 2 * one.fastest
-            ):
-                return one
-        return None
+        return [
+            one
+            for one in self.seen
+            if one.strategy == strategy
+            and one.fewest / 2 <= workers <= 2 * one.most
+            and one.slowest / 2 <= rate_bit_per_s <= 2 * one.fastest
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +161,9 @@ class HeldOut:
     close: int
 
 
-def fit_band(cells: Sequence[MeasuredCell], *, is_shifted: bool) -> Band:
-    """A band that holds `COVERAGE` of sets that it was not fitted to, in their mean; the widest
-    there is where none does.
+def fit_band(cells: Sequence[MeasuredCell], *, is_shifted: bool) -> tuple[Band, list[HeldOut]]:
+    """A band that holds `COVERAGE` of sets that it was not fitted to, in their mean, and what it
+    says of each; the widest there is where none does.
 
     Args:
         cells: of two sets or more.
@@ -173,7 +174,7 @@ def fit_band(cells: Sequence[MeasuredCell], *, is_shifted: bool) -> Band:
         held = held_out(cells, quantile, is_shifted=is_shifted)
         if np.mean([one.inside / one.cells for one in held]) >= COVERAGE:
             break
-    return _fit(cells, quantile, is_shifted=is_shifted)
+    return _fit(cells, quantile, is_shifted=is_shifted), held
 
 
 def held_out(
@@ -200,12 +201,6 @@ def held_out(
             )
         )
     return found
-
-
-def quantile_of(cells: Sequence[MeasuredCell], band: Band) -> float:
-    """The quantile with which `fit_band` made `band` of `cells`."""
-    is_shifted = band.middle != Factor()
-    return next(one for one in _QUANTILES if _fit(cells, one, is_shifted=is_shifted) == band)
 
 
 def _fit(cells: Sequence[MeasuredCell], quantile: float, *, is_shifted: bool) -> Band:
@@ -254,10 +249,11 @@ def _factor(cells: Sequence[MeasuredCell], quantile: float) -> Factor:
 
 
 def _seen(cells: Sequence[MeasuredCell], middle: Factor) -> Iterator[Seen]:
-    for name in sorted({cell.strategy for cell in cells}):
-        its = [one for one in cells if one.strategy == name]
+    for of, name in sorted({(cell.of, cell.strategy) for cell in cells}):
+        its = [one for one in cells if (one.of, one.strategy) == (of, name)]
         errors = sorted(abs(math.log(one.ratio / middle.of_cell(one))) for one in its)
         yield Seen(
+            of=of,
             strategy=name,
             cells=len(its),
             fewest=min(one.workers for one in its),

@@ -250,9 +250,10 @@ def _how_sure(
     if own:
         within = max(one.worst_error for one in own)
         return len(own), within, f"checked on {_cells(len(own))} like yours, within {within:.0%}"
-    if seen is not None:
-        words = f"checked on {_cells(seen.cells)} like yours with other models, most of them within"
-        return seen.cells, seen.within, f"{words} {seen.within:.0%}{guess}"
+    if seen:
+        cells, within = sum(one.cells for one in seen), max(one.within for one in seen)
+        words = f"checked on {_cells(cells)} like yours with other models, most of them within"
+        return cells, within, f"{words} {within:.0%}{guess}"
     return 0, None, f"nothing like this was ever measured{guess}"
 
 
