@@ -30,7 +30,8 @@ from _results import Figure
 from offbeat.arithmetic.costs import MESSAGE_S
 from offbeat.kfac.placement import place_by_rule
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat_lab.plan.predictions import predict_step
+from offbeat_lab.plan.bands import Band
+from offbeat_lab.plan.predictions import StepPrediction, predict_step
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import PUBLISHED, shipped_profile
 from offbeat_lab.plan.simulation import Setting
@@ -109,6 +110,11 @@ PER_ELEMENT_S: Final = 0.8118 / 14_724_042
 """VGG-16's published seconds of communication at 32 nodes over its elements: 55 ns each."""
 
 
+def simulated(spec: str, setting: Setting) -> StepPrediction:
+    """Without what other published measurements say of predictions."""
+    return predict_step(spec, setting, Band())
+
+
 def ethernet(workers: int, profile: ModelProfile) -> Setting:
     return Setting(
         profile=profile,
@@ -141,7 +147,7 @@ def throughputs() -> Iterator[Row]:
         }
         for method, (spec, published) in methods.items():
             for nodes, measured in zip(NODES, published, strict=True):
-                predicted_s = predict_step(spec, ethernet(nodes, profile)).step_s
+                predicted_s = simulated(spec, ethernet(nodes, profile)).step_s
                 predicted = one.batch_size / predicted_s
                 case = f"{network}, {method}, {nodes} nodes"
                 yield _figure(case, "throughputs", "published", measured, "samples/s")
@@ -322,9 +328,9 @@ def piz_daint(batch_size: int, compute_s: float) -> Setting:
 def ratios() -> Iterator[Row]:
     """Figure 4: twice the batch, and so twice the computing."""
     setting = piz_daint(128, 2 * WAGMA_COMPUTE_S)
-    wagma_s = predict_step("wagma:quorum=1.0", setting).step_s
+    wagma_s = simulated("wagma:quorum=1.0", setting).step_s
     for spec, published in FIGURE_4.items():
-        predicted = predict_step(spec, setting).step_s / wagma_s
+        predicted = simulated(spec, setting).step_s / wagma_s
         yield _figure(spec, "figure 4", "published", published)
         yield _figure(spec, "figure 4", "predicted", predicted)
         yield _figure(spec, "figure 4", "predicted over published", predicted / published)
@@ -341,9 +347,7 @@ def uneven() -> Iterator[Row]:
         link=LinkSpec(rate_bit_per_s=96e9, latency_s=1e-5),
     )
     setting = Setting(profile=shipped_profile("resnet50"), cluster=cluster)
-    shared, equal = (
-        predict_step(spec, setting).samples_per_s for spec in ("adaptive", "elasticsgd")
-    )
+    shared, equal = (simulated(spec, setting).samples_per_s for spec in ("adaptive", "elasticsgd"))
     yield _figure(
         "throughput of shared over equal batches", "Adaptive SGD", "predicted", shared / equal
     )
@@ -354,7 +358,7 @@ def minutes() -> Iterator[Row]:
     setting = piz_daint(64, WAGMA_COMPUTE_S)
     predicted = {}
     for spec, published in WAGMA_MINUTES.items():
-        predicted[spec] = predict_step(spec, setting).step_s * WAGMA_STEPS / 60
+        predicted[spec] = simulated(spec, setting).step_s * WAGMA_STEPS / 60
         yield _figure(spec, "minutes", "published", published, "min")
         yield _figure(spec, "minutes", "predicted", predicted[spec], "min")
         yield _figure(spec, "minutes", "predicted over published", predicted[spec] / published)
@@ -400,7 +404,7 @@ def question() -> Iterator[Row]:
                 replace(slow, select_s_per_element=0.0),
             ),
         ):
-            share = predict_step(spec, ethernet(32, profile)).share_of_ideal
+            share = simulated(spec, ethernet(32, profile)).share_of_ideal
             yield Figure(
                 case=f"{network}, 32 nodes, share of the ideal (the paper's {paper:.1%}): {words}",
                 value=share,

@@ -31,7 +31,7 @@ from offbeat_lab.doctor.diagnosis import ALONE, analyse, cluster_of, display_lin
 from offbeat_lab.doctor.facts import Finding, find_all
 from offbeat_lab.doctor.measure import HostFacts, Listening, Measurement, own_sockets, sockets_at
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
-from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
+from offbeat_lab.plan.plans import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.shipped import named_profile
 
 
@@ -324,10 +324,19 @@ def test_the_probed_cluster_has_rates_under_load_and_reads_back_as_the_same() ->
     assert parse_cluster(found.to_toml(), "probed") == found
 
 
-def test_what_an_all_reduce_reaches_limits_the_rate() -> None:
-    found = cluster_of(measurement(network=network(6e8)))
+def test_what_an_all_reduce_on_gpus_reaches_limits_the_rate() -> None:
+    found = cluster_of(measurement(network=network(6e8), device="cuda"))
     assert found.link.rate_bit_per_s == pytest.approx(6e8)
     assert not found.links
+
+
+def test_what_gloo_takes_longer_than_the_slowest_link_is_what_its_processors_add() -> None:
+    busy = [
+        pair(first, second, rate_bit_per_s=8e8) for second in range(4) for first in range(second)
+    ]
+    found = cluster_of(measurement(busy_pairs=busy, network=network(4e8)))
+    assert found.link.rate_bit_per_s == pytest.approx(8e8)
+    assert found.gloo_ns_per_byte == pytest.approx(10.0)
 
 
 def test_workers_of_one_host_share_its_cores() -> None:

@@ -7,20 +7,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import ConfigError
 from offbeat.simulation.training import TensorProfile
+from offbeat.strategies.kfac import DKFAC
 from offbeat_lab.cli.main import app
 from offbeat_lab.cluster import Cluster, from_flags
 from offbeat_lab.comparison import read_comparison, write_comparison
 from offbeat_lab.plan.check import check_comparison
-from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step
-from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
+from offbeat_lab.plan.plans import PlanRequest, make_plan
+from offbeat_lab.plan.predictions import predict_step
+from offbeat_lab.plan.profile import (
+    ModelProfile,
+    TimedBatch,
+    read_profile,
+)
+from offbeat_lab.plan.shipped import shipped_profile
 from offbeat_lab.plan.simulation import Setting
-from offbeat_lab.records import LinkCheck
+from offbeat_lab.records import LinkCheck, MegaBatch, add_mega_batch
 from offbeat_lab.tasks import build_task
 
 STEPS = 40
@@ -155,12 +163,48 @@ def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_pat
     model = read_profile(checked_profile)
     clusters = [from_flags(workers=n, link="100mbit") for n in (2, 4)]
     request = PlanRequest(profile=model, clusters=clusters, strategies=("ddp", "dpsgd"))
-    outside = [line for line in make_plan(request).remarks if line.startswith("Outside")]
-    assert outside == [
-        "Outside of the range that was checked: dpsgd was not checked.",
-        "Outside of the range that was checked: ddp was checked with 2 workers and 100 Mbit/s"
-        " only.",
-    ]
+    found = {(one.strategy, one.workers): one for one in make_plan(request).predictions}
+    assert found["ddp", 2].how_sure == "checked on 1 cell like yours, within 0%"
+    assert found["ddp", 2].checked_cells == 1
+    # The lab's have others, with other models.
+    assert "cells like yours with other models" in found["ddp", 4].how_sure
+    unseen = PlanRequest(profile=model, clusters=clusters, strategies=("crossbow",))
+    assert make_plan(unseen).predictions[0].how_sure == "nothing like this was ever measured"
+    assert make_plan(unseen).predictions[0].checked_within is None
+
+
+def test_halves_of_shared_samples_go_from_merge_to_merge(tmp_path: Path) -> None:
+    """Merges come after 4 to 9 steps, and one half of the steps has more of them."""
+    merges = (12, 18, 25, 29, 38)
+    durations_s = [0.3 + 0.3 * (step in merges) for step in range(1, STEPS + 1)]
+    directory = recorded(tmp_path, {"adaptive": durations_s})
+    for number, step in enumerate(merges):
+        made = MegaBatch(
+            number=number + 1,
+            epoch=0,
+            step=step,
+            seconds=0.3 * step,
+            at_s=50 + 0.3 * step,
+            duration_s=1.0,
+            merge_s=0.1,
+            by_rank=[],
+        )
+        add_mega_batch(directory / "runs/adaptive-seed-0", made)
+    (one,) = check_comparison(directory, MODEL).steps
+    assert one.repeats_differ == pytest.approx(0.0, abs=1e-6)
+
+
+def test_halves_with_other_kinds_of_steps_are_compared_kind_by_kind(tmp_path: Path) -> None:
+    """K-FAC's steps with factors and inversions are more in the first half of a run."""
+    model = shipped_profile("resnet50")
+    settings = DKFAC().settings()
+    kinds = [(settings.has_factors(s), settings.has_inversions(s)) for s in range(STEPS)]
+    durations_s = [0.5 + 0.5 * factors + 0.5 * inversions for factors, inversions in kinds]
+    assert np.mean(durations_s[4:HALF]) > 1.2 * np.mean(durations_s[HALF:])
+    directory = recorded(tmp_path, {"dkfac": durations_s}, num_parameters=model.num_elements)
+    (one,) = check_comparison(directory, model).steps
+    assert one.repeats_differ == pytest.approx(0.0, abs=1e-6)
+    assert one.is_judged
 
 
 def test_a_check_of_the_same_record_replaces_the_one_before(tmp_path: Path) -> None:

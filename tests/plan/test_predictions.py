@@ -21,16 +21,13 @@ from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
 from offbeat_lab.cluster import Cluster, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
-from offbeat_lab.plan.predictions import (
-    PlanRequest,
-    make_plan,
-    plan_tables,
-    predict_recipe,
-    predict_step,
-)
+from offbeat_lab.plan.bands import Band
+from offbeat_lab.plan.plans import PlanRequest, make_plan
+from offbeat_lab.plan.predictions import predict_recipe, predict_step
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import PUBLISHED, factors_of, named_profile, resnet, shipped_profile
 from offbeat_lab.plan.simulation import Setting
+from offbeat_lab.plan.tables import plan_tables
 from offbeat_lab.tasks import build_task
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -46,9 +43,10 @@ MODEL = ModelProfile(
 
 
 def setting(link: str = "8mbit", workers: int = 4, **flags: str) -> Setting:
+    cluster = from_flags(workers=workers, link=link, **flags)
     return Setting(
         profile=MODEL,
-        cluster=from_flags(workers=workers, link=link, **flags),
+        cluster=cluster.model_copy(update={"gloo_ns_per_byte": 0.0}),
         message_s=0.0,
         payload_share=1.0,
     )
@@ -144,11 +142,17 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     several = (6 * step_s("ddp", first) + 6 * 0.3 + 6.0) / 12
     assert both == pytest.approx(several, rel=WITH_TALLIES)
     kfac = replace(shipped_profile("resnet50"), precondition_s=0.0)
-    where = Setting(profile=kfac, cluster=from_flags(workers=4, link="1gbit"), steps=first)
-    ramp, even = (predict_step(spec, where).step_s for spec in ("dkfac", "dkfac:ramp=false"))
-    one_s = predict_step("dkfac:ramp=false", replace(where, steps=range(1, 2))).step_s
-    all_s = predict_step("dkfac:ramp=false", replace(where, steps=range(1))).step_s
-    factors_s = predict_step("dkfac:ramp=false", replace(where, steps=range(10, 11))).step_s
+    cluster = from_flags(workers=4, link="1gbit")
+
+    def simulated_s(spec: str, steps: range) -> float:
+        return predict_step(
+            spec, Setting(profile=kfac, cluster=cluster, steps=steps), Band()
+        ).step_s
+
+    ramp, even = (simulated_s(spec, first) for spec in ("dkfac", "dkfac:ramp=false"))
+    one_s, all_s, factors_s = (
+        simulated_s("dkfac:ramp=false", steps) for steps in (range(1, 2), range(1), range(10, 11))
+    )
     # Factors in steps 0 to 10 in place of 0 and 10, inversions in 0, 1, 2, 4 and 8 in place of 0.
     more_s = 9 * (factors_s - one_s) + 4 * (all_s - factors_s)
     assert 12 * (ramp - even) == pytest.approx(more_s, rel=1e-3)
@@ -519,7 +523,11 @@ def test_the_command_prints_json() -> None:
     arguments += ["--strategies", "ddp,localsgd", "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert len(json.loads(result.output)) == 2 * 2 * 2
+    made = json.loads(result.output)
+    assert len(made["predictions"]) == 2 * 2 * 2
+    assert [one["strategy"] for one in made["recommended"]] == ["localsgd"] * 4
+    assert all(one["how_sure"] for one in made["predictions"])
+    assert made["profile"]["not_measured"] == ["low_rank_s_per_element"]
 
 
 def test_what_exchanges_nothing_is_no_recommendation() -> None:
@@ -561,3 +569,97 @@ def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> 
     )
     assert twice.at_batch_size(20).batch.forward_s == pytest.approx(0.18)
     assert MODEL.at_batch_size(20).batch.backward_s == pytest.approx(0.4)
+
+
+def test_time_and_money_are_those_of_what_is_asked_for_with_what_deaths_cost() -> None:
+    arguments = ["plan", "--profile", "gpt2", "--link", "10gbit", "--workers", "4"]
+    arguments += ["--strategies", "ddp,localsgd", "--json", "--price", "2.10/h", "--tokens", "1e9"]
+    result = CliRunner().invoke(app, [*arguments, "--deaths", "0.5"])
+    assert result.exit_code == 0, result.output
+    for one in json.loads(result.output)["predictions"]:
+        samples_per_s = one["samples_per_s"] * (1 - one["lost_to_deaths"])
+        assert one["lost_to_deaths"] > 0
+        assert one["goodput_per_s"] == pytest.approx(samples_per_s)
+        assert one["time_s"] == pytest.approx(1e9 / 1024 / samples_per_s)
+        assert one["cost"] == pytest.approx(2.10 * 4 * one["time_s"] / 3600)
+    table = CliRunner().invoke(app, [word for word in arguments if word != "--json"]).output
+    assert "cost" in table
+    assert "Time and cost: to 1e+09 tokens" in " ".join(table.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--price", "cheap"], "2.10/h"),
+        (["--tokens", "1e9", "--samples", "1e9"], "give one of them"),
+        (["--tokens", "1e9"], "how many a sample has"),
+        (["--samples", "0"], "above 0"),
+        (["--dtype", "float8"], "bfloat16 and float32"),
+        (["--accumulate", "0"], "1 or more"),
+        (["--sequence", "128"], "of --config"),
+        (["--config", "layers=1,hidden=8,heads=1"], "give one of them"),
+        (["--deaths", "61"], "0 to 60"),
+        (["--dtype", "bfloat16", "--strategies", "ddp-fp16"], "would halve them"),
+        (["--island", "4", "--strategies", "wagma"], "--island"),
+    ],
+)
+def test_questions_that_have_no_answer_are_refused(words: list[str], said: str) -> None:
+    arguments = ["plan", "--profile", "vgg16", "--link", "1gbit", "--workers", "4", *words]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+
+
+def test_what_a_shipped_profile_guesses_is_not_recommended() -> None:
+    """PowerSGD's products were measured on no GPU."""
+    cluster = from_flags(workers=8, link="1gbit")
+    request = PlanRequest(
+        profile=shipped_profile("resnet50"),
+        clusters=[cluster],
+        strategies=("ddp", "ddp-powersgd", "powersgd"),
+    )
+    plan = make_plan(request)
+    assert [one.is_guessed for one in plan.predictions] == [False, True, True]
+    fastest = min(plan.predictions, key=lambda one: one.step_s)
+    assert fastest.is_guessed
+    assert plan.best(8, 1e9).strategy == "ddp"
+    assert any("was not measured on such a device" in remark for remark in plan.remarks)
+
+
+def test_a_thousand_gpus_take_trees_where_a_ring_has_two_thousand_hops() -> None:
+    """604 ms with 40 us a hop, of which computing is 132 ms."""
+    cluster = from_flags(workers=1024, link="25gbit")
+    where = Setting(profile=shipped_profile("resnet50"), cluster=cluster)
+    assert predict_step("ddp", where, Band()).step_s < 0.175
+
+
+def test_a_long_fat_link_carries_a_window_in_a_round_trip() -> None:
+    cluster = from_flags(workers=2, link="1gbit", latency="25ms")
+    plan = make_plan(PlanRequest(profile=MODEL, clusters=[cluster], strategies=("ddp",)))
+    (said,) = [remark for remark in plan.remarks if "window" in remark]
+    assert "which is assumed here, lets a connection carry 503 Mbit/s of 1 Gbit/s" in said
+
+
+def test_a_noisy_profile_is_said_to_be_planned_as_late_workers() -> None:
+    cluster = from_flags(workers=2, link="1gbit")
+    for spread, is_said in ((0.2, True), (0.01, False)):
+        request = PlanRequest(
+            profile=replace(MODEL, spread=spread), clusters=[cluster], strategies=("ddp",)
+        )
+        said = any("differ by 20%" in remark for remark in make_plan(request).remarks)
+        assert said == is_said
+
+
+def test_gloos_processors_add_to_each_byte_where_nothing_was_measured() -> None:
+    """4 MB, of which a rank of two sends as much: 0.6 ns a byte beside 0.8 ns of the link."""
+    cluster = from_flags(workers=2, link="10gbit")
+    usual, measured = (
+        predict_step(
+            "allreduce:bucket_mib=100",
+            Setting(profile=MODEL, cluster=cluster.model_copy(update={"gloo_ns_per_byte": ns})),
+            Band(),
+        ).step_s
+        for ns in (None, 0.0)
+    )
+    # The last part of the last round is on its way while the one before is copied.
+    assert 0.7 * 0.6e-9 * 4e6 < usual - measured <= 0.6e-9 * 4e6

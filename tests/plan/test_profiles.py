@@ -19,7 +19,7 @@ from offbeat_lab.cli.main import app
 from offbeat_lab.plan import timing
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.script_timing import at_both_sizes, time_script
-from offbeat_lab.plan.timing import WARM_UP_STEPS, StepTimer, profile_of, time_low_rank
+from offbeat_lab.plan.timing import WARM_UP_STEPS, StepTimer, hook_s, profile_of, time_low_rank
 
 SCRIPT = """
 import argparse, torch
@@ -132,7 +132,7 @@ def test_what_powersgd_computes_is_timed_without_a_process_group(
         return next(times_s)
 
     monkeypatch.setattr(timing, "usual_s", timed)
-    assert time_low_rank(parameters) == pytest.approx((5.0 / 100, 15.0 / 3 / 100))
+    assert time_low_rank(parameters, hook_s) == pytest.approx((5.0 / 100, 15.0 / 3 / 100))
     assert not dist.is_initialized()
 
 

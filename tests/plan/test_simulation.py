@@ -12,7 +12,8 @@ from offbeat.simulation.virtual import VirtualCluster
 from offbeat.transport.operations import Collective, Sleep
 from offbeat_lab.cluster import Cluster, RackSpec, from_flags
 from offbeat_lab.plan.methods.of_strategies import method_of
-from offbeat_lab.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
+from offbeat_lab.plan.plans import PlanRequest, make_plan
+from offbeat_lab.plan.predictions import predict_step, setting_of
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch
 from offbeat_lab.plan.simulation import SLICE_S, Cores, Run
 
@@ -29,7 +30,7 @@ MODEL = ModelProfile(
 
 def shared(workers: int, cores: int | None, **more: object) -> Cluster:
     fast = from_flags(workers=workers, link="1000gbit")
-    return Cluster(**{**fast.fields(), "cores": cores, **more})
+    return Cluster(**{**fast.fields(), "cores": cores, "gloo_ns_per_byte": 0.0, **more})
 
 
 def ends_s(cores: int, works: list[tuple[float, float]]) -> list[float]:

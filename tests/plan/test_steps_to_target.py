@@ -63,7 +63,7 @@ def test_a_time_is_there_for_what_was_measured_alike_and_reached_the_target(
     arguments += ["--strategies", specs, "--steps-from", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
-    found = {one["strategy"]: one for one in json.loads(result.output)}
+    found = {one["strategy"]: one for one in json.loads(result.output)["predictions"]}
     ddp, sparse = found["ddp"], found["gtopk:density=0.01"]
     assert ddp["time_to_target_s"] == pytest.approx(110 * ddp["step_s"])
     assert sparse["time_to_target_s"] == pytest.approx(200 * sparse["step_s"])
@@ -75,7 +75,7 @@ def test_a_time_is_there_for_what_was_measured_alike_and_reached_the_target(
     assert "with 4 workers" in result.output
     assert "Not all runs reached it: localsgd." in result.output
     _, heads, *_ = result.output.splitlines()
-    assert heads.split()[-1] == "target"
+    assert "target" in heads.split()
 
 
 def test_who_comes_to_the_target_first_is_said_where_it_is_not_who_takes_the_shortest_steps(

@@ -10,7 +10,13 @@ import torch
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
-from offbeat.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
+from offbeat.simulation.virtual import (
+    DenseLinks,
+    Tree,
+    VirtualCluster,
+    VirtualLink,
+    VirtualRacks,
+)
 from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import (
     AllReduceTensor,
@@ -175,7 +181,9 @@ def test_receivers_that_announce_themselves_cost_a_round_trip_a_round(
         messages.run_in_background(rank, ring.send(messages, rank), channel=1)
     events = messages.run([ring.receive(messages, rank) for rank in range(world_size)])
     tensor = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-    cluster = VirtualCluster(world_size, link=link, dense_announced=True, weightless=True)
+    cluster = VirtualCluster(
+        world_size, link=link, dense=DenseLinks(announced=True), weightless=True
+    )
     ended_s: list[float] = []
 
     def dense() -> Collective[None]:
@@ -222,7 +230,7 @@ def test_a_broadcast_takes_as_long_as_a_tree_of_messages(world_size: int) -> Non
 def test_gloos_root_sends_a_broadcast_to_several_at_once(world_size: int, transfers: int) -> None:
     """They share its port, so all of them have it when the last one has."""
     link = VirtualLink(bytes_per_s=400.0)
-    ends_s = VirtualCluster(world_size, link=link, dense_announced=True).run(
+    ends_s = VirtualCluster(world_size, link=link, dense=DenseLinks(announced=True)).run(
         [one_dense(Broadcast(torch.zeros(100), 0)) for _ in range(world_size)]
     )
     assert max(ends_s) == pytest.approx(transfers)
@@ -232,8 +240,35 @@ def test_one_rank_that_stands_for_all_takes_part_in_their_dense_operations() -> 
     link = VirtualLink(latency_s=0.25, bytes_per_s=1000.0)
     for operation in (Broadcast(torch.zeros(100), 3), AllReduceTensor(torch.zeros(100))):
         all_s = VirtualCluster(5, link=link).run([one_dense(operation) for _ in range(5)])
-        one_s = VirtualCluster(1, link=link, dense_ranks=5).run([one_dense(operation)])
+        one_s = VirtualCluster(1, link=link, dense=DenseLinks(ranks=5)).run([one_dense(operation)])
         assert one_s == pytest.approx([max(all_s)])
+
+
+TREE = Tree(hop_s=0.5, in_rack_s=0.125, share=0.8)
+
+
+def test_an_all_reduce_of_few_bytes_goes_up_a_tree_and_one_of_many_around_the_ring() -> None:
+    link = VirtualLink(latency_s=0.25, bytes_per_s=1000.0)
+    dense = DenseLinks(hop_s=0.5, trees=(TREE,))
+
+    def seconds(num_elements: int) -> float:
+        operations = [one_dense(AllReduceTensor(torch.zeros(num_elements))) for _ in range(16)]
+        return max(VirtualCluster(16, link=link, dense=dense).run(operations))
+
+    assert seconds(100) == pytest.approx(2 * 4 * (0.5 + 0.25) + 2 * 400 / 800)
+    # 30 rounds of a sixteenth, where bytes take longer than the way of half of them.
+    assert seconds(40_000) == pytest.approx(30 * (0.5 + 10.0) + 0.25)
+
+
+def test_a_tree_has_a_chain_within_a_rack_and_hops_between_racks() -> None:
+    racks = VirtualRacks(rack_of=(0,) * 4 + (1,) * 4, bytes_per_s=100.0, latency_s=1.0)
+    link = VirtualLink(latency_s=0.25, bytes_per_s=1000.0)
+    cluster = VirtualCluster(
+        8, link=link, racks=racks, dense=DenseLinks(hop_s=100.0, in_rack_s=100.0, trees=(TREE,))
+    )
+    ends_s = cluster.run([one_dense(AllReduceTensor(torch.zeros(100))) for _ in range(8)])
+    ways_s = 3 * (0.125 + 0.25) + (0.5 + 1.25)
+    assert max(ends_s) == pytest.approx(2 * ways_s + 2 * 400 / 0.8 / 100)
 
 
 def test_dense_operations_contend_with_messages_and_with_each_other() -> None:

@@ -458,7 +458,7 @@ class SparseReduction(Reduction):
             Sparse(
                 indices=kept.indices[mine],
                 values=lost.astype(kept.values.dtype),
-                num_elements=kept.num_elements,
+                num_elements=self._bucket.num_elements,
             )
         )
 

@@ -36,7 +36,7 @@ from offbeat.simulation.training import (
     fused,
     with_lead_in,
 )
-from offbeat.simulation.virtual import DeadlockError, VirtualCluster, VirtualLink
+from offbeat.simulation.virtual import DeadlockError, DenseLinks, VirtualCluster, VirtualLink
 from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.operations import (
     Collective,
@@ -134,8 +134,7 @@ def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: 
         link=link,
         weightless=True,
         num_bytes=weighed,
-        dense_round_s=max(0.0, dense.alpha_s - messages.alpha_s),
-        dense_ranks=run.world_size,
+        dense=DenseLinks(round_s=max(0.0, dense.alpha_s - messages.alpha_s), ranks=run.world_size),
     )
     first = -(-LATER // period) * period
     steps = range(first, first + -(-max(_LEAST_STEPS, len(run.computed_s)) // period) * period)

@@ -248,6 +248,7 @@ class Timeline:
         layers: whose inputs and outputs callbacks may look at, in the order of the forward pass.
         looks_s: what it takes to multiply all inputs and all outputs of layers by themselves.
         batch_size: of the usual batch, in samples.
+        dtype: of parameters and gradients.
     """
 
     tensors: Sequence[TensorProfile]
@@ -258,6 +259,7 @@ class Timeline:
     layers: Sequence[SeenLayer] = ()
     looks_s: float = 0.0
     batch_size: int = 1
+    dtype: torch.dtype = torch.float32
 
 
 class Buildable(Protocol):
@@ -612,7 +614,9 @@ class _Model(torch.nn.Module):
 
     def __init__(self, timeline: Timeline, rank: SimulatedRank) -> None:
         super().__init__()
-        self.tensors = [torch.nn.Parameter(_weightless(each)) for each in timeline.tensors]
+        self.tensors = [
+            torch.nn.Parameter(_weightless(each, timeline.dtype)) for each in timeline.tensors
+        ]
         self.coming_s = 0.0
         self._timeline, self._rank, layers = timeline, rank, timeline.layers
         self._outputs: dict[int, tuple[torch.Tensor, float]] = {}
@@ -763,9 +767,9 @@ class _Optimizer(torch.optim.Optimizer):
         return sum(each.nbytes for kept in self.state.values() for each in kept.values())
 
 
-def _weightless(tensor: TensorProfile) -> torch.Tensor:
+def _weightless(tensor: TensorProfile, dtype: torch.dtype) -> torch.Tensor:
     shape = (tensor.rows, -1) if tensor.num_elements % tensor.rows == 0 else (-1,)
-    return torch.empty(tensor.num_elements, device="meta").view(shape)
+    return torch.empty(tensor.num_elements, dtype=dtype, device="meta").view(shape)
 
 
 def with_codecs(strategy: T, change: Callable[[TopKCodec], TopKCodec]) -> T:

@@ -21,11 +21,12 @@ import heapq
 import math
 import random
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
+from offbeat.arithmetic.trees import num_rounds
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
 from offbeat.simulation.virtual_driver import VirtualDriver
 from offbeat.transport.driver import Driver, Pending
@@ -75,6 +76,47 @@ class VirtualRacks:
     latency_s: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tree:
+    """An all-reduce up a tree of nodes and down again, two of them at once with half of the bytes
+    each, as NCCL has them: every node sends and receives everything twice.
+
+    Attributes:
+        hop_s: what a hop between nodes takes besides latency and bytes, >= 0.
+        in_rack_s: likewise within a rack, whose ranks form a chain.
+        share: of a port's rate that bytes get, in (0, 1].
+    """
+
+    hop_s: float
+    in_rack_s: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseLinks:
+    """How a backend carries out dense operations.
+
+    Attributes:
+        round_s: what a round takes besides latency and bytes, >= 0.
+        announced: whether a message leaves only when its receiver has said that it is ready, which
+            it does when its message before the last one has come. gloo's do.
+        ranks: how many take part, where those that have no links are like those that have; None:
+            there are no others.
+        hop_s: what a message of a ring occupies ports for besides its bytes; None: as others do.
+        in_rack_s: likewise within a rack; None: as `hop_s`.
+        s_per_byte: what processors add to each byte that a rank sends, >= 0.
+        trees: that an all-reduce may take in place of a ring, where it is over sooner.
+    """
+
+    round_s: float = 0.0
+    announced: bool = False
+    ranks: int | None = None
+    hop_s: float | None = None
+    in_rack_s: float | None = None
+    s_per_byte: float = 0.0
+    trees: tuple[Tree, ...] = ()
+
+
 class VirtualNetwork:
     """The ports of all ranks, and when each of them is free.
 
@@ -85,38 +127,31 @@ class VirtualNetwork:
     A dense operation begins when the last rank has begun it and the ports are free. It occupies the
     ports for as long as its bytes take, so that it contends with messages and with other dense
     operations. On a ring (all-reduce; its halves reduce-scatter and all-gather) all ranks wait for
-    the slowest hop in each round, as gloo's do; on a tree (broadcast) a rank passes everything on.
+    the slowest hop in each round, as gloo's do; an all-reduce may go up and down trees in its
+    place; on a tree (broadcast) a rank passes everything on.
     Where receivers announce themselves, a message leaves when its receiver's word has come that it
     may.
 
     Args:
         links: of each rank.
         racks: None: all ranks are behind one switch that carries everything.
-        dense_round_s: what a round of a dense operation takes besides latency and bytes, >= 0.
-        announced: whether a message of a dense operation leaves only when its receiver has said
-            that it is ready, which it does when its message before the last one has come. gloo's
-            do.
-        dense_ranks: how many ranks take part in dense operations, where those that have no links
-            here are like those that have; None: there are no others.
+        dense: how dense operations are carried out.
     """
 
     def __init__(
         self,
         links: Sequence[VirtualLink],
         racks: VirtualRacks | None = None,
-        *,
-        dense_round_s: float = 0.0,
-        announced: bool = False,
-        dense_ranks: int | None = None,
+        dense: DenseLinks = DenseLinks(),
     ) -> None:
         if racks is not None and len(racks.rack_of) != len(links):
             raise ConfigError(f"{len(racks.rack_of)} ranks have a rack, and {len(links)} a link")
         # Those that have no links here have ports of their own.
-        links = [links[rank % len(links)] for rank in range(dense_ranks or len(links))]
+        links = [links[rank % len(links)] for rank in range(dense.ranks or len(links))]
         self.links = links
         self._racks = racks
-        self._round_s = dense_round_s
-        self._announced = announced
+        self._dense = dense
+        self._ways: dict[tuple[int, float, float], tuple[float, dict[Port, float]]] = {}
         num_racks = 0 if racks is None else max(racks.rack_of) + 1
         self.free_s = [0.0] * (2 * len(links) + 2 * num_racks)
         self._first_up = 2 * len(links)
@@ -167,11 +202,23 @@ class VirtualNetwork:
             return from_s
         if operation.root_rank is not None:
             return self._tree_end_s(operation.root_rank, num_bytes, from_s)
-        num_rounds = operation.num_hops(world_size)
-        return self._ring_end_s(num_rounds, operation.hop_bytes(num_bytes, world_size), from_s)
+        hops = operation.num_hops(world_size)
+        begin_s = max(from_s, *self.free_s)
+        key = hops, operation.hop_bytes(num_bytes, world_size), num_bytes
+        if key not in self._ways:
+            ways = [self._ring(*key[:2])]
+            if hops == 2 * (world_size - 1):
+                ways += [self._up_and_down(tree, num_bytes) for tree in self._dense.trees]
+            self._ways[key] = min(ways, key=lambda way: way[0])
+        seconds, busy_s = self._ways[key]
+        for port, port_s in busy_s.items():
+            self.free_s[port] = begin_s + port_s
+        return begin_s + seconds
 
-    def _ring_end_s(self, num_rounds: int, hop_bytes: float, from_s: float) -> float:
-        """Each rank sends on what it was sent in the round before, in two parts, the second of
+    def _ring(self, hops: int, hop_bytes: float) -> tuple[float, dict[Port, float]]:
+        """Seconds, and for how many of them each port is taken.
+
+        Each rank sends on what it was sent in the round before, in two parts, the second of
         which is under way while the first arrives. So both take what the slowest port needs for
         them, or the mean time in which one comes to the next rank if that is more.
 
@@ -183,27 +230,55 @@ class VirtualNetwork:
         world_size = len(self.links)
         num_phases, num_pairs = 1, 1.0
         # What has fewer hops than a ring takes a given time.
-        announced = self._announced and num_rounds >= world_size - 1
+        announced = self._dense.announced and hops >= world_size - 1
         if announced:
-            num_phases = num_rounds // (world_size - 1)
+            num_phases = hops // (world_size - 1)
             num_pairs = max(2, math.ceil(hop_bytes / _MOST_GLOO_BYTES)) / 2
         pair_bytes = hop_bytes / num_pairs
-        paths = [(rank, *self.path(rank, (rank + 1) % world_size)) for rank in range(world_size)]
-        begin_s = max(from_s, *(self.free_s[port] for path in paths for port in path))
         slowest_s = longest_s = sum_s = 0.0
-        for rank, path in enumerate(paths):
-            times_s = [self.occupied_s(port, pair_bytes) for port in path]
-            halves_s = [self.occupied_s(port, pair_bytes / 2) for port in path]
+        busy_s: dict[Port, float] = {}
+        for rank in range(world_size):
             behind = (rank + 1) % world_size
-            latency_s = self.latency_s(rank, behind) + self._round_s
+            path = (rank, *self.path(rank, behind))
+            hop_s = self._hop_s(rank, behind)
+            times_s = [self._occupied_s(port, pair_bytes, hop_s) for port in path]
+            halves_s = [self._occupied_s(port, pair_bytes / 2, hop_s) for port in path]
+            latency_s = self.latency_s(rank, behind) + self._dense.round_s
             latency_s += self._announcement_s(behind, rank) if announced else 0.0
             slowest_s = max(slowest_s, *times_s)
             longest_s = max(longest_s, latency_s + max(times_s))
             sum_s += latency_s + max(halves_s)
             for port, port_s in zip(path, times_s, strict=True):
-                self.free_s[port] = begin_s + num_rounds * num_pairs * port_s
+                busy_s[port] = hops * num_pairs * port_s
         pair_s = max(slowest_s, sum_s / world_size)
-        return begin_s + num_phases * longest_s + (num_rounds * num_pairs - num_phases) * pair_s
+        return num_phases * longest_s + (hops * num_pairs - num_phases) * pair_s, busy_s
+
+    def _up_and_down(self, tree: Tree, num_bytes: float) -> tuple[float, dict[Port, float]]:
+        """Seconds of an all-reduce over `tree`, and for how many of them each port is taken."""
+        world_size = len(self.links)
+        per_node = 1 if self._racks is None else Counter(self._racks.rack_of).most_common(1)[0][1]
+        ways_s = [self.latency_s(rank, (rank + 1) % world_size) for rank in range(world_size)]
+        inside_s = (per_node - 1) * (tree.in_rack_s + min(ways_s))
+        between_s = num_rounds(-(-world_size // per_node)) * (tree.hop_s + max(ways_s))
+        bytes_s = [
+            self._occupied_s(port, 2 * num_bytes / tree.share, 0.0)
+            for port in range(len(self.free_s))
+        ]
+        return 2 * (inside_s + between_s) + max(bytes_s), dict(enumerate(bytes_s))
+
+    def _hop_s(self, source: int, target: int) -> float | None:
+        """What a message of a ring occupies ports for besides its bytes; None: as others do."""
+        dense, racks = self._dense, self._racks
+        inside = racks is not None and racks.rack_of[source] == racks.rack_of[target]
+        return dense.in_rack_s if inside and dense.in_rack_s is not None else dense.hop_s
+
+    def _occupied_s(self, port: Port, num_bytes: float, hop_s: float | None) -> float:
+        """As `occupied_s`, of a message of a dense operation."""
+        if port >= self._first_up:
+            return self.occupied_s(port, num_bytes)
+        link = self.links[port % len(self.links)]
+        fixed_s = link.message_s if hop_s is None else hop_s
+        return fixed_s + num_bytes * (1 / link.bytes_per_s + self._dense.s_per_byte)
 
     def _tree_end_s(self, root: int, num_bytes: float, from_s: float) -> float:
         """A binomial tree: every rank that has everything sends it on to others, the one that has
@@ -224,8 +299,8 @@ class VirtualNetwork:
                 distance //= 2
             for successor, head_s, tail_s in sent:
                 target = (root + successor) % world_size
-                latency_s = self.latency_s(source, target) + self._round_s
-                here_s[successor] = latency_s + (sent[-1][2] if self._announced else tail_s)
+                latency_s = self.latency_s(source, target) + self._dense.round_s
+                here_s[successor] = latency_s + (sent[-1][2] if self._dense.announced else tail_s)
                 head_s += latency_s
                 for port in self.path(source, target):
                     head_s, end_s = self.occupy(port, head_s, num_bytes)
@@ -234,7 +309,7 @@ class VirtualNetwork:
 
     def _announcement_s(self, receiver: int, sender: int) -> float:
         """How long the word of `receiver` is on its way to `sender`."""
-        return self.latency_s(receiver, sender) if self._announced else 0.0
+        return self.latency_s(receiver, sender) if self._dense.announced else 0.0
 
 
 def same_links(
@@ -250,7 +325,15 @@ def same_links(
     return list(link)
 
 
-__all__ = ["DeadlockError", "VirtualCluster", "VirtualLink", "VirtualNetwork", "VirtualRacks"]
+__all__ = [
+    "DeadlockError",
+    "DenseLinks",
+    "Tree",
+    "VirtualCluster",
+    "VirtualLink",
+    "VirtualNetwork",
+    "VirtualRacks",
+]
 
 T = TypeVar("T")
 
@@ -271,9 +354,7 @@ class VirtualCluster:
         death_notice_s: how long after a death the peers learn of it, in seconds.
         weightless: messages are passed on as they are: they have a length, and no bytes.
         num_bytes: what a message weighs; default: its length.
-        dense_round_s: what a round of a dense operation takes besides latency and bytes.
-        dense_announced: whether receivers of dense operations say that they are ready.
-        dense_ranks: how many ranks take part in dense operations; see `VirtualNetwork`.
+        dense: how dense operations are carried out.
 
     Attributes:
         bytes_sent: by each rank, in messages.
@@ -291,22 +372,14 @@ class VirtualCluster:
         death_notice_s: float = 0.0,
         weightless: bool = False,
         num_bytes: Callable[[Payload], float] = len,
-        dense_round_s: float = 0.0,
-        dense_announced: bool = False,
-        dense_ranks: int | None = None,
+        dense: DenseLinks = DenseLinks(),
     ) -> None:
         self.world_size = world_size
         self.now_s = 0.0
         self.drivers = [VirtualDriver(self, rank) for rank in range(world_size)]
         self.bytes_sent = [0.0] * world_size
         self.messages_sent = [0] * world_size
-        self._network = VirtualNetwork(
-            same_links(link, world_size),
-            racks,
-            dense_round_s=dense_round_s,
-            announced=dense_announced,
-            dense_ranks=dense_ranks,
-        )
+        self._network = VirtualNetwork(same_links(link, world_size), racks, dense)
         self._weightless = weightless
         self._num_bytes = num_bytes
         self._random = random.Random(seed)  # noqa: S311 - a replayable schedule, not a secret

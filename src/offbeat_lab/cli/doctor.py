@@ -23,7 +23,7 @@ from offbeat_lab.doctor.diagnosis import (
 )
 from offbeat_lab.doctor.facts import Finding
 from offbeat_lab.doctor.measure import Measurement
-from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
+from offbeat_lab.plan.plans import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import named_profile
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich import box
@@ -17,13 +18,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
-from offbeat_lab.cli.common import require_writable
+from offbeat_lab.cli.common import CLUSTER, OUTPUT, WHAT, JsonFlag, require_writable
 
 if TYPE_CHECKING:
     from offbeat_lab.cluster import Cluster
-    from offbeat_lab.plan.predictions import Plan
+    from offbeat_lab.plan.plans import Plan
     from offbeat_lab.plan.profile import ModelProfile
 
+MONEY: Final = "Time and money"
+_PRICE = re.compile(r"[$\u20ac]?(\d+(?:\.\d+)?)(?:/h)?")
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
 _SCRIPT_STEPS = 20
@@ -33,75 +36,223 @@ _NAME_COLUMNS = 12  # with all other columns that is 80
 def plan(
     profile: Annotated[
         str | None,
-        typer.Option(help="A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2."),
+        typer.Option(
+            help="A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.",
+            rich_help_panel=WHAT,
+        ),
     ] = None,
     script: Annotated[
         str | None,
-        typer.Option(help="In its place, your script with its arguments, profiled here at first."),
+        typer.Option(
+            help="Or your script with its arguments, profiled here at first.",
+            rich_help_panel=WHAT,
+        ),
     ] = None,
-    check: Annotated[
-        Path | None,
-        typer.Option(help="A comparison's directory: how well it would have been predicted."),
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Or a language model: its config.json, or layers=32,hidden=4096,heads=32.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="That --config is for: h100, rtx-4090.", rich_help_panel=WHAT)
+    ] = "a100",
+    sequence: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sample of --config.", rich_help_panel=WHAT),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of weights and gradients: bfloat16 or float32 (default for --config: bfloat16).",
+            rich_help_panel=WHAT,
+        ),
+    ] = "",
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Of a device (default: the profile's, 1 for --config).", rich_help_panel=WHAT
+        ),
+    ] = None,
+    accumulate: Annotated[
+        int,
+        typer.Option(help="Batches whose gradients are exchanged together.", rich_help_panel=WHAT),
+    ] = 1,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            help="With options, as gtopk:density=0.001; commas between.", rich_help_panel=WHAT
+        ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="A cluster: a TOML file, or the name of a preset.")
+        str | None,
+        typer.Option(help="A TOML file, or the name of a preset.", rich_help_panel=CLUSTER),
     ] = None,
     link: Annotated[
-        str | None, typer.Option(help="Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.")
+        str | None,
+        typer.Option(
+            help="Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.", rich_help_panel=CLUSTER
+        ),
     ] = None,
-    latency: Annotated[str | None, typer.Option(help="One way, of every link: 0.1ms.")] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="One way, of every link: 0.1ms.", rich_help_panel=CLUSTER)
+    ] = None,
     workers: Annotated[
-        str | None, typer.Option(help="2,4,8, or 8..1024 for all doublings between.")
+        str | None,
+        typer.Option(help="2,4,8, or 8..1024 for all doublings between.", rich_help_panel=CLUSTER),
     ] = None,
-    strategies: Annotated[
-        str | None, typer.Option(help="With options, as gtopk:density=0.001; commas between.")
+    island: Annotated[
+        int,
+        typer.Option(
+            help="Devices of a node that divide the model by FSDP: then a worker is a node.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = 1,
+    delay: Annotated[
+        str | None, typer.Option(help="Straggling: 2x320ms.", rich_help_panel=CLUSTER)
     ] = None,
-    delay: Annotated[str | None, typer.Option(help="Straggling: 2x320ms.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Of a worker (default: the profile's).")
+    deaths: Annotated[
+        float | None,
+        typer.Option(help="Of a worker, an hour: 0.01.", rich_help_panel=CLUSTER),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(help="Of a device: 2.10/h.", rich_help_panel=MONEY),
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(help="Until so many tokens: 300e9.", rich_help_panel=MONEY),
+    ] = None,
+    samples: Annotated[
+        float | None,
+        typer.Option(help="Or samples: 1e8.", rich_help_panel=MONEY),
     ] = None,
     steps_from: Annotated[
         Path | None,
-        typer.Option(help="A comparison's directory: also the time to its target."),
+        typer.Option(
+            help="Or to its target, from a comparison's directory.", rich_help_panel=MONEY
+        ),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            help="A comparison's directory: how well it would have been predicted.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="With --check: where the profile goes, with what was checked."),
+        typer.Option(
+            help="With --check: where the profile goes, with what was checked.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON, and nothing else.")
-    ] = False,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Predict which strategy is fastest on which cluster."""
-    from offbeat_lab.plan.predictions import USUAL, PlanRequest, make_plan
+    """Predict which strategy is fastest on which cluster, and what it costs."""
+    from offbeat_lab.plan.language_models import (
+        DEVICES,
+        PCIE_BYTES_PER_S,
+        device_named,
+        language_model,
+        read_shape,
+    )
+    from offbeat_lab.plan.plans import (
+        USUAL,
+        USUAL_ON_ISLANDS,
+        PlanRequest,
+        make_plan,
+        plan_as_json,
+    )
     from offbeat_lab.plan.steps_to_target import steps_to_target
 
     if out is not None:
         require_writable(out)
     if check is not None:
-        given = (script, cluster, link, workers, steps_from)
+        given = (script, config, cluster, link, workers, steps_from)
         if any(one is not None for one in given):
             raise ConfigError(
                 "--check takes the cluster and what is trained from the comparison; leave --script,"
-                " --cluster, --link, --workers and --steps-from out"
+                " --config, --cluster, --link, --workers and --steps-from out"
             )
         _check(check, profile, out, as_json=as_json)
         return
     if out is not None:
         raise ConfigError("--out is where --check writes a profile; a plan is printed, or --json")
-    model = _what_to_plan(profile, script)
-    if batch_size is not None:
-        model = model.at_batch_size(batch_size)
-    clusters = _clusters(cluster, link, latency, workers, delay)
-    specs = tuple(USUAL) if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
+    if dtype not in ("", "float32", "bfloat16"):
+        raise ConfigError(f"--dtype is {dtype!r}; allowed are bfloat16 and float32")
+    if accumulate < 1 or island < 1:
+        raise ConfigError(
+            f"--accumulate is {accumulate} and --island {island}; allowed is 1 or more"
+        )
+    if config is None:
+        if sequence is not None:
+            raise ConfigError("--sequence is of --config; a profile has samples as it was timed")
+        model = _what_to_plan(profile, script)
+        if batch_size is not None:
+            model = model.at_batch_size(batch_size)
+        if dtype:
+            model = replace(model, element_bytes=4 if dtype == "float32" else 2)
+    elif profile is not None or script is not None:
+        raise ConfigError("got --config and --profile or --script; give one of them")
+    else:
+        model = language_model(
+            read_shape(config, sequence),
+            device_named(device),
+            batch_size=batch_size or 1,
+            element_bytes=4 if dtype == "float32" else 2,
+        )
+    if island > 1:
+        node_rates = [one.node_bytes_per_s for one in DEVICES.values() if one.name == model.device]
+        model = model.on_island(island, node_rates[0] if node_rates else PCIE_BYTES_PER_S)
+    model = model.accumulated(accumulate)
+    clusters = _clusters(cluster, link, latency, workers, delay, deaths)
+    usual: tuple[str, ...] = USUAL_ON_ISLANDS if island > 1 else USUAL
+    if model.element_bytes == 2:
+        usual = tuple(one for one in usual if one != "ddp-fp16")
+    specs = usual if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
     to_target = None if steps_from is None else steps_to_target(steps_from, specs, model)
-    made = make_plan(
-        PlanRequest(profile=model, clusters=clusters, strategies=specs, to_target=to_target)
+    request = PlanRequest(
+        profile=model,
+        clusters=clusters,
+        strategies=specs,
+        to_target=to_target,
+        samples=_samples(model, tokens, samples, is_priced=price is not None and not steps_from),
+        price=None if price is None else _price(price),
     )
+    with Console(stderr=True).status("Planning") as status:
+        made = make_plan(request, lambda what: status.update(f"Planning {escape(what)}"))
     if as_json:
-        print(json.dumps([asdict(one) for one in made.predictions]))
+        print(json.dumps(plan_as_json(made)))
     else:
         _show(made)
+
+
+def _samples(
+    model: ModelProfile, tokens: float | None, samples: float | None, *, is_priced: bool
+) -> float | None:
+    """How many are asked for; a round number where there is only a price."""
+    if tokens is not None and samples is not None:
+        raise ConfigError("got --tokens and --samples; give one of them")
+    if not all(0 < amount < math.inf for amount in (tokens, samples) if amount is not None):
+        raise ConfigError("--tokens and --samples are finite numbers above 0")
+    if tokens is not None and not model.tokens_per_sample:
+        raise ConfigError(
+            f"--tokens is of text, and profile {model.name!r} does not say how many a sample has;"
+            " give --samples"
+        )
+    if tokens is None and samples is None and is_priced:
+        tokens, samples = (1e9, None) if model.tokens_per_sample else (None, 1e6)
+    return tokens / model.tokens_per_sample if tokens is not None else samples
+
+
+def _price(text: str) -> float:
+    """Of an hour: `2.10`, `2.10/h`, `$2.10/h`. Raises `ConfigError` for anything else."""
+    match = _PRICE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"--price is {text!r}; allowed is a number an hour, such as 2.10/h")
+    return float(match[1])
 
 
 def profile(
@@ -169,7 +320,7 @@ def _what_to_plan(profile: str | None, script: str | None) -> ModelProfile:
 
     if (profile is None) == (script is None):
         raise ConfigError(
-            "nothing to plan for; give --profile (a file, or resnet50) or --script"
+            "nothing to plan for; give --profile (a file, or resnet50), --script or --config"
             if profile is None
             else f"got --profile {profile} and --script; give one of them"
         )
@@ -212,8 +363,9 @@ def _clusters(
     latency: str | None,
     workers: str | None,
     delay: str | None,
+    deaths: float | None,
 ) -> list[Cluster]:
-    from offbeat_lab.cluster import from_flags
+    from offbeat_lab.cluster import from_flags, with_deaths
 
     links: list[str | None] = [None] if link is None else [*link.split(",")]
     numbers: list[int | None] = [None] if workers is None else [*parse_workers(workers)]
@@ -227,6 +379,8 @@ def _clusters(
         for rate in links
         for number in numbers
     ]
+    if deaths is not None:
+        found = [with_deaths(one, deaths) for one in found]
     if len({(one.workers, one.link.rate_bit_per_s) for one in found}) < len(found):
         raise ConfigError(
             f"--link {link} has one rate twice; plans for other latencies are made one at a time"
@@ -235,7 +389,7 @@ def _clusters(
 
 
 def _show(made: Plan) -> None:
-    from offbeat_lab.plan.predictions import column_words, plan_tables
+    from offbeat_lab.plan.tables import column_words, plan_tables
 
     console = Console()
     for found in plan_tables(made):
@@ -280,7 +434,10 @@ def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: b
         if one.predicted_s is None:
             note = one.why
         elif one.repeats_differ is None:
-            note = "not judged: nothing was repeated; train for longer, or with several --seeds"
+            note = (
+                f"not judged: nothing was repeated; train for {one.needs_steps} --steps or more, or"
+                " with several --seeds"
+            )
         elif not one.is_judged:
             note = "not judged: its repeats differ too much"
         else:

@@ -4,7 +4,14 @@ virtual driver.
 
 from offbeat_lab.cluster.model import Cluster
 from offbeat_lab.cluster.parts import ClusterFault, LinkSpec, RackSpec, SpeedChange, Straggling
-from offbeat_lab.cluster.reading import PRESETS, from_flags, load, parse_cluster, preset
+from offbeat_lab.cluster.reading import (
+    PRESETS,
+    from_flags,
+    load,
+    parse_cluster,
+    preset,
+    with_deaths,
+)
 
 __all__ = [
     "PRESETS",
@@ -18,4 +25,5 @@ __all__ = [
     "load",
     "parse_cluster",
     "preset",
+    "with_deaths",
 ]

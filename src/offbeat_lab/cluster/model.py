@@ -51,6 +51,8 @@ class Cluster(DescribedModel):
         deaths_per_hour: of a worker, 0 to 60. Used by predictions only.
         cores: that all workers share, since they run on one machine, 1 or more; None: each has
             enough of its own. Used by predictions only.
+        gloo_ns_per_byte: what the processors add to each byte that gloo sends, in nanoseconds;
+            None: not measured. Used by predictions only.
         seed: of every random draw.
 
     Raises:
@@ -90,6 +92,9 @@ class Cluster(DescribedModel):
     )
     cores: int | None = Field(
         default=None, strict=True, ge=1, le=MAX_WORKERS, description=f"1 to {MAX_WORKERS}"
+    )
+    gloo_ns_per_byte: float | None = Field(
+        default=None, strict=True, ge=0, le=1000, allow_inf_nan=False, description="0 to 1000"
     )
     seed: int = Field(default=0, strict=True, ge=0, le=2**32 - 1, description=f"0 to {2**32 - 1}")
 

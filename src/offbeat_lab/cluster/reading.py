@@ -230,6 +230,13 @@ _FLAGS: Final = {
 }
 
 
+def with_deaths(cluster: Cluster, per_hour: float) -> Cluster:
+    """`cluster` where each worker dies so often. Raises `ConfigError` for no such number."""
+    return Cluster(
+        **{**cluster.fields(), "speeds": cluster.speed_pattern, "deaths_per_hour": per_hour}
+    )
+
+
 def from_flags(
     *,
     cluster: str | None = None,

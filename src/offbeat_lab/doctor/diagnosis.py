@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -241,9 +242,11 @@ _APART: Final = 1.5
 def cluster_of(measurement: Measurement) -> Cluster:
     """The cluster that was measured.
 
-    A worker's rate is what the best of its links carried while both ends computed, and no more than
-    gloo's all-reduce reached: a rate that a busy worker cannot use is none. Latencies are those of
-    workers that compute nothing, since else they say how busy a processor is.
+    A worker's rate is what the best of its links carried while both ends computed: a rate that a
+    busy worker cannot use is none. What gloo's all-reduce takes longer is what its processors add;
+    with NCCL, and among workers that share cores, the rate is no more than the all-reduce reached.
+    Latencies are those of workers that compute nothing, since else they say how busy a processor
+    is.
 
     Raises:
         ConfigError: nothing was measured between workers.
@@ -258,10 +261,15 @@ def cluster_of(measurement: Measurement) -> Cluster:
         [pair.cost for pair in pairs if rank in (pair.first, pair.second)]
         for rank in range(measurement.world_size)
     ]
-    dense_rate = 1 / max(measurement.network.dense.beta_s_per_byte, 1e-13)
+    dense_s_per_byte = measurement.network.dense.beta_s_per_byte
+    computes_on_shared_cores = measurement.on_one_host and measurement.device == "cpu"
+    is_gloo = measurement.device == "cpu" and not computes_on_shared_cores
     rates = [1 / min(cost.beta_s_per_byte for cost in costs) for costs in by_worker]
     # The all-reduce waits for the slowest worker, so it says something of that one alone.
     slowest = min(range(len(rates)), key=lambda rank: rates[rank])
+    gloo_s_per_byte = max(0.0, dense_s_per_byte - 1 / rates[slowest])
+    # What gloo's processors add is no property of the links.
+    dense_rate = math.inf if is_gloo else 1 / max(dense_s_per_byte, 1e-13)
     rates = [
         min(rate, dense_rate) if rank == slowest or rate < _APART * rates[slowest] else rate
         for rank, rate in enumerate(rates)
@@ -281,7 +289,6 @@ def cluster_of(measurement: Measurement) -> Cluster:
     ]
     rates_bit_per_s = [link.rate_bit_per_s for link in links]
     common = next(link for link in links if link.rate_bit_per_s == _rounded(8 * usual))
-    computes_on_shared_cores = measurement.on_one_host and measurement.device == "cpu"
     return Cluster(
         name="probed",
         workers=measurement.world_size,
@@ -291,6 +298,7 @@ def cluster_of(measurement: Measurement) -> Cluster:
             for rank, link in enumerate(links)
             if rates_bit_per_s[rank] != common.rate_bit_per_s
         },
+        gloo_ns_per_byte=_rounded(1e9 * gloo_s_per_byte) if is_gloo else None,
         cores=measurement.hosts[0].num_cores if computes_on_shared_cores else None,
     )
 

@@ -9,7 +9,7 @@ step took beyond that counts as work between steps. All workers share the machin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
@@ -55,6 +55,7 @@ class CheckedStep:
         predicted_s: None: it cannot be predicted.
         repeats_differ: by how much halves of its runs differ, as a share of the smaller one. None:
             there is one run, and no two whole periods of the strategy in it, so nobody knows.
+        needs_steps: as many have two whole periods.
         why: it cannot be predicted; empty: it can.
     """
 
@@ -62,6 +63,7 @@ class CheckedStep:
     measured_s: float
     predicted_s: float | None
     repeats_differ: float | None
+    needs_steps: int = 2
     why: str = ""
 
     @property
@@ -219,24 +221,34 @@ def _checked(label: str, records: Sequence[Record], setting: Setting) -> Checked
     config = records[0].config
     recipe = recipe_of(config)
     why = ""
-    predicted_s, period = None, 1
+    predicted_s, period, kind_of = None, 1, None
     runs = [_settled(record) for record in records]
+    first_steps = int(runs[0].step[0]) - 1
     try:
         if config.batch_shares:
             raise ConfigError("its batches are of different sizes")
-        period = method_of(config.strategy, recipe).steps_in_a_period
-        runs = [_whole_periods(run, period) for run in runs]
+        method = method_of(config.strategy, recipe)
+        period, kind_of = method.period_of(setting.world_size), method.kind_of
+        if kind_of is None:
+            runs = [_whole_periods(run, period) for run in runs]
         numbers = runs[0].step  # counted from 1
         those = replace(setting, steps=range(int(numbers[0]) - 1, int(numbers[-1])))
         predicted_s = predict_recipe(label, config.strategy, recipe, those).step_s
     except ConfigError as error:
         why = str(error)
-    halves = [_mean_s(half) for run in runs for half in _halves(run, period)]
+    halves = [
+        seconds
+        for run in runs
+        for seconds in (
+            map(_mean_s, _halves(run, period)) if kind_of is None else _alike_s(run, kind_of)
+        )
+    ]
     return CheckedStep(
         strategy=label,
         measured_s=float(np.mean([_mean_s(run) for run in runs])),
         predicted_s=predicted_s,
         repeats_differ=max(halves) / min(halves) - 1 if len(halves) > 1 else None,
+        needs_steps=first_steps + 2 * period,
         why=why,
     )
 
@@ -251,8 +263,34 @@ def _halves(steps: Steps, period: int) -> list[Steps]:
     """The first and the last of whole periods, half of them each; the whole where there is but
     one.
     """
+    # Of shared samples a period ends with a merge, wherever that is.
+    inside = steps.merged[(steps.merged >= steps.step[0]) & (steps.merged <= steps.step[-1])]
+    merges = [int(place) for place in np.searchsorted(steps.step, inside)]
+    if pairs := max(0, len(merges) - 1) // 2:
+        begin, middle, end = merges[0] + 1, merges[pairs] + 1, merges[2 * pairs] + 1
+        return [steps.window(begin, middle), steps.window(middle, end)]
     half = steps.num_steps // 2 // period * period
     return [steps.window(0, half), steps.window(steps.num_steps - half)] if half else [steps]
+
+
+def _alike_s(steps: Steps, kind_of: Callable[[int], Hashable]) -> list[float]:
+    """The mean step of both halves, if each had as many of a kind as the whole run has; of kinds
+    that both have.
+    """
+    kinds = [kind_of(int(number) - 1) for number in steps.step]
+    half = steps.num_steps // 2
+    halves = [range(half), range(half, steps.num_steps)]
+    both = set.intersection(*({kinds[place] for place in some} for some in halves))
+    if not both:
+        return [_mean_s(steps)]
+    means_s = np.nanmean(steps.duration_s, axis=0)
+    return [
+        sum(
+            kinds.count(kind) * float(np.mean([means_s[p] for p in some if kinds[p] == kind]))
+            for kind in both
+        )
+        for some in halves
+    ]
 
 
 def _settled(record: Record) -> Steps:

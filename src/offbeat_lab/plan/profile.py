@@ -20,7 +20,6 @@ from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.kfac.placement import TabledInversion
 from offbeat.simulation.training import TensorProfile
-from offbeat_lab.cluster.quantities import display_rate
 
 FORMAT: Final = 2
 FLOAT_BYTES: Final = 4
@@ -33,6 +32,9 @@ SELECTED_DENSITY: Final = 0.001
 """At which `select_s_per_element` is timed, and `SELECTED_CODECS` are part of it."""
 
 SELECTED_CODECS: Final[tuple[Literal["float32"], Literal["gaps"]]] = ("float32", "gaps")
+
+NOT_MEASURED: Final = "not measured"
+"""What the source of such a number begins with."""
 
 _MOST_CHARACTERS: Final = 1 << 26
 _LATENCY_WITHIN_S: Final = 1e-3
@@ -162,6 +164,11 @@ class ModelProfile:
             gloo's.
         batches: at one or more batch sizes, ascending; the last is the one that is planned for.
         optimizer_s: the optimizer's step.
+        element_bytes: of a weight and its gradient: 4 in float32, 2 in bfloat16.
+        devices: that divide the model by FSDP and are one worker.
+        device_bytes: memory of the device; 0: unknown.
+        activation_bytes: what a batch keeps in it for the backward pass; 0: unknown.
+        tokens_per_sample: of text; 0: samples are something else.
         padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
         tensors: parameters, in the order of the model.
         select_s_per_element: residual and selection of the largest entries, for each element.
@@ -178,6 +185,7 @@ class ModelProfile:
         low_rank_s_per_element: approximating gradients as PowerSGD does, at rank 1, for each
             element of the model; 0: unknown.
         low_rank_s_per_element_and_rank: what each further rank adds.
+        hook_s_per_element, hook_s_per_element_and_rank: likewise of torch's hook; 0: as PowerSGD.
         spread: standard deviation of a step over its mean, on one device, >= 0.
         moments: what the optimizer keeps of each parameter, in sizes of the model, >= 0: 1 with SGD
             with momentum, 2 with Adam.
@@ -199,6 +207,11 @@ class ModelProfile:
     select_s_per_element: float
     copy_s_per_byte: float
     on_gpu: bool = False
+    element_bytes: int = FLOAT_BYTES
+    devices: int = 1
+    device_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    tokens_per_sample: int = 0
     selectors: tuple[SelectorCost, ...] = ()
     codecs: tuple[CodecCost, ...] = ()
     bucket_s_per_byte: float = 0.0
@@ -206,6 +219,8 @@ class ModelProfile:
     mean_s_per_byte: float = 0.0
     low_rank_s_per_element: float = 0.0
     low_rank_s_per_element_and_rank: float = 0.0
+    hook_s_per_element: float = 0.0
+    hook_s_per_element_and_rank: float = 0.0
     padding_s: float = 0.0
     spread: float = 0.0
     moments: float = 1.0
@@ -247,8 +262,12 @@ class ModelProfile:
             "padding_s",
             "low_rank_s_per_element",
             "low_rank_s_per_element_and_rank",
+            "hook_s_per_element",
+            "hook_s_per_element_and_rank",
             "spread",
             "moments",
+            "device_bytes",
+            "activation_bytes",
         ):
             self._require_seconds(field, getattr(self, field))
         for selector in self.selectors:
@@ -281,8 +300,13 @@ class ModelProfile:
 
     @property
     def num_bytes(self) -> int:
-        """Of the model in float32."""
-        return FLOAT_BYTES * self.num_elements
+        """Of the model."""
+        return self.element_bytes * self.num_elements
+
+    @property
+    def unmeasured(self) -> frozenset[str]:
+        """Fields that were derived from something else."""
+        return frozenset(one.field for one in self.sources if one.source.startswith(NOT_MEASURED))
 
     def selection_s(self, num_elements: int, selector: str) -> float:
         """What residual and selection take by the selector called `selector`."""
@@ -316,6 +340,13 @@ class ModelProfile:
         timed = {one.name: one.s_per_entry for one in self.codecs}
         return num_elements * timed.get(codec, USUAL_CODING_S)
 
+    def hook_s(self, num_elements: int, rank: int) -> float:
+        """What torch's hook takes for it."""
+        if not self.hook_s_per_element:
+            return self.low_rank_s(num_elements, rank)
+        further_s = (rank - 1) * self.hook_s_per_element_and_rank
+        return num_elements * (self.hook_s_per_element + further_s)
+
     def low_rank_s(self, num_elements: int, rank: int) -> float:
         """What approximating gradients takes as PowerSGD does."""
         further_s = (rank - 1) * self.low_rank_s_per_element_and_rank
@@ -336,42 +367,32 @@ class ModelProfile:
         """A step that exchanges nothing."""
         return self.batch.forward_s + self.batch.backward_s + self.optimizer_s
 
-    def unchecked(
+    def checked_like(
         self, *, workers: int, rate_bit_per_s: float, latency_s: float, strategy: str
-    ) -> str:
-        """What of a prediction lies outside of all that was checked, in words; empty: nothing, or
-        nothing was checked at all.
+    ) -> list[Checked]:
+        """For each cell like this one that predictions from this profile were held against, the
+        check that it was in.
 
         Args:
             workers: of the prediction.
             rate_bit_per_s: of its links.
             latency_s: of its links. A millisecond more than what was checked lies within.
-            strategy: with its options.
+            strategy: its name.
         """
-        if not self.checked:
-            return ""
-        name = strategy.partition(":")[0]
         alike = [
-            one
+            (one, sum(strategy == spec.partition(":")[0] for spec in one.strategies))
             for one in self.checked
-            if name in {checked.partition(":")[0] for checked in one.strategies}
         ]
-        if not alike:
-            return f"{name} was not checked"
-        fewest, most = (f(one.workers for one in alike) for f in (min, max))
-        slowest = min(one.least_rate_bit_per_s for one in alike)
-        fastest = max(one.most_rate_bit_per_s for one in alike)
-        longest_s = max(one.most_latency_s for one in alike)
-        if latency_s > longest_s + _LATENCY_WITHIN_S:
-            return f"{name} was checked with latencies up to {1e3 * longest_s:g} ms only"
-        if fewest <= workers <= most and slowest <= rate_bit_per_s <= fastest:
-            return ""
-        numbers = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-        rates = [
-            "unlimited rates" if math.isinf(rate) else display_rate(rate)
-            for rate in dict.fromkeys((slowest, fastest))
-        ]
-        return f"{name} was checked with {numbers} workers and {' to '.join(rates)} only"
+        alike = [(one, cells) for one, cells in alike if cells]
+        if (
+            not alike
+            or not min(c.workers for c, _ in alike) <= workers <= max(c.workers for c, _ in alike)
+            or rate_bit_per_s < min(one.least_rate_bit_per_s for one, _ in alike)
+            or rate_bit_per_s > max(one.most_rate_bit_per_s for one, _ in alike)
+            or latency_s > max(one.most_latency_s for one, _ in alike) + _LATENCY_WITHIN_S
+        ):
+            return []
+        return [one for one, cells in alike for _ in range(cells)]
 
     def at_batch_size(self, batch_size: int) -> ModelProfile:
         """The same model in batches of `batch_size`: along the line through the two nearest sizes
@@ -386,7 +407,13 @@ class ModelProfile:
             backward_s=_between(batch_size, [(one.batch_size, one.backward_s) for one in batches]),
         )
         share = batch_size / self.batch.batch_size
-        return replace(self, batches=(timed,), padding_s=0.0, factors_s=self.factors_s * share)
+        return replace(
+            self,
+            batches=(timed,),
+            padding_s=0.0,
+            factors_s=self.factors_s * share,
+            activation_bytes=self.activation_bytes * share,
+        )
 
     def with_step(self, *, batch_size: int, forward_backward_s: float, device: str) -> ModelProfile:
         """The same model on another device, where a batch takes so long."""
@@ -397,6 +424,50 @@ class ModelProfile:
             backward_s=(1 - share) * forward_backward_s,
         )
         return replace(self, batches=(timed,), padding_s=0.0, device=device)
+
+    def accumulated(self, batches: int) -> ModelProfile:
+        """The same model, which exchanges gradients with the last of so many batches."""
+        batch = self.batch
+        before_s = (batches - 1) * (batch.forward_s + batch.backward_s)
+        larger = replace(
+            batch,
+            batch_size=batches * batch.batch_size,
+            forward_s=before_s + batch.forward_s,
+        )
+        return replace(self, batches=(larger,))
+
+    def on_island(self, devices: int, bytes_per_s: float) -> ModelProfile:
+        """The same model on a node whose devices divide it by FSDP, each of which takes a batch.
+
+        A device gathers all weights for each pass, and its part of the gradients, as long as it
+        does not compute. A worker is such a node.
+
+        Args:
+            devices: of the node.
+            bytes_per_s: between two of them, in each direction.
+        """
+        batch, elements = self.batch, 1 / devices
+        gather_s = (1 - elements) * self.num_bytes / bytes_per_s
+        return replace(
+            self,
+            device=f"{devices} x {self.device}",
+            devices=devices,
+            batches=(
+                TimedBatch(
+                    batch_size=devices * batch.batch_size,
+                    forward_s=max(batch.forward_s, gather_s),
+                    backward_s=max(batch.backward_s, 2 * gather_s),
+                ),
+            ),
+            optimizer_s=elements * self.optimizer_s,
+            select_s_per_element=elements * self.select_s_per_element,
+            copy_s_per_byte=elements * self.copy_s_per_byte,
+            bucket_s_per_byte=elements * self.bucket_s_per_byte,
+            publish_s_per_byte=elements * self.publish_s_per_byte,
+            low_rank_s_per_element=elements * self.low_rank_s_per_element,
+            selectors=(),
+            codecs=(),
+        )
 
     def padded(self, duration_s: float) -> ModelProfile:
         """The same model where forward and backward pass take `duration_s` together, as the lab

@@ -20,6 +20,7 @@ from typing import Final
 from offbeat.errors import ConfigError, nearest
 from offbeat.simulation.training import TensorProfile
 from offbeat_lab.plan.profile import (
+    NOT_MEASURED,
     Layer,
     ModelProfile,
     PolynomialInversion,
@@ -333,12 +334,19 @@ MEMORY_BYTES_PER_S: Final[Mapping[str, float]] = {
 }
 """As their makers state."""
 
+DEVICE_BYTES: Final[Mapping[str, float]] = {
+    "P102-100": 5 << 30,
+    "RTX 2080 Ti": 11 << 30,
+    "A100": 40 << 30,
+}
+"""Likewise, memory."""
+
 _LOW_RANK_BYTES: Final = 44
 """That PowerSGD's hook reads and writes for each element: 11 accesses to float32, as torch does it
 (add what is owed, clone, multiply three times, subtract).
 """
 
-_MEMORY_SHARE: Final = 0.7
+MEMORY_SHARE: Final = 0.7
 """What plain kernels reach of a memory's rate."""
 
 INVERSION: Final = PolynomialInversion(constant_s=1.183e-3, square_s=0.0, cube_s=3.23e-13)
@@ -359,6 +367,7 @@ class Published:
         source: of these.
         factors_s: computing all Kronecker factors; 0: not published.
         moments: that the optimizer keeps, 1 of SGD with momentum, 2 of Adam.
+        tokens: of a sample; 0: it has none.
     """
 
     network: Callable[[], Network]
@@ -368,6 +377,7 @@ class Published:
     source: str
     factors_s: float = 0.0
     moments: float = 1.0
+    tokens: int = 0
 
 
 PUBLISHED: Final[Mapping[str, Published]] = {
@@ -438,6 +448,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         forward_backward_s=0.135,
         source="nanoGPT's README: 135 ms an iteration, 12 samples of 1,024 tokens, compiled",
         moments=2.0,
+        tokens=1024,
     ),
     "bert-base": Published(
         network=lambda: transformer(words=30_522, positions=514, tokens=128, head=True),
@@ -449,6 +460,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
             " of GPT-2, output layers counted"
         ),
         moments=2.0,
+        tokens=128,
     ),
 }
 """By name."""
@@ -463,8 +475,8 @@ def shipped_profile(name: str) -> ModelProfile:
     published = PUBLISHED[name]
     network = published.network()
     factors = factors_of(network) if published.factors_s else ()
-    bytes_per_s = _MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
-    memory = f"{_MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
+    bytes_per_s = MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
+    memory = f"{MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
     sources = [
         Source(field="tensors", source="the network's definition"),
         Source(field="batches", source=published.source),
@@ -473,7 +485,7 @@ def shipped_profile(name: str) -> ModelProfile:
         Source(field="bucket_s_per_byte", source=f"{memory}, read and written"),
         Source(
             field="low_rank_s_per_element",
-            source=f"not measured: {_LOW_RANK_BYTES} bytes at {memory}, without orthogonalising",
+            source=f"{NOT_MEASURED}: {_LOW_RANK_BYTES} bytes at {memory}, without orthogonalising",
         ),
         Source(field="moments", source="Adam" if published.moments > 1 else "SGD with momentum"),
     ]
@@ -501,13 +513,20 @@ def shipped_profile(name: str) -> ModelProfile:
         select_s_per_element=SELECT_S_PER_ELEMENT,
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
-        low_rank_s_per_element=_LOW_RANK_BYTES / bytes_per_s,
+        low_rank_s_per_element=low_rank_cost(bytes_per_s),
+        device_bytes=DEVICE_BYTES[published.device],
+        tokens_per_sample=published.tokens,
         moments=published.moments,
         layers=factors,
         factors_s=published.factors_s,
         inversion=INVERSION if factors else None,
         sources=tuple(sources),
     )
+
+
+def low_rank_cost(bytes_per_s: float) -> float:
+    """Seconds for each element that a memory of such a rate lets PowerSGD's hook take at least."""
+    return _LOW_RANK_BYTES / bytes_per_s
 
 
 def named_profile(name: str) -> ModelProfile:

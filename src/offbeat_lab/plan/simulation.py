@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Final
@@ -33,7 +33,7 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
 from offbeat.simulation.training import LEAD_IN, Common, with_lead_in
-from offbeat.simulation.virtual import VirtualCluster, VirtualLink
+from offbeat.simulation.virtual import DenseLinks, Tree, VirtualCluster, VirtualLink
 from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat_lab.cluster import Cluster
@@ -51,6 +51,26 @@ FEW_WORKERS: Final = 16
 PAYLOAD_SHARE: Final = 0.95
 """What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
 frame. gloo's all-reduce was measured to fill 0.92 to 0.955 of emulated links.
+"""
+
+GLOO_S_PER_BYTE: Final = 0.6e-9
+"""What copying and adding takes of a processor for each byte that gloo sends, while nothing is on
+its way: public all-reduces over 10 Gbit/s and more took so much longer than their links need.
+`offbeat doctor --write` measures it.
+"""
+
+NCCL: Final = DenseLinks(
+    hop_s=9.6e-6,
+    in_rack_s=3.4e-6,
+    trees=(
+        Tree(hop_s=28e-6, in_rack_s=28e-6, share=0.9),
+        Tree(hop_s=8.5e-6, in_rack_s=1.2e-6, share=0.82),
+        Tree(hop_s=5e-6, in_rack_s=0.94e-6, share=0.24),
+    ),
+)
+"""What NCCL itself takes rings and trees to cost when it chooses between them, for its protocols
+Simple, LL128 and LL between nodes and over NVLink (its `src/graph/tuning.cc`, 2.8 to 2.10; there
+for InfiniBand: what a link takes longer is its latency).
 """
 
 LATER: Final = 10_000
@@ -76,6 +96,7 @@ class Setting:
             is done in the first ones only is over.
         free_messages: whether what carries messages takes neither time nor cores, but for the
             cluster's links.
+        simulated: what was simulated so far, in this setting and in others.
     """
 
     profile: ModelProfile
@@ -85,6 +106,7 @@ class Setting:
     shared: float = 0.2
     steps: range | None = None
     free_messages: bool = False
+    simulated: dict[Hashable, Simulated] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if any(self.cluster.link_of(w).rate_bit_per_s is None for w in range(self.world_size)):
@@ -133,6 +155,31 @@ class Setting:
         """What a round of a dense operation takes besides the ways of its messages."""
         return self._or_free(DENSE_WAKE_S - 2 * MESSAGE_WAKE_S)
 
+    @property
+    def dense_hop_s(self) -> float:
+        """What a message of a ring occupies ports for besides its bytes."""
+        return self.message_s if self.dense_announced else min(self.message_s, NCCL.hop_s or 0.0)
+
+    @property
+    def gloo_s_per_byte(self) -> float:
+        """What processors add to each byte of gloo's; of shared cores the work is simulated."""
+        if not self.dense_announced or self.shares_cores:
+            return 0.0
+        measured_ns = self.cluster.gloo_ns_per_byte
+        return GLOO_S_PER_BYTE if measured_ns is None else 1e-9 * measured_ns
+
+    @property
+    def dense_links(self) -> DenseLinks:
+        """Those of the backend."""
+        if self.dense_announced:
+            return DenseLinks(
+                round_s=self.dense_round_s,
+                announced=True,
+                ranks=self.world_size,
+                s_per_byte=self.gloo_s_per_byte,
+            )
+        return replace(NCCL, hop_s=self.dense_hop_s, ranks=self.world_size)
+
     def message_work_s(self, num_bytes: float) -> float:
         """What encrypting and carrying a message takes of a core."""
         return self._or_free(MESSAGE_CPU_S + MESSAGE_CPU_S_PER_BYTE * num_bytes)
@@ -149,15 +196,17 @@ class Setting:
     def network(self) -> NetworkCosts:
         """The slowest worker's costs, as `GTopK(collective="auto")` measures them."""
         alpha_s = self.latency_s + self.message_s
-        rate = min(link.bytes_per_s for link in self.links)
+        rate = ring_rate = min(link.bytes_per_s for link in self.links)
         racks = self.cluster.racks
         if racks is not None and self.world_size > racks.size:
             # All of a rack's workers may send out of it at once.
             rate = min(rate, racks.rate_bit_per_s / 8 / racks.size)
+            ring_rate = min(ring_rate, racks.rate_bit_per_s / 8)
         return NetworkCosts(
             messages=LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate),
             dense=LinkCost(
-                alpha_s=alpha_s + self.announced_s + self.dense_round_s, beta_s_per_byte=1 / rate
+                alpha_s=self.latency_s + self.dense_hop_s + self.announced_s + self.dense_round_s,
+                beta_s_per_byte=1 / ring_rate + self.gloo_s_per_byte,
             ),
             select_s_per_element=self.profile.select_s_per_element,
         )
@@ -256,10 +305,11 @@ class Setting:
         drawn: NDArray[np.float64] = self.factors * np.array(self.cluster.speeds)
         return self.late_s + self.profile.compute_s * drawn * self.slowdowns
 
-    @cached_property
-    def simulated(self) -> dict[Any, Simulated]:
-        """What was simulated here so far."""
-        return {}
+    @property
+    def key(self) -> Hashable:
+        """The same where simulations come to the same."""
+        shown = [repr(getattr(self, one.name)) for one in fields(self) if one.name != "simulated"]
+        return tuple(shown)
 
     def without_network(self) -> Setting:
         """The same, but messages take no time."""
@@ -282,21 +332,26 @@ class Simulated:
         step_s: mean over ranks and steps.
         bytes_per_step: that a rank sends in a step.
         encode_s: of a step, on a rank of speed 1.
-        alpha_share: which part of the exchange's time is that of latencies and messages.
+        exchange_s: what a rank's exchanges take of a step on links that carry nothing else, hidden
+            behind computing or not.
+        alpha_share: which part of it is that of latencies and messages.
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
         is_lower_limit: whether the simulated steps end before their first averages do.
         kept_bytes: memory that the strategy's callbacks hold, as far as they were simulated.
+        has_low_rank: whether gradients were approximated by products of thin matrices.
     """
 
     step_s: float
     bytes_per_step: float
     encode_s: float
+    exchange_s: float
     alpha_share: float
     by_events: bool = True
     note: str = ""
     is_lower_limit: bool = False
     kept_bytes: float = 0.0
+    has_low_rank: bool = False
 
 
 class Method(ABC):
@@ -318,6 +373,10 @@ class Method(ABC):
     @abstractmethod
     def simulate(self, setting: Setting) -> Simulated:
         """A step on `setting`."""
+
+    def period_of(self, world_size: int) -> int:
+        """Steps of a rank of so many, after which exchanges repeat."""
+        return self.steps_in_a_period
 
     def waiting_s(self, setting: Setting, encode_s: float) -> float:
         """How long a step is waited for peers, if messages took no time, where a rank encodes for
@@ -353,9 +412,7 @@ class Run:
             racks=setting.cluster.virtual_racks(),
             weightless=True,
             num_bytes=self._carry,
-            dense_round_s=setting.dense_round_s,
-            dense_announced=setting.dense_announced,
-            dense_ranks=setting.world_size,
+            dense=setting.dense_links,
         )
         self.cores = Cores(self.cluster, setting.cluster.cores)
         # Who is woken when a message was carried, and the work of the last one.
@@ -461,8 +518,9 @@ class ClosedForm(DenseOperation):
 
     def __init__(self, seconds: float, setting: Setting) -> None:
         slowest = min(setting.links, key=lambda link: link.bytes_per_s)
-        fixed_s = slowest.latency_s + slowest.message_s + setting.dense_round_s
-        rate, racks = slowest.bytes_per_s, setting.cluster.racks
+        fixed_s = slowest.latency_s + setting.dense_hop_s + setting.dense_round_s
+        rate = 1 / (1 / slowest.bytes_per_s + setting.gloo_s_per_byte)
+        racks = setting.cluster.racks
         if racks is not None and setting.world_size > racks.size:
             rate = min(rate, racks.rate_bit_per_s / 8)
             fixed_s += racks.latency_s

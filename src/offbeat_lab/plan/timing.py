@@ -28,7 +28,9 @@ from offbeat.codec.topk_codec import SELECTORS, VALUE_CODECS
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.session.attach import attach_through
 from offbeat.simulation.training import TensorProfile
+from offbeat.strategies.base import Strategy
 from offbeat.strategies.gtopk import GTopK
+from offbeat.strategies.powersgd import PowerSGD
 from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
 from offbeat_lab.plan.profile import (
     FLOAT_BYTES,
@@ -222,7 +224,8 @@ def profile_of(
     device = parameters[0].device
     num_elements = sum(parameter.numel() for parameter in parameters)
     durations_s = [step.duration_s for step in steps]
-    low_rank_s, further_s = time_low_rank(parameters)
+    low_rank_s, further_s = time_low_rank(parameters, own_low_rank_s)
+    hook_one_s, hook_further_s = time_low_rank(parameters, hook_s)
     ready = [median(shares) for shares in zip(*(step.ready for step in steps), strict=True)]
     return ModelProfile(
         name=name,
@@ -251,6 +254,8 @@ def profile_of(
         mean_s_per_byte=_mean_s(num_elements) / (FLOAT_BYTES * num_elements),
         low_rank_s_per_element=low_rank_s,
         low_rank_s_per_element_and_rank=further_s,
+        hook_s_per_element=hook_one_s,
+        hook_s_per_element_and_rank=hook_further_s,
         spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
         moments=_kept_elements(optimizers, parameters) / num_elements,
         sources=tuple(
@@ -266,6 +271,7 @@ def profile_of(
                 "publish_s_per_byte",
                 "mean_s_per_byte",
                 "low_rank_s_per_element",
+                "hook_s_per_element",
                 "moments",
             )
         ),
@@ -318,15 +324,21 @@ def _select_s_per_element(parameters: Sequence[torch.nn.Parameter], selector: st
     if num_elements > _MOST_ELEMENTS:
         like = [torch.empty(_MOST_ELEMENTS, device=device)]
         num_elements = _MOST_ELEMENTS
-    model = _Gradients(like)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    gradients = [torch.randn(one.shape, device=device) for one in like]
     strategy = GTopK(
         density=SELECTED_DENSITY,
         collective="all_gather",
         codec="+".join((selector, *SELECTED_CODECS)),
         replica_check_interval=0,
     )
+    return _added_s(like, strategy) / num_elements
+
+
+def _added_s(like: Sequence[torch.Tensor], strategy: Strategy) -> float:
+    """What `strategy` adds to a step of parameters such as `like`, in a world of one."""
+    device = like[0].device
+    model = _Gradients(like)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    gradients = [torch.randn(one.shape, device=device) for one in like]
 
     def step() -> None:
         optimizer.zero_grad()
@@ -339,7 +351,7 @@ def _select_s_per_element(parameters: Sequence[torch.nn.Parameter], selector: st
         for _ in range(_WARM_UP_SELECTIONS):
             step()
         with_it_s = usual_s(step, device)
-    return max(0.0, with_it_s - without_s) / num_elements
+    return max(0.0, with_it_s - without_s)
 
 
 def _copy_s(num_elements: int, device: torch.device) -> float:
@@ -414,16 +426,31 @@ def _cost(name: str, both: Callable[[], None]) -> CodecCost:
 _RANKS: Final = (1, 4)
 
 
-def time_low_rank(parameters: Sequence[torch.nn.Parameter]) -> tuple[float, float]:
-    """Seconds for each element of the model: at rank 1, and what each further rank adds."""
+def time_low_rank(
+    parameters: Sequence[torch.nn.Parameter],
+    seconds: Callable[[Sequence[torch.nn.Parameter], int], float],
+) -> tuple[float, float]:
+    """Seconds for each element of the model: at rank 1, and what each further rank adds.
+
+    Args:
+        parameters: of the model.
+        seconds: what an exchange of them takes at a rank: `own_low_rank_s` or `hook_s`.
+    """
     num_elements = sum(parameter.numel() for parameter in parameters)
-    at_one_s, at_four_s = (_hook_s(parameters, rank) for rank in _RANKS)
+    at_one_s, at_four_s = (seconds(parameters, rank) for rank in _RANKS)
     further_s = max(0.0, at_four_s - at_one_s) / (_RANKS[1] - _RANKS[0])
     return at_one_s / num_elements, further_s / num_elements
 
 
-def _hook_s(parameters: Sequence[torch.nn.Parameter], rank: int) -> float:
-    """The fastest of a few calls, all gradients in one bucket, as in `offbeat_lab.native`."""
+def own_low_rank_s(parameters: Sequence[torch.nn.Parameter], rank: int) -> float:
+    """What `PowerSGD` adds to a step: its products, and orthogonalising."""
+    return _added_s([parameter.detach() for parameter in parameters], PowerSGD(rank=rank))
+
+
+def hook_s(parameters: Sequence[torch.nn.Parameter], rank: int) -> float:
+    """What torch's hook takes: the fastest of a few calls, all gradients in one bucket, as in
+    `offbeat_lab.native`.
+    """
     device = parameters[0].device
     bucket = _Bucket(parameters)
     state = powerSGD_hook.PowerSGDState(

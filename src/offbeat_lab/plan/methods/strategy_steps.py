@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost
@@ -95,10 +96,17 @@ class StrategySteps(Method):
         self.extra_bytes = extra_bytes
 
     @override
+    def period_of(self, world_size: int) -> int:
+        if self._strategy.shares_samples:
+            return max(1, round(int(self._strategy.mega_batch) / world_size))
+        return self.steps_in_a_period
+
+    @override
     def simulate(self, setting: Setting) -> Simulated:
-        if self._strategy not in setting.simulated:
-            setting.simulated[self._strategy] = self._simulate(setting)
-        return setting.simulated[self._strategy]
+        key = self._strategy, setting.key
+        if key not in setting.simulated:
+            setting.simulated[key] = self._simulate(setting)
+        return setting.simulated[key]
 
     def _simulate(self, setting: Setting) -> Simulated:
         if self._strategy.shares_samples and setting.world_size > FEW_WORKERS:
@@ -145,6 +153,7 @@ class StrategySteps(Method):
             layers=layers,
             looks_s=profile.factors_s,
             batch_size=profile.batch.batch_size,
+            dtype=torch.float32 if profile.element_bytes == FLOAT_BYTES else torch.bfloat16,
         )
         machines: list[_Machine] = []
         if shares:
@@ -171,9 +180,11 @@ class StrategySteps(Method):
             step_s=mean([one.step_s for one in machines]),
             bytes_per_step=mean([one.bytes_sent for one in machines]),
             encode_s=mean([one.encode_s for one in machines]),
+            exchange_s=exchange_s / len(machines),
             alpha_share=sum(one.alpha_s for one in machines) / exchange_s if exchange_s else 0.0,
             by_events=not setting.by_closed_forms,
             kept_bytes=max(one.simulated.kept_bytes for one in machines),
+            has_low_rank=machines[0].has_low_rank,
         )
 
     def _batches(self, run: Run) -> range:
@@ -231,6 +242,7 @@ class _Machine(Wrapper):
         self.shared, self.profile = run.setting.shared, run.setting.profile
         self.simulated = SimulatedRank(self, self)
         self.step_s = self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
+        self.has_low_rank = False
         self._run, self._weight = run, 0.0
         self._begun_s = self._encoded_s = self._forward_s = 0.0
         self._stands_for_all = run.cluster.world_size < self.world_size
@@ -276,7 +288,8 @@ class _Machine(Wrapper):
         return self.profile.value_coding_s(num_elements, _NAMES.get(values, ""))
 
     def multiplying_s(self, num_elements: int, rank: int) -> float:
-        return self.profile.low_rank_s(num_elements, rank) / 3  # an exchange has three products
+        self.has_low_rank = True
+        return self.profile.low_rank_s(num_elements, rank) / 4  # an exchange has four products
 
     def preconditioning_s(self, num_products: float) -> float:
         return self._product_s * num_products

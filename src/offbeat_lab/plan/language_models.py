@@ -1,0 +1,364 @@
+"""Profiles of language models that nobody has trained yet, from their configuration: shapes follow
+from it without a weight, and seconds from a device's arithmetic and the part of it that others
+reached.
+
+    offbeat plan --config llama/config.json --device h100 --link 25gbit --workers 2,4,8
+    offbeat plan --config layers=32,hidden=4096,heads=32,sequence=2048 ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from offbeat.errors import ConfigError, nearest
+from offbeat_lab.plan.profile import NOT_MEASURED, ModelProfile, Source, TimedBatch
+from offbeat_lab.plan.shipped import (
+    COPY_S_PER_BYTE,
+    FORWARD_SHARE,
+    MEMORY_SHARE,
+    SELECT_S_PER_ELEMENT,
+    NetworkLayer,
+    low_rank_cost,
+    tensors_of,
+)
+
+_GIB: Final = 1 << 30
+PCIE_BYTES_PER_S: Final = 16e9
+"""Between two devices of a node that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """An accelerator.
+
+    Attributes:
+        name: for people.
+        flops_per_s: its maker's, in bfloat16 without sparsity.
+        memory_bytes_per_s: likewise.
+        memory_bytes: that it has.
+        node_bytes_per_s: between two of a node, in each direction.
+        reached: which part of `flops_per_s` training reaches.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    node_bytes_per_s: float
+    reached: float = 0.4
+
+
+DEVICES: Final[Mapping[str, Device]] = {
+    one.name.lower().replace(" ", "-"): one
+    for one in (
+        Device(
+            name="H100",
+            flops_per_s=989e12,
+            memory_bytes_per_s=3.35e12,
+            memory_bytes=80 * _GIB,
+            node_bytes_per_s=450e9,
+            reached=0.42,
+        ),
+        Device(
+            name="A100",
+            flops_per_s=312e12,
+            memory_bytes_per_s=2.04e12,
+            memory_bytes=80 * _GIB,
+            node_bytes_per_s=300e9,
+            reached=0.57,
+        ),
+        Device(
+            name="A100 40GB",
+            flops_per_s=312e12,
+            memory_bytes_per_s=1.56e12,
+            memory_bytes=40 * _GIB,
+            node_bytes_per_s=300e9,
+            reached=0.55,
+        ),
+        Device(
+            name="L40S",
+            flops_per_s=362e12,
+            memory_bytes_per_s=0.86e12,
+            memory_bytes=48 * _GIB,
+            node_bytes_per_s=32e9,
+        ),
+        Device(
+            name="A10G",
+            flops_per_s=70e12,
+            memory_bytes_per_s=0.6e12,
+            memory_bytes=24 * _GIB,
+            node_bytes_per_s=32e9,
+        ),
+        Device(
+            name="RTX 4090",
+            flops_per_s=165e12,
+            memory_bytes_per_s=1.01e12,
+            memory_bytes=24 * _GIB,
+            node_bytes_per_s=32e9,
+        ),
+        Device(
+            name="RTX 3090",
+            flops_per_s=71e12,
+            memory_bytes_per_s=0.94e12,
+            memory_bytes=24 * _GIB,
+            node_bytes_per_s=16e9,
+        ),
+    )
+}
+"""By name. What was reached on H100s and A100s is the median of MPT's training without recomputed
+activations, 1 to 13 billion parameters at 2,048 tokens (mosaicml/llm-foundry, benchmarking); of
+other devices nobody has published as much, and 0.4 is assumed.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A decoder.
+
+    Attributes:
+        layers, hidden, heads: as their names say.
+        kv_heads: of keys and values; 0: as `heads`.
+        head_dim: of a head; 0: `hidden` over `heads`.
+        intermediate: width of the feed-forward layers; 0: four times `hidden`.
+        vocabulary: rows of the table of words.
+        sequence: tokens of a sample.
+        positions: rows of a table of positions; 0: there is none.
+        gated: whether feed-forward layers have a gate, as SwiGLU's.
+        tied: whether the output layer is the table of words.
+        bias: whether linear layers have one, and norms too.
+        attention_bias: whether queries, keys and values have one; else as `bias`.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    intermediate: int = 0
+    vocabulary: int = 32_000
+    sequence: int = 2048
+    positions: int = 0
+    gated: bool = True
+    tied: bool = False
+    bias: bool = False
+    attention_bias: bool = False
+
+    def network(self) -> Iterator[NetworkLayer]:
+        """Its layers; attention's own products have no parameters."""
+        hidden, tokens = self.hidden, self.sequence
+        head_dim = self.head_dim or hidden // self.heads
+        queries, keys = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
+        width = self.intermediate or 4 * hidden
+        norm = hidden * (1 + self.bias)
+        yield NetworkLayer(a_dim=self.vocabulary, g_dim=hidden, num_positions=0)
+        if self.positions:
+            yield NetworkLayer(a_dim=self.positions, g_dim=hidden, num_positions=0)
+        for layer in range(self.layers):
+            for count, outputs, its_norm in ((1, queries, norm), (2, keys, 0)):
+                for _ in range(count):
+                    yield NetworkLayer(
+                        a_dim=hidden,
+                        g_dim=outputs,
+                        num_positions=tokens,
+                        bias=self.bias or self.attention_bias,
+                        norm=its_norm,
+                    )
+            yield NetworkLayer(a_dim=queries, g_dim=hidden, num_positions=tokens, bias=self.bias)
+            for number in range(1 + self.gated):
+                yield NetworkLayer(
+                    a_dim=hidden,
+                    g_dim=width,
+                    num_positions=tokens,
+                    bias=self.bias,
+                    norm=0 if number else norm,
+                )
+            yield NetworkLayer(
+                a_dim=width,
+                g_dim=hidden,
+                num_positions=tokens,
+                bias=self.bias,
+                norm=norm if layer == self.layers - 1 else 0,
+            )
+        if not self.tied:
+            yield NetworkLayer(a_dim=hidden, g_dim=self.vocabulary, num_positions=tokens)
+
+    def flops(self, num_elements: int) -> float:
+        """Of forward and backward pass of a sample: 6 for each parameter that multiplies and each
+        token, and 12 for each layer, each number of its width and each pair of tokens.
+        """
+        looked_up = (self.positions + (0 if self.tied else self.vocabulary)) * self.hidden
+        attention = 12 * self.layers * self.hidden * self.sequence**2
+        return 6 * (num_elements - looked_up) * self.sequence + attention
+
+    def activation_bytes(self, element_bytes: int) -> float:
+        """Of a sample, kept for the backward pass: 34 bytes for each number of a layer's width and
+        each token in 16 bits (arXiv 2205.05198, where attention is computed in parts), and what is
+        kept of the output layer, in float32 too.
+        """
+        per_token = 17 * element_bytes * self.layers * self.hidden
+        return self.sequence * (per_token + (element_bytes + 4) * self.vocabulary)
+
+
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary": ("vocab_size",),
+    "tied": ("tie_word_embeddings",),
+    "attention_bias": ("attention_bias",),
+}
+"""Fields of `Shape`, and what configurations call them."""
+
+_GATED: Final = ("silu", "swish", "swiglu", "gelu_pytorch_tanh")
+_LEARNED: Final = ("gpt2", "opt")
+_ATTENTION_BIAS: Final = ("qwen2",)
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def read_shape(given: str, sequence: int | None = None) -> Shape:
+    """A model's shape.
+
+    Args:
+        given: a configuration as transformers writes it (config.json), or `layers=32,hidden=4096,
+            heads=32` with other fields of `Shape`.
+        sequence: tokens of a sample; None: what the configuration says, up to 2,048.
+
+    Raises:
+        ConfigError: there is no such file, something is missing, or it is no decoder of this kind.
+    """
+    path = Path(given)
+    values = _from_words(given) if "=" in given and not path.exists() else _from_file(path)
+    if sequence is not None:
+        values["sequence"] = sequence
+    missing = [name for name in ("layers", "hidden", "heads") if name not in values]
+    if missing:
+        raise ConfigError(
+            f"--config {given} says no {', '.join(missing)}; needed are layers, hidden and heads,"
+            " as in layers=32,hidden=4096,heads=32"
+        )
+    shape = Shape(**values)
+    numbers = {one.name: getattr(shape, one.name) for one in fields(Shape)}
+    wrong = [name for name, value in numbers.items() if value < 0]
+    wrong += [name for name in ("layers", "hidden", "heads", "sequence") if not numbers[name]]
+    if wrong or (not shape.head_dim and shape.hidden % shape.heads):
+        raise ConfigError(
+            f"--config {given}: {', '.join(wrong) or 'hidden'} cannot be so; allowed are positive"
+            " numbers, and heads that divide hidden"
+        )
+    return shape
+
+
+def _from_words(given: str) -> dict[str, Any]:
+    names = [one.name for one in fields(Shape)]
+    values: dict[str, Any] = {}
+    for word in given.split(","):
+        name, _, value = word.strip().partition("=")
+        if name not in names:
+            raise ConfigError(
+                f"--config has {name!r}; allowed are {', '.join(names)}{nearest(name, names)}"
+            )
+        if not value.isdecimal():
+            raise ConfigError(f"--config has {name}={value!r}; allowed is a whole number")
+        values[name] = int(value)
+    return values
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read --config {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no configuration of a model")
+    kind = config.get("model_type", "")
+    if config.get("is_encoder_decoder") or any(config.get(name) for name in _EXPERTS):
+        raise ConfigError(
+            f"{path} is of an encoder with a decoder, or of a mixture of experts, and only decoders"
+            " of one kind of layer can be planned so; time a script of it with offbeat profile"
+        )
+    values = {
+        field: config[name]
+        for field, names in _NAMES.items()
+        for name in names
+        if config.get(name) is not None
+    }
+    longest = config.get("max_position_embeddings") or config.get("n_positions")
+    if longest:
+        values["sequence"] = min(int(longest), 2048)
+    activation = config.get("hidden_act") or config.get("activation_function", "")
+    is_learned = kind in _LEARNED
+    return values | {
+        "gated": activation in _GATED and not is_learned,
+        "tied": config.get("tie_word_embeddings", is_learned),
+        "bias": is_learned,
+        "attention_bias": config.get("attention_bias", kind in _ATTENTION_BIAS),
+        "positions": (int(longest or 0) if is_learned else 0),
+    }
+
+
+def device_named(name: str) -> Device:
+    """The device called `name`. Raises `ConfigError` where there is none."""
+    key = name.lower().replace(" ", "-")
+    if key not in DEVICES:
+        raise ConfigError(
+            f"--device is {name!r}; known are {', '.join(DEVICES)}{nearest(key, DEVICES)}"
+        )
+    return DEVICES[key]
+
+
+def language_model(
+    shape: Shape, device: Device, *, batch_size: int, element_bytes: int
+) -> ModelProfile:
+    """A profile that nothing was measured for.
+
+    Args:
+        shape: of the model.
+        device: that computes, in bfloat16.
+        batch_size: samples of a batch.
+        element_bytes: of a weight, and of its gradient: 2 for bfloat16, 4 for float32.
+    """
+    tensors = tensors_of(list(shape.network()))
+    num_elements = sum(tensor.num_elements for tensor in tensors)
+    passes_s = batch_size * shape.flops(num_elements) / (device.flops_per_s * device.reached)
+    bytes_per_s = MEMORY_SHARE * device.memory_bytes_per_s
+    moments = 2.0
+    return ModelProfile(
+        name=f"{num_elements / 1e9:.3g} billion parameters",
+        device=device.name,
+        on_gpu=True,
+        batches=(
+            TimedBatch(
+                batch_size=batch_size,
+                forward_s=FORWARD_SHARE * passes_s,
+                backward_s=(1 - FORWARD_SHARE) * passes_s,
+            ),
+        ),
+        # Adam reads weight, gradient and moments, and writes all but the gradient.
+        optimizer_s=(3 + 2 * moments) * element_bytes * num_elements / bytes_per_s,
+        tensors=tensors,
+        element_bytes=element_bytes,
+        device_bytes=device.memory_bytes,
+        activation_bytes=batch_size * shape.activation_bytes(2),
+        tokens_per_sample=shape.sequence,
+        select_s_per_element=SELECT_S_PER_ELEMENT,
+        copy_s_per_byte=COPY_S_PER_BYTE,
+        bucket_s_per_byte=2 / bytes_per_s,
+        low_rank_s_per_element=low_rank_cost(bytes_per_s),
+        moments=moments,
+        sources=(
+            Source(field="tensors", source="the configuration"),
+            Source(
+                field="batches",
+                source=f"{NOT_MEASURED}: {device.reached:.0%} of {device.flops_per_s:.3g} FLOP/s",
+            ),
+            Source(field="low_rank_s_per_element", source=NOT_MEASURED),
+            Source(field="select_s_per_element", source="6.1 ns on a P102-100"),
+        ),
+    )
