@@ -299,7 +299,7 @@ def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunR
 
 @pytest.mark.parametrize(
     ("strategy", "steps", "tolerance"),
-    [("allreduce", 10, 1e-3), pytest.param("localsgd", 60, 2e-2, marks=pytest.mark.slow)],
+    [("allreduce", 10, 1e-3), pytest.param("localsgd", 60, 1e-2, marks=pytest.mark.slow)],
 )
 def test_a_sharded_script_trains_as_with_native_hsdp(
     run_ranks: RunRanks,

@@ -21,6 +21,7 @@ import torch
 from offbeat.callbacks.callback import CallbackState
 from offbeat.errors import CheckpointError
 from offbeat.session.checkpoint import naming_misfit
+from offbeat.session.state import saved_under, tree_of
 from offbeat.transport.grid import Grid
 from offbeat.weights.shard import Shard, is_distributed, local_of
 
@@ -109,12 +110,8 @@ class IslandState:
             metadata: of the checkpoint, as `FileSystemReader(path).read_metadata()` gives it.
             key: under which the state was saved.
         """
+        paths = saved_under(metadata, key)
         with naming_misfit("the checkpoint's metadata"):
-            paths = {
-                path[1:]: metadata.state_dict_metadata[name]
-                for name, path in metadata.planner_data.items()
-                if path[0] == key
-            }
             places = [tuple(map(int, p[1].split("."))) for p in paths if p[0] == "shards"]
             if not places:
                 raise CheckpointError(
@@ -128,15 +125,14 @@ class IslandState:
                 "islands": {str(island) for island in needed},
                 "shards": {f"{island}.{shard}" for island in needed},
             }
-            found: dict[str, Any] = {}
-            for path, saved in paths.items():
-                if path[0] in wanted and path[1] not in wanted[path[0]]:
-                    continue
-                entries = found
-                for step in path[:-1]:
-                    entries = entries.setdefault(step, {})
-                entries[path[-1]] = self._empty(path[-1], saved)
-            return found
+            return tree_of(
+                {
+                    path: saved
+                    for path, saved in paths.items()
+                    if path[0] not in wanted or path[1] in wanted[path[0]]
+                },
+                self._empty,
+            )
 
     def _part(self, state: Mapping[str, Any], island: int, shard: int) -> dict[str, CallbackState]:
         """What one old rank had, by callback, with local tensors."""
@@ -169,8 +165,6 @@ class IslandState:
         return local_of(value)
 
     def _empty(self, key: str, saved: Any) -> Any:
-        if not hasattr(saved, "size"):  # bytes
-            return None
         shard, dtype = self._shards.get(key.rpartition("/")[2]), saved.properties.dtype
         if shard is not None and saved.size == shard.whole.shape:
             return shard.wrap(torch.empty_like(shard.detach(), dtype=dtype))

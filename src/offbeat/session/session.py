@@ -45,11 +45,14 @@ from offbeat.session.loaders import LoaderFactory, LockstepLoader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
 from offbeat.session.sharded import ShardedModel, no_hook, reshard_modules
 from offbeat.session.state import (
+    by_ranks,
     digest_of_frozen,
     load_state_of,
+    of_rank,
     persistent_buffers,
     plain_name,
     state_of,
+    to_load,
 )
 from offbeat.strategies.base import Strategy
 from offbeat.torch_private import tensors_in
@@ -742,6 +745,8 @@ class Session:
         if self._island_state is not None:
             self._load_callbacks(self._island_state.callbacks(state, self.strategy.name))
             return
+        if "ranks" in state:
+            state = of_rank(state, self.world_size, self.rank)
         for key, here in (
             ("strategy", self.strategy.name),
             ("world_size", self.world_size),
@@ -772,24 +777,27 @@ class Session:
                     self._act_by(acted, callback)
         load_state_of(self._callbacks, saved)
 
+    def state_to_save(self) -> dict[str, Any]:
+        """`state_dict()` for `torch.distributed.checkpoint.save`, which saves what has one name
+        once: here no two ranks use the same name for what differs.
+        """
+        state = self.state_dict()
+        return state if self._island_state is not None else by_ranks(state)
+
     def state_to_load(self, metadata: Any, key: str = "session") -> dict[str, Any]:
-        """What `torch.distributed.checkpoint.load` fills with the state of a sharded model's
-        session, however many islands and shards it was saved by; then comes `load_state_dict`.
+        """What `torch.distributed.checkpoint.load` fills with what `state_to_save` gave, of however
+        many ranks, islands and shards; then comes `load_state_dict`.
 
         Args:
             metadata: of the checkpoint, `FileSystemReader(path).read_metadata()`.
-            key: under which `state_dict()` was saved.
+            key: under which it was saved.
 
         Raises:
-            ConfigError: the model is not sharded.
             CheckpointError: the checkpoint has no such state.
         """
-        if self._island_state is None:
-            raise ConfigError(
-                "state_to_load() is for models that fully_shard() has divided; save state_dict() of"
-                " each rank, and load it by load_state_dict()"
-            )
-        return self._island_state.to_load(metadata, key)
+        if self._island_state is not None:
+            return self._island_state.to_load(metadata, key)
+        return to_load(metadata, key, self.world_size, self.rank)
 
     def close(self, *, average: bool = True) -> None:
         """End the session: take every hook out, and give back sockets and groups. Idempotent.
