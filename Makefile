@@ -22,7 +22,7 @@ help:
 	@echo "make test-gpu    run the tests that need a GPU; make bench-gpu measures on one"
 	@echo "make test-integrations   run the tests against Lightning, transformers and Accelerate"
 	@echo "make test-oldest, test-newest   run the suites nearest to PyTorch against its oldest and newest version"
-	@echo "make test-clusters       train on a SLURM of two nodes on this machine, which needs root, and on Ray"
+	@echo "make test-clusters       train on a SLURM of two nodes on this machine, which needs root, by the Kubernetes manifest's command, and on Ray"
 	@echo "make check   lint, formatting, types and the order of imports"
 	@echo "make docs    build the documentation as a site, strictly; make package builds and checks what PyPI takes"
 	@echo "make bench   run every benchmark and print one table"
@@ -139,6 +139,7 @@ package: setup-docs
 
 test-clusters: setup
 	@tests/clusters/slurm.sh $(BIN)
+	@tests/clusters/kubernetes.sh $(BIN)
 	@tests/clusters/ray.sh $(or $(RAY_PYTHON),$(BIN)/python)
 
 check: setup

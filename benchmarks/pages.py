@@ -1,4 +1,5 @@
-"""Writes the tables of figures in `docs` and in the README from the files in `results`.
+"""Writes the tables of figures in `docs` and in the README, and the README's picture, from the
+files in `results`.
 
     python benchmarks/pages.py [--check]
 
@@ -22,6 +23,7 @@ status says whether a page is out of date.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import textwrap
@@ -48,6 +50,10 @@ _COLUMN = re.compile(r"<!-- last column: (\w+)/([^/\n]+?) -->\n.*?" + _END, re.D
 _ROW = re.compile(r"^(\| \[`(\w+)`\].* \|) ?([^|]*)\|$", re.MULTILINE)
 _LIST = re.compile(r"<!-- list of benchmarks -->\n.*?" + _END, re.DOTALL)
 _TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
+
+PICTURE = ROOT / "docs" / "pictures" / "speed.svg"
+_SPEEDS = "how many times faster gTop-k's steps are"
+_INK, _COLOURS = "#7d8590", ("#2f81f7", "#2da36b")
 
 
 class PageError(Exception):
@@ -89,6 +95,35 @@ def written(page: Path) -> str:
 
     text = _COLUMN.sub(column, _TABLE.sub(table, page.read_text()))
     return _LIST.sub(lambda mark: "\n".join([mark[0].partition("\n")[0], *_list(), _END]), text)
+
+
+def picture() -> str:
+    """README's figures as bars, in colours that are read on white and on black. A bar's length is
+    logarithmic, since one link's are ten times those of the other.
+    """
+    results = tables_of(_results("links"))[_SPEEDS]
+    columns = list(dict.fromkeys(result.figure.column for result in results))
+    lines, y = [], 0
+    for case in _cases(results):
+        y += 22
+        lines.append(f'<text x="0" y="{y}" fill="{_INK}">{case}</text>')
+        for column, colour in zip(columns, _COLOURS, strict=True):
+            (figure,) = [
+                one.figure
+                for one in results
+                if (one.figure.case, one.figure.column) == (case, column)
+            ]
+            y += 20
+            length = 100 * math.log10(figure.value) + 4
+            lines += [
+                f'<rect y="{y - 12}" width="{length:.0f}" height="14" rx="2" fill="{colour}"/>',
+                f'<text x="{length + 8:.0f}" y="{y}" fill="{colour}">{figure.value:.3g} times, '
+                f"{column}</text>",
+            ]
+    title = "How many times faster gTop-k's steps are than those of DDP and its hooks"
+    head = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 420 {y + 10}" width="420"'
+    opening = [f'<svg {head} font-family="sans-serif" font-size="13">', f"<title>{title}</title>"]
+    return "\n".join([*opening, *lines, "</svg>", ""])
 
 
 def hidden(name: str) -> list[str]:
@@ -202,13 +237,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the tables of the benchmarks' pages.")
     parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     check = parser.parse_args().check
-    stale = [page for page in pages() if written(page) != page.read_text()]
+    now = {page: written(page) for page in pages()} | {PICTURE: picture()}
+    stale = [page for page, text in now.items() if not page.exists() or text != page.read_text()]
     for page in stale:
         name = page.relative_to(ROOT)
         if check:
             print(f"{name} is out of date; run python benchmarks/pages.py", file=sys.stderr)
         else:
-            page.write_text(written(page))
+            page.write_text(now[page])
             print(f"wrote {name}")
     sys.exit(bool(check and stale))
 

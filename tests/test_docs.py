@@ -144,7 +144,7 @@ def test_commands_are_understood(where: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_there_are_commands_on_the_pages_that_one_reads_first() -> None:
-    for page in ("README.md", "docs/index.md", "docs/start.md", "docs/your-script.md"):
+    for page in ("README.md", "docs/index.md", "docs/your-script.md"):
         assert any(where.startswith(page) for where in COMMANDS)
 
 

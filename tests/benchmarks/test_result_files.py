@@ -205,6 +205,7 @@ def test_a_table_without_columns_leaves_out_what_no_case_has() -> None:
 def test_tables_are_as_the_result_files_have_them() -> None:
     old = [page.stem for page in pages.pages() if pages.written(page) != page.read_text()]
     assert old == [], "run python benchmarks/pages.py"
+    assert pages.PICTURE.read_text() == pages.picture(), "run python benchmarks/pages.py"
 
 
 def test_every_goal_is_shown_on_a_page() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from offbeat_lab.cli.comparing import ComparisonDisplay
+from offbeat_lab.cli.common import working
+from offbeat_lab.cli.comparing import ComparisonDisplay, comparison_display
 
 
 def test_what_all_strategies_fail_of_is_said_once() -> None:
@@ -21,3 +23,14 @@ def test_what_all_strategies_fail_of_is_said_once() -> None:
         "gtopk is out: for the same reason",
         "wagma is out: worker 1 (pid 29) failed: no memory (see runs/c/logs/rank-1.log)",
     ]
+
+
+def test_long_work_is_announced_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with working("measuring"):
+        assert capsys.readouterr().err == "measuring\n"
+    with working("measuring", quiet=True), comparison_display(quiet=True):
+        assert capsys.readouterr().err == ""
+    with comparison_display():
+        assert "starting workers" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, cast, get_args
 
@@ -33,6 +34,25 @@ NATIVE_NAMES: Final = (
     "torchft-localsgd",
 )
 """Those of `offbeat_lab.native`, which imports torch."""
+
+
+@contextmanager
+def working(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """Say on standard error that `what` goes on: beside a running clock on a terminal, in a line
+    elsewhere.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        console.print(what, highlight=False, soft_wrap=True)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bars.add_task(what, total=None)
+        yield
 
 
 def check_names(strategies: Sequence[str]) -> None:

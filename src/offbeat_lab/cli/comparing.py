@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.live import Live
 from rich.markup import escape
+from rich.spinner import Spinner
 from rich.table import Table
 
 from offbeat.errors import ConfigError
@@ -215,10 +216,13 @@ def comparison_display(*, quiet: bool = False) -> Iterator[ComparisonDisplay]:
     """A display for as long as the block runs. It writes to standard error."""
     console = Console(stderr=True, quiet=quiet)
     display = ComparisonDisplay(console)
+    begins = "making the cluster, and starting workers"
     if not console.is_terminal or quiet:
+        console.print(begins, highlight=False)
         yield display
         return
-    with Live(console=console, refresh_per_second=_REFRESHES_PER_S) as live:
+    waiting = Spinner("dots", text=begins)
+    with Live(waiting, console=console, refresh_per_second=_REFRESHES_PER_S) as live:
         display.live = live
         yield display
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
-from offbeat_lab.cli.common import require_writable
+from offbeat_lab.cli.common import require_writable, working
 from offbeat_lab.doctor import Diagnosis, diagnose
 from offbeat_lab.doctor.diagnosis import (
     ALONE,
@@ -57,7 +57,11 @@ def run(
     model = None if profile is None else named_profile(profile)
     if write is not None:
         require_writable(write)
-    diagnosis = diagnose(workers=workers)
+    if workers is None:
+        diagnosis = diagnose()
+    else:
+        with working(f"measuring what {workers} workers send each other", quiet=as_json):
+            diagnosis = diagnose(workers=workers)
     if diagnosis is None:
         return 0
     if write is not None or model is not None:
