@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections.abc import Iterator
 
@@ -19,9 +21,18 @@ __all__ = ["in_thread", "run_ranks", "templates"]
 os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")
 os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 
-torch.set_num_threads(
-    1
-)  # tests run side by side, and the order of sums must not depend on the number of cores
+# Tests run side by side, and the order of sums must not depend on the number of cores.
+torch.set_num_threads(1)
+
+gc.disable()  # while tests are imported, which leaves no garbage
+atexit.register(gc.unfreeze)  # else what extensions hold would be taken for a leak
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is looked at no more when garbage is collected."""
+    gc.freeze()
+    gc.enable()
+
 
 settings.register_profile(
     "ci",

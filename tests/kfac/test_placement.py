@@ -1,22 +1,24 @@
-"""Placement covers every factor once, is balanced, and is not expected to be slower than all by
-all.
-"""
+"""Who inverts which factor, and what that costs."""
 
 from __future__ import annotations
 
+import time
 from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from _models.kfac_iteration import factor_dims
 from _models.kfac_published import as_printed, fitted_to_baselines, resnet50
 from offbeat.arithmetic.costs import Channel, LinkCost
+from offbeat.kfac.costs import LARGEST_DIM, MAX_SIZES, inversion_clock, measure, sizes_to_time
 from offbeat.kfac.placement import (
     SAME_LENGTH_FACTOR,
     InverseCosts,
+    TabledInversion,
     by_every_rank,
     fused_messages,
     least_loaded,
@@ -26,7 +28,13 @@ from offbeat.kfac.placement import (
     placement_time,
     round_robin,
 )
+from offbeat.transport.driver import Stream
+from offbeat.transport.single_rank import SingleRank
 from offbeat_lab.plan.profile import PolynomialInversion
+
+# Placement covers every factor once, is balanced, and is not expected to be slower than all by
+# all.
+
 
 loads_of_factors = st.lists(st.floats(0.0, 1e3), min_size=1, max_size=60)
 dims_of_factors = st.lists(st.integers(1, 3000), min_size=1, max_size=40)
@@ -268,3 +276,36 @@ def test_the_largest_factor_bounds_what_more_ranks_can_gain() -> None:
     }
     assert computing_s[4] > 1.1 * largest_s
     assert computing_s[8] == computing_s[64] == computing_s[1024] == largest_s
+
+
+# What is timed stands for what the model has.
+
+
+@given(st.lists(st.integers(1, 3 * LARGEST_DIM), min_size=1, max_size=40))
+def test_the_sizes_that_are_timed_are_the_models_own(dims: list[int]) -> None:
+    sizes = sizes_to_time(dims)
+    own = {min(dim, LARGEST_DIM) for dim in dims}
+    assert sizes == sorted(set(sizes))
+    assert set(sizes) <= own
+    assert len(sizes) == min(len(own), MAX_SIZES)
+    assert (sizes[0], sizes[-1]) == (min(own), max(own))
+
+
+def test_costs_are_a_table_of_what_was_timed() -> None:
+    timed: list[int] = []
+    costs = measure(
+        SingleRank(),
+        Stream(1),
+        dims=[3, 5, 3],
+        like=torch.zeros(0),
+        invert=lambda matrix: timed.append(matrix.shape[0]),
+    )
+    assert sorted(set(timed)) == [3, 5]
+    assert isinstance(costs.inverse.inversion, TabledInversion)
+    assert costs.inverse.inversion.dims == (3, 5)
+    assert costs.inverse.fused
+
+
+def test_a_processors_time_counts_where_ranks_may_share_one() -> None:
+    assert inversion_clock(torch.device("cpu"), time.monotonic) is time.thread_time
+    assert inversion_clock(torch.device("cuda"), time.monotonic) is time.monotonic

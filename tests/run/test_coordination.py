@@ -1,7 +1,12 @@
-"""Ranks of which some are dead agree: every living one gets the same answer, and none hangs."""
+"""How ranks, hosts and signals are coordinated."""
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,13 +16,21 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.errors import PeerError
+from offbeat.errors import ConfigError, PeerError
 from offbeat.run.coordination import (
+    LOOPBACK,
     Coordinator,
     only_returned_ranks_step,
     publish_step,
     record_death,
+    serve_store,
 )
+from offbeat.run.interrupts import exit_at_stop_signals, interrupts
+from offbeat.run.supervise import Meeting, meet
+from offbeat.transport.connect import SECRET_VARIABLE
+
+# Ranks of which some are dead agree: every living one gets the same answer, and none hangs.
+
 
 DEADLINE_S = 60.0
 
@@ -182,3 +195,110 @@ def test_where_all_ranks_have_come_back_none_is_ended_for_the_others_sake() -> N
     for rank in range(2):
         record_death(store, rank, deaths=1)
     assert not only_returned_ranks_step(store, 2)
+
+
+# Signals that ask a process to stop, and a terminal that is closed.
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handled_as_by_default() -> Iterator[None]:
+    """Whoever started the tests may have had signals ignored, as nohup and batch systems do."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_each_of_these_signals_counts_as_a_request_to_stop(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with interrupts() as interrupted:
+        signal.raise_signal(number)
+        assert interrupted.count == 1
+    assert signal.getsignal(number) is before
+
+
+def test_the_first_request_says_once_what_a_second_one_does(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with interrupts() as interrupted:
+        assert capfd.readouterr().err == ""
+        signal.raise_signal(signal.SIGINT)
+        assert "asked once more, they are ended at once" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err == ""
+        assert interrupted.count == 2
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    exit_at_stop_signals()
+    with interrupts() as interrupted:
+        signal.raise_signal(signal.SIGHUP)
+        assert interrupted.count == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_where_nobody_counts_them_a_process_ends_as_by_an_exit(number: signal.Signals) -> None:
+    exit_at_stop_signals()
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+
+
+def test_who_prints_after_its_terminal_was_closed_goes_on() -> None:
+    """A write to a terminal that is gone would raise, while workers write their checkpoint."""
+    program = """
+import time
+from offbeat.run.interrupts import interrupts
+with interrupts() as interrupted:
+    print("ready", flush=True)
+    while not interrupted.count:
+        time.sleep(0.01)
+    print("the checkpoint is written", flush=True)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    assert b"ready" in os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# The hosts of a run meet at a store that anybody on their network can read.
+
+
+CHOSEN = "a secret that the user chose"
+IN_STORE = "offbeat-hosts/secret"
+
+
+@pytest.mark.parametrize("chosen", [CHOSEN, None])
+def test_a_secret_that_the_user_chose_stays_out_of_the_store(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.setenv(SECRET_VARIABLE, chosen or "")
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    own = meet(Meeting(host=LOOPBACK, port=port, num_nodes=1, node_rank=0), workers=2)
+    stored = own.store.store.get(IN_STORE).decode()
+    assert stored == ("" if chosen else own.secret)
+    assert own.secret == (chosen or stored)
+    assert len(own.secret) >= 16
+
+
+def test_a_host_without_the_secret_of_the_first_one_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    server = serve_store()
+    for key, value in ((IN_STORE, ""), ("offbeat-hosts/0", "2")):
+        server.store.set(key, value)
+    where = Meeting(host=LOOPBACK, port=server.port, num_nodes=2, node_rank=1)
+    with pytest.raises(ConfigError, match=f"{SECRET_VARIABLE} is set on the first host"):
+        meet(where, workers=2)

@@ -1,14 +1,31 @@
-"""What is said of a worker that has ended before its time: one sentence, and where to look."""
+"""A worker of a script, and what it records."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
-from offbeat.errors import ConfigError
+import offbeat
+from offbeat.errors import ConfigError, RecordError
 from offbeat.run.local_worker import description_of_end
-from offbeat.run.progress import Failure
+from offbeat.run.plan import script_command, script_config
+from offbeat.run.progress import Failure, Report
+from offbeat.run.recipes import recipe_for
+from offbeat.run.recording import ScriptRecorder, higher_is_better
+from offbeat.run.run_summary import digest
+from offbeat.run.step_recorder import phases
+from offbeat.run.worker import ScriptRun
+from offbeat_lab.records import Record
+from offbeat_lab.report.page import write_report
+
+# What is said of a worker that has ended before its time: one sentence, and where to look.
+
 
 IN_ANOTHER_PROCESS = """
 
@@ -50,3 +67,157 @@ def test_it_is_said_where_a_traceback_is(tmp_path: Path) -> None:
     assert said(silent) == "worker 2 (pid 77) failed before its first step was recorded: no"
     assert said(None, code=4).endswith(f"with status 4 {before}; see {log}")
     assert said(None, code=-11).endswith(f"by SIGSEGV {before}; see {log}")
+
+
+# What is said of scripts that come to their end without a session.
+
+
+TRAINS_ALONE = """
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.sum().backward()
+try:
+    optimizer.step()
+except Exception:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "unsaid"),
+    [
+        ("print(1 + 1)", "no training was seen", "init_process_group"),
+        (TRAINS_ALONE, "trains on one rank only", "no training"),
+    ],
+)
+def test_a_script_that_trains_nothing_is_told_so_and_one_that_trains_alone_what_to_add(
+    body: str, said: str, unsaid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "script.py"
+    script.write_text(body)
+    config = script_config(script_command([str(script)]), "gtopk", workers=1)
+    reports: list[Report] = []
+    recorder = ScriptRecorder(lambda: None, reports.append, stop_after=None)
+    recipe = recipe_for(config.strategy, config.strategy_options)
+    assert ScriptRun(config, recipe, recorder, reports.append, rank=0).carry_out() == 1
+    (failure,) = reports
+    assert isinstance(failure, Failure)
+    assert said in failure.message
+    assert unsaid not in failure.message
+
+
+# Replicas are compared by what strategies keep equal.
+
+
+def test_replicas_are_compared_by_their_parameters() -> None:
+    """Not by BatchNorm's statistics, of which each rank has its own."""
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    second = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    second.load_state_dict(first.state_dict())
+    second(torch.randn(4, 3))
+    assert digest(first) == digest(second)
+    with torch.no_grad():
+        second[0].weight[0, 0] += 1e-6
+    assert digest(first) != digest(second)
+
+
+# What a step is divided into.
+
+
+SECONDS = st.floats(0, 1e4)
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_the_phases_of_a_step_add_up_to_it_whatever_was_counted(
+    step_s: float, encode_s: float, wait_s: float
+) -> None:
+    """A rank may have waited within its encoding, or between two steps."""
+    found = phases(step_s, encode_s, wait_s)
+    assert min(found) >= 0
+    assert sum(found) == pytest.approx(step_s)
+    assert found[1] <= encode_s
+    assert found[2] <= wait_s
+
+
+def test_what_was_counted_is_kept_where_it_fits() -> None:
+    assert phases(8.0, 2.0, 1.0) == (5.0, 2.0, 1.0)
+    assert phases(4.0, 3.0, 2.0) == (0.0, 2.0, 2.0)
+    assert phases(4.0, 3.0, 9.0) == (0.0, 0.0, 4.0)
+
+
+# `attach(..., recorder=...)` in a world of one: the record is that of any run.
+
+
+def train(session: offbeat.Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        loss = model(torch.ones(5, 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.log(loss=step + 0.5, accuracy=torch.tensor(step / 4))
+        offbeat.log(loss=step + 0.5)
+
+
+def test_a_session_writes_a_record(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = offbeat.GTopK(density=0.5, codec="exact")
+    with offbeat.attach(
+        model, optimizer, strategy, recorder=offbeat.Recorder(tmp_path / "mine")
+    ) as session:
+        train(session, model, optimizer)
+    record = Record(tmp_path / "mine")
+    assert [(e.step, e.loss, e.batch_size) for e in record.events(0)] == [
+        (1, 0.5, 5),
+        (2, 1.5, 5),
+        (3, 2.5, 5),
+    ]
+    assert [(e.step, e.metric) for e in record.evaluations()] == [(1, 0.0), (2, 0.25), (3, 0.5)]
+    summary = record.summary()
+    assert summary is not None
+    assert (summary.steps, summary.metric_name, summary.metric) == (3, "accuracy", 0.5)
+    assert summary.higher_is_better
+    assert record.config.strategy_options["density"] == 0.5
+    assert "Accuracy 0.5" in write_report(record.path).read_text()
+
+
+def test_a_directory_in_use_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RecordError, match="not empty"):
+        offbeat.attach(model, optimizer, offbeat.AllReduce(), recorder=offbeat.Recorder(tmp_path))
+    offbeat.attach(model, optimizer, offbeat.AllReduce()).close()
+
+
+def test_without_a_record_logging_does_nothing_but_check() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offbeat.log(loss=1.0)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        train(session, model, optimizer)
+        for log in (session.log, offbeat.log):
+            with pytest.raises(ConfigError, match="tensors of one element"):
+                log(loss=torch.ones(2))
+            with pytest.raises(ConfigError, match="numbers"):
+                log(loss="low")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "higher"),
+    [
+        ("val/acc", True),
+        ("mAP50", True),
+        ("top1", True),
+        ("top1_error", False),
+        ("dice_loss", False),
+        ("mape", False),
+        ("perplexity", False),
+    ],
+)
+def test_a_name_says_whether_more_is_better(name: str, higher: bool) -> None:
+    assert higher_is_better(name) is higher

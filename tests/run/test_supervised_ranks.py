@@ -18,7 +18,7 @@ from offbeat.run import supervisor
 from offbeat.run.children import CHILD_VARIABLE, ChildFunction
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.progress import MembershipChange, WorkerProgress
-from offbeat.run.supervise import SCRIPT_WORKER, ScriptOutcome, run_script
+from offbeat.run.supervise import ScriptOutcome, run_script
 from offbeat.transport.interface import PORTS_VARIABLE
 from offbeat_lab.cli.comparing import comparison_display
 from offbeat_lab.cluster import Cluster
@@ -107,7 +107,7 @@ class RunScript:
             script_config(command, strategy, workers=workers, steps=steps, log_to=log_to),
             out=self.directory / "record",
             restarts=restarts,
-            start=forking([SCRIPT_WORKER]),
+            start=forking(),
             on_progress=listen,
             say=self.said.append,
         )

@@ -1,10 +1,13 @@
-"""What a session opens its meshes with, and how a worker that comes later finds it."""
+"""How the ranks of a session connect, and the network that they have then."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from offbeat.errors import ConfigError, OffbeatError, UnsupportedError, WireError
+from offbeat.errors import ConfigError, OffbeatError, PeerError, UnsupportedError, WireError
 from offbeat.transport import connect as connecting
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
@@ -24,11 +27,22 @@ from offbeat.transport.connect import (
 )
 from offbeat.transport.interface import bound_socket
 from offbeat.transport.link import SILENCE_VARIABLE
-from offbeat.transport.network import OVER_KEY, Network, bottom_of, create_network, find_network
+from offbeat.transport.network import (
+    OVER_KEY,
+    Network,
+    StoreLostError,
+    answering_within,
+    bottom_of,
+    create_network,
+    find_network,
+)
 from offbeat.transport.operations import AllReduceTensor, Now, Post, Recv, RecvAny, Send
-from offbeat.transport.rendezvous import Rendezvous
+from offbeat.transport.rendezvous import Presence, Rendezvous
 from offbeat.transport.single_rank import SingleRank
 from ranks_support.process import launcher_environment
+
+# What a session opens its meshes with, and how a worker that comes later finds it.
+
 
 LOOPBACK = "127.0.0.1"
 RUN_SECRET = "a secret of this test run only"
@@ -310,3 +324,93 @@ def test_what_a_rank_says_of_itself_is_an_error_of_ours_on_all_ranks_if_it_is_no
     for heard in run_ranks(hear_lies, 2):
         assert len(heard) == len(LIES)
         assert heard[:5] == ["WireError"] * 5
+
+
+# A store whose server is stopped while it is asked.
+
+
+SERVER = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+Served = tuple[subprocess.Popen[str], int]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A process that serves a store, and its port."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert server.stdout is not None
+        yield server, int(server.stdout.readline())
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@contextmanager
+def stopped(server: subprocess.Popen[str]) -> Iterator[None]:
+    server.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, server.pid, os.WSTOPPED)
+    try:
+        yield
+    finally:
+        server.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.ranks
+def test_a_store_that_is_stopped_ends_every_call_and_is_not_believed_later(
+    monkeypatch: pytest.MonkeyPatch, served: Served
+) -> None:
+    monkeypatch.setenv(SILENCE_VARIABLE, "1.5")  # longer than a busy machine keeps the server
+    server, port = served
+    shared = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+    network = create_network(
+        PrefixStore("any", shared),
+        token="a token",
+        rank=0,
+        world_size=1,
+        address=LOOPBACK,
+        secret=b"a secret of this test run only",
+    )
+    own = network.own_store()
+    own.set("key", "value")
+    assert own.get("key") == b"value"
+    assert own.check(["key"])
+    assert own.compare_set("key", "value", "other") == b"other"
+    assert own.add("count", 2) == 2
+    assert own.multi_get(["key", "count"]) == [b"other", b"2"]
+    with stopped(server), pytest.raises(StoreLostError, match="serves it ended"):
+        own.check(["key"])
+    with pytest.raises(StoreLostError):  # not the answer to the question before
+        own.add("count", 1)
+    assert network.own_store().add("count", 1) == 3
+
+
+@pytest.mark.ranks
+def test_attach_does_not_wait_for_a_store_that_is_stopped_nor_believes_it_later(
+    served: Served,
+) -> None:
+    server, port = served
+    store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+    meeting = Rendezvous(PrefixStore("attach", store), 0, [0, 1], lost=set())
+    with (
+        closing(Presence(LOOPBACK)) as presence,
+        stopped(server),
+        pytest.raises(PeerError, match="the run's store does not answer"),
+        answering_within(store, 0.3),
+    ):
+        meeting.register({}, presence=presence.address)
+    with pytest.raises(RuntimeError):
+        store.add("count", 1)

@@ -1,3 +1,1 @@
-"""Data for extreme classification: sparse rows, how their files are read, layers, optimizers
-and metrics.
-"""
+"""Sparse rows with very many labels: layers and optimizers for them."""

@@ -1,22 +1,238 @@
-"""What averaging with a few ranks promises, for 1 to 17 virtual ranks, under random schedules and
-random graphs.
-"""
+"""Sums and means that are coded or weighted, and gossip."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers, ring_weights
+from offbeat.codec.dense_wire import DenseWire
+from offbeat.codec.tally import Tally
+from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives import gossip
+from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
+from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import PeerError, WireError
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.operations import Recv, Send
+from offbeat.transport.driver import Counting, Driver
+from offbeat.transport.operations import Collective, Payload, Recv, Send
 from transport_support.wrappers import Failing, ScriptedFault
+
+# The same bits on every rank, and what is lost is owed.
+
+
+codecs = st.sampled_from(sorted(VALUE_CODECS))
+
+
+def wire_of(name: str) -> DenseWire:
+    return DenseWire(num_parameters=2, values=VALUE_CODECS[name])
+
+
+def tally_of(rank: int) -> Tally:
+    return Tally(
+        weight=1.0 + rank, num_nonfinite=0, num_failed=0, used=np.array([rank == 0, rank == 1])
+    )
+
+
+def summed(vectors: Sequence[torch.Tensor], name: str, seed: int = 0) -> list[CodedSum]:
+    size = len(vectors)
+    return VirtualCluster(size, seed=seed).run(
+        [
+            coded_sum(
+                rank,
+                size,
+                vector.clone(),
+                tally_of(rank),
+                wire_of(name),
+                kept=torch.full_like(vector, torch.nan),
+            )
+            for rank, vector in enumerate(vectors)
+        ]
+    )
+
+
+@given(st.integers(1, 7), st.integers(0, 60), codecs, st.booleans(), st.integers(0, 99))
+def test_nothing_is_lost(size: int, n: int, name: str, double: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if double else torch.float32
+    vectors = [torch.randn(n, generator=generator, dtype=dtype) for _ in range(size)]
+    results = summed(vectors, name, seed)
+    for result in results:
+        assert torch.equal(result.kept, results[0].kept)
+        assert result.tally.weight == sum(1.0 + rank for rank in range(size))
+        assert result.tally.used.tolist() == [True, size > 1]
+    owed = torch.stack([result.owed for result in results]).sum(0)
+    torch.testing.assert_close(
+        results[0].kept + owed, torch.stack(vectors).sum(0), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_whole_numbers_are_summed_as_they_are() -> None:
+    vectors = [torch.arange(10.0) * (rank + 1) for rank in range(3)]
+    for result in summed(vectors, "float32"):
+        assert torch.equal(result.kept, torch.arange(10.0) * 6)
+        assert not result.owed.any()
+
+
+def test_signs_take_a_thirtieth_of_what_numbers_take() -> None:
+    size, n = 4, 100_000
+
+    def bytes_sent(name: str) -> int:
+        counters: list[Counting] = []
+
+        def count(driver: Driver) -> Counting:
+            counters.append(Counting(driver))
+            return counters[-1]
+
+        wire, vector = wire_of(name), torch.randn(n)
+        VirtualCluster(size).run(
+            [
+                coded_sum(rank, size, vector.clone(), tally_of(rank), wire, kept=vector.clone())
+                for rank in range(size)
+            ],
+            wrap=count,
+        )
+        return counters[0].traffic.bytes_sent
+
+    assert bytes_sent("sign") < bytes_sent("float32") / 30
+    assert bytes_sent("float32") == pytest.approx(2 * 3 / 4 * 4 * n, rel=0.01)
+
+
+@given(st.binary(max_size=120), codecs)
+def test_random_bytes_are_refused(payload: bytes, name: str) -> None:
+    with pytest.raises(WireError):
+        wire_of(name).decode(payload, torch.zeros(5))
+
+
+@given(codecs, st.integers(0, 1 << 16), st.integers(0, 255))
+def test_a_damaged_message_is_refused_or_has_as_many_values(
+    name: str, place: int, flipped: int
+) -> None:
+    wire = wire_of(name)
+    payload = bytearray(wire.encode(torch.arange(1.0, 8.0), tally_of(0))[0])
+    payload[place % len(payload)] ^= flipped
+    for damaged in (payload, payload[:-1], payload + b"\0"):
+        try:
+            values, _ = wire.decode(damaged, torch.zeros(7))
+        except WireError:
+            continue
+        assert len(damaged) == len(payload)
+        assert values.shape == (7,)
+
+
+# The same bits on every rank, and what a sum over all would give.
+
+
+weights_of_ranks = st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=7).filter(
+    any
+)
+
+
+@given(
+    weights_of_ranks,
+    st.integers(0, 40),
+    st.sampled_from(["float32", "float64"]),
+    st.integers(0, 99),
+)
+def test_everyone_has_the_weighted_mean(
+    weights: list[float], num_elements: int, kind: str, seed: int
+) -> None:
+    dtype = np.dtype(kind)
+    models = np.random.default_rng(seed).normal(size=(len(weights), num_elements)).astype(dtype)
+    means = VirtualCluster(len(weights), seed=seed).run(
+        [
+            weighted_mean(
+                rank,
+                weights,
+                models[rank] if weight else None,
+                num_elements=num_elements,
+                dtype=dtype,
+            )
+            for rank, weight in enumerate(weights)
+        ]
+    )
+    assert len({mean.tobytes() for mean in means}) == 1
+    np.testing.assert_allclose(
+        means[0], np.average(models, axis=0, weights=weights), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_alone_nothing_is_rounded_and_nothing_is_sent() -> None:
+    model = np.array([0.1, -1e-30, 3.3], np.float32)
+    (mean,) = VirtualCluster(1).run(
+        [weighted_mean(0, [0.3], model, num_elements=3, dtype=model.dtype)]
+    )
+    assert mean.tobytes() == model.tobytes()
+    assert not np.shares_memory(mean, model)
+
+
+def test_no_rank_sends_more_than_its_share() -> None:
+    size, num_elements = 5, 100
+    counters: list[Counting] = []
+
+    def count(driver: object) -> Counting:
+        counters.append(Counting(driver))  # type: ignore[arg-type]  # one of the cluster's drivers
+        return counters[-1]
+
+    model = np.ones(num_elements, np.float32)
+    VirtualCluster(size).run(
+        [
+            weighted_mean(rank, [1.0] * size, model, num_elements=num_elements, dtype=model.dtype)
+            for rank in range(size)
+        ],
+        wrap=count,
+    )
+    assert [counter.traffic.bytes_sent for counter in counters] == [
+        2 * (size - 1) * 4 * num_elements // size
+    ] * size
+
+
+def test_a_part_of_another_length_is_named() -> None:
+    def wrong() -> Collective[Payload]:
+        yield Send(0, b"abc")
+        return b""
+
+    model = np.ones(4, np.float32)
+    with pytest.raises(WireError, match="rank 1 sent 3 bytes of a mean"):
+        VirtualCluster(2).run(
+            [weighted_mean(0, [1.0, 1.0], model, num_elements=4, dtype=model.dtype), wrong()]
+        )  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_long_vector_goes_a_few_elements_at_a_time_to_the_same_bits(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = np.random.default_rng(size).normal(size=(size, 50)).astype(np.float32)
+
+    def means() -> list[bytes]:
+        return [
+            mean.tobytes()
+            for mean in VirtualCluster(size, seed=size).run(
+                [
+                    weighted_mean(
+                        rank, range(1, size + 1), model, num_elements=50, dtype=model.dtype
+                    )
+                    for rank, model in enumerate(models)
+                ]
+            )
+        ]
+
+    whole = means()
+    monkeypatch.setattr("offbeat.collectives.weighted_mean.FRAGMENT_BYTES", 28)
+    assert means() == whole
+
+
+# What averaging with a few ranks promises, for 1 to 17 virtual ranks, under random schedules and
+# random graphs.
+
 
 cases = st.tuples(st.integers(1, 17), st.integers(0, 2**32 - 1))
 

@@ -1,4 +1,4 @@
-"""Tensors come out of a vector as they went in, and averages are weighted by who has what."""
+"""Models as vectors, their statistics, and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from offbeat.errors import NonFiniteError
 from offbeat.simulation.virtual import VirtualCluster
@@ -25,6 +26,11 @@ from offbeat.weights.model_weights import (
     choose_buffers,
     mean_of_final_models,
 )
+from offbeat.weights.optimizer_state import OptimizerStates, notice_of_local_states
+from offbeat.weights.statistics import merge_statistics, merge_sums_
+
+# Tensors come out of a vector as they went in, and averages are weighted by who has what.
+
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
@@ -274,3 +280,139 @@ def test_every_rank_refuses_the_mean_with_a_model_that_is_not_finite() -> None:
 
     VirtualCluster(3, seed=1).run([refusing(rank) for rank in range(3)])
     assert refused == 3
+
+
+# The optimizer's state where ranks' optimizers hold different parameters.
+
+
+def test_a_parameter_that_the_optimizer_does_not_step_is_given_no_state() -> None:
+    mine, only_peers = torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)
+    tensors = [*mine.parameters(), *only_peers.parameters()]
+    everywhere = torch.optim.Adam(tensors)
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    everywhere.step()
+    peer = OptimizerStates(everywhere, tensors)
+    present = peer.presence()
+    merged = {name: peer.tensors(name) for name in present}
+    optimizer = torch.optim.Adam(mine.parameters())
+    OptimizerStates(optimizer, tensors).take(merged, present)
+    assert set(optimizer.state) == set(mine.parameters())
+    assert set(optimizer.state_dict()["state"]) == {0, 1}
+
+
+class Quantised(torch.optim.SGD):
+    """Keeps codes beside its momentum, and how many steps it has taken."""
+
+    @override
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                codes = torch.zeros(3, dtype=torch.uint8)
+                self.state[parameter] |= {"codes": codes, "num_steps": 1}
+
+
+def stepped(optimizer: torch.optim.Optimizer, net: torch.nn.Module) -> torch.optim.Optimizer:
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_states_that_stay_local_are_named() -> None:
+    net = torch.nn.Linear(3, 2)
+    parameters = dict(net.named_parameters())
+    quantised = stepped(Quantised(net.parameters(), momentum=0.9), net)
+    remark = notice_of_local_states(quantised, parameters)
+    assert remark is not None
+    assert remark.startswith("of Quantised's state 'codes', 'num_steps' stay each rank's own")
+    for whole in (
+        torch.optim.SGD(net.parameters(), momentum=0.9),
+        torch.optim.SGD(net.parameters()),
+        torch.optim.Adafactor(net.parameters()),
+        torch.optim.Muon([net.weight]),
+    ):
+        assert notice_of_local_states(stepped(whole, net), parameters) is None
+
+
+def test_a_rank_that_had_no_state_is_given_adafactors_of_its_shapes() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 5), torch.nn.Linear(4, 1))
+    tensors = list(net.parameters())
+    everywhere = stepped(torch.optim.Adafactor(tensors), net)
+    peer, nobody = OptimizerStates(everywhere, tensors), torch.optim.Adafactor(tensors)
+    present = peer.presence()
+    newcomer = OptimizerStates(nobody, tensors)
+    for name in present:
+        assert [state.shape for state in newcomer.zeros(name)] == [
+            state.shape for state in peer.tensors(name)
+        ]
+    newcomer.take({name: peer.tensors(name) for name in present}, present)
+    torch.testing.assert_close(nobody.state_dict()["state"], everywhere.state_dict()["state"])
+
+
+# Statistics take plain means, so that they never leave the range of what ranks have held.
+
+
+statistic = st.floats(0, 1e6, width=32)
+
+
+@given(statistic, statistic, statistic)
+def test_a_merged_statistic_lies_between_what_the_two_sides_hold(
+    mine: float, theirs: float, before: float
+) -> None:
+    arrays = [np.array([value], np.float32) for value in (mine, theirs, before)]
+    merged = merge_statistics(*arrays)
+    assert merged.dtype == np.float32
+    assert arrays[0].min(initial=theirs) <= merged[0] <= arrays[0].max(initial=theirs)
+    tensors = [torch.tensor([value]) for value in (mine, theirs, before)]
+    assert merge_statistics(*tensors).tolist() == merged.tolist()
+
+
+@given(statistic, statistic)
+def test_where_one_side_changed_nothing_the_other_ones_value_holds(old: float, new: float) -> None:
+    before, changed = np.array([old]), np.array([new])
+    assert merge_statistics(before, changed, before) == changed
+    assert merge_statistics(changed, before, before) == changed
+
+
+def test_the_statistics_of_a_vector_are_found_behind_the_parameters_of_each_type() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2).double(), torch.nn.BatchNorm1d(3))
+    weights = ModelWeights(
+        parameters=dict(net.named_parameters()),
+        buffers=lambda: dict(net.named_buffers()),
+        chosen=BufferNames(("1.running_mean", "1.running_var"), ("1.num_batches_tracked",)),
+    )
+    staging = Staging(weights.tensors())
+    net[1].running_mean.fill_(7)
+    net[1].running_var.fill_(8)
+    vector = staging.read(weights.tensors())
+    (span,) = staging.spans(weights.positions_of_statistics())
+    assert vector[span].tolist() == [7] * 3 + [8] * 3
+
+
+@given(
+    st.lists(st.tuples(*[st.sampled_from([-0.0, 0.0, 0.1, 1.0, 1e-3, 7.0])] * 3), max_size=5),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.booleans(),
+)
+def test_a_sum_keeps_what_both_sides_have_added(
+    cases: list[tuple[float, float, float]], dtype: torch.dtype, is_strided: bool
+) -> None:
+    """One by one, in any memory layout; to the bit where only one side has changed it."""
+    mine, before = (
+        torch.tensor([case[place] for case in cases], dtype=dtype).reshape(-1) for place in (0, 2)
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    theirs = torch.tensor([case[1] for case in cases], dtype=wide).reshape(-1)
+    merged = torch.stack([mine, mine], dim=1)[:, 0] if is_strided else mine.clone()
+    merge_sums_(merged, theirs, before)
+    for now, one, two, past in zip(merged, mine, theirs, before, strict=True):
+        if one == past:
+            expected = two
+        elif two == past:
+            expected = one
+        else:
+            expected = two + (one.to(wide) - past.to(wide))
+        assert now == expected.to(dtype)
+        assert now.signbit() == expected.signbit()
