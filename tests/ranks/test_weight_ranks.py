@@ -316,6 +316,8 @@ def test_averaging_keeps_the_mean_and_brings_ranks_together(run_ranks: RunRanks)
         )
         if label.startswith("noloco"):
             continue  # three averages of pairs do not bring three ranks together
+        if label.startswith("defsgd"):
+            continue  # what is averaged is steps, and not where ranks have begun
         assert np.ptp(after, axis=0).max() <= 0.05 * np.ptp(before, axis=0).max() + 0.02, label
 
 
