@@ -165,12 +165,15 @@ dist.destroy_process_group()
     assert {"offbeat/loss", "offbeat/step_s"} <= told[0][1].keys()
     # Ten steps can be over before the first average is.
     assert any("offbeat/stale_share" in values for _, values in told)
-    assert told[-1] == [outcome.summary.steps, {"loss": 0.0, "accuracy": 0.25}]
+    last, values = told[-1]
+    assert values == {"loss": 0.0, "accuracy": 0.25}
+    # A worker that nobody waits for may have done more steps than the one that tells the logger.
+    assert 60 <= last <= outcome.summary.steps
     # What rank 0 has logged is the metric, and its record is a page.
     assert (outcome.summary.metric_name, outcome.summary.metric) == ("accuracy", 0.25)
     assert outcome.summary.higher_is_better
     events = list(Record(outcome.directory).events(0))
-    assert [event.step for event in events] == list(range(1, outcome.summary.steps + 1))
+    assert [event.step for event in events] == list(range(1, last + 1))
     assert {event.batch_size for event in events} == {16}
     assert all(event.loss is not None and event.loss >= 0 for event in events)
     assert "Accuracy 0.25" in write_report(outcome.directory).read_text()
