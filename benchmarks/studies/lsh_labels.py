@@ -32,11 +32,11 @@ import _benchmarks  # noqa: F401
 from _measure import Ratio, Row, main
 from _results import Figure
 from offbeat.xmc.label_loss import Candidates, SparseClassifier, draw_candidates
+from offbeat.xmc.metrics import RankingMetrics
 from offbeat.xmc.row_optimizers import RowAdagrad
 from offbeat.xmc.rows import Examples, SparseBatch
 from offbeat_lab.sparse_data import Synthetic
 from offbeat_lab.statistics import estimate
-from offbeat_lab.tasks.ranking import RankingMetrics
 from offbeat_lab.tasks.xmc import load_standard_library
 
 SEEDS = range(3)

@@ -18,11 +18,11 @@ from lab_support.rows import write
 from offbeat.errors import ConfigError
 from offbeat.xmc.label_loss import SparseClassifier
 from offbeat.xmc.rows import Examples, SparseBatch
+from offbeat.xmc.xmlrepo import XmlFiles, read
 from offbeat_lab.config import Request, resolve, steps_to_do, task_of
 from offbeat_lab.sparse_data import AMAZON_670K, BLOCK_ROWS, Synthetic
 from offbeat_lab.tasks import build_task, num_samples_of, xmc
 from offbeat_lab.tasks.xmc import Calls, Xmc, load_standard_library
-from offbeat_lab.tasks.xmlrepo import XmlFiles, read
 
 # Task `xmc`: files in either layout, the standard library where there are none, and batches of
 # sparse rows.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lab_support.rows import write
+from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat_lab.sparse_data import Synthetic
-from offbeat_lab.tasks.xmlrepo import XmlFiles
 
 ROWS = Synthetic(num_features=60, num_labels=12, mean_draws=15.0, mean_labels=1.5, seed=1)
 

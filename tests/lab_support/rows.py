@@ -11,7 +11,7 @@ import numpy as np
 
 from offbeat.errors import ConfigError
 from offbeat.xmc.rows import Examples, SparseRows
-from offbeat_lab.tasks.xmlrepo import XmlFiles
+from offbeat.xmc.xmlrepo import XmlFiles
 
 
 def write(

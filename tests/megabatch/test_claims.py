@@ -71,7 +71,7 @@ def test_every_sample_is_merged_exactly_once(
     left = (SampleRange(0, num_samples),)
     number = 0
     while left:
-        logs = [ClaimLog(store) for _ in batch_sizes]
+        logs = [ClaimLog(store, prefix="test") for _ in batch_sizes]
         held: dict[int, list[Claim]] = {rank: [] for rank in range(len(batch_sizes))}
         for log in logs:
             log.open(number, left)

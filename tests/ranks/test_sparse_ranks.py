@@ -13,10 +13,10 @@ import torch
 from conformance_support.sparse_nets import SparseNet, batch
 from lab_support.rows import write
 from offbeat.xmc.row_optimizers import RowAdagrad, RowSGD
+from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat_lab.config import Request
 from offbeat_lab.records import Record
 from offbeat_lab.sparse_data import Synthetic
-from offbeat_lab.tasks.xmlrepo import XmlFiles
 from offbeat_lab.train import plan, train
 from rank_jobs.lab import attach, flat_parameters
 from rank_jobs.regression import fingerprint

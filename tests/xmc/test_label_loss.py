@@ -19,11 +19,11 @@ from offbeat.xmc.label_loss import (
     draw_candidates,
     label_cross_entropy,
 )
+from offbeat.xmc.metrics import RankingMetrics
 from offbeat.xmc.row_gradients import read_sparse
 from offbeat.xmc.row_optimizers import RowAdagrad
 from offbeat.xmc.rows import SparseBatch, SparseRows
 from offbeat_lab.sparse_data import Synthetic
-from offbeat_lab.tasks.ranking import RankingMetrics
 
 NUM_LABELS, NUM_INPUTS = 17, 4
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
 from offbeat.errors import ConfigError
 from offbeat.xmc.rows import Examples, SparseRows, regroup
+from offbeat.xmc.xmlrepo import XmlFiles, load
 from offbeat_lab.tasks import build_task
-from offbeat_lab.tasks.xmlrepo import XmlFiles, load
 
 # Sparse rows against dense arrays.
 

@@ -358,16 +358,18 @@ class ClaimLog:
     deleted when the next one begins.
 
     Args:
-        store: which all workers share; its keys of claims are of this log alone.
+        store: which all workers share.
+        prefix: of the keys; the same on all workers, of this log alone.
 
     Attributes:
         round: number of the round that is open here; -1 before the first.
         num_left: samples of the open round that nobody had claimed at this worker's last claim.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, prefix: str = "claims") -> None:
         self.round, self.num_left = -1, 0
         self._store = store
+        self._prefix = prefix
         self._spans: SampleRanges = ()
         self._smallest = 1
         self._is_exhausted = True
@@ -473,11 +475,11 @@ class ClaimLog:
         Returns:
             `is_cut_short` of the worker that ended the round first. False: all of it was claimed.
         """
-        key = f"claims/ended/{self.round}"
+        key = f"{self._prefix}/ended/{self.round}"
         self._old.append((self.round, key))
         # The first word stands, since the entry is written only where there is none.
         word = self._store.compare_set(key, "", "cut" if is_cut_short else "all")
         return bool(word == b"cut")
 
     def _given(self, number: int) -> str:
-        return f"claims/given/{number}"
+        return f"{self._prefix}/given/{number}"

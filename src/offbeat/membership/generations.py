@@ -39,7 +39,6 @@ from offbeat.transport.network import Network, StoreLostError, mesh_limits
 _ASSEMBLE_INTERVAL_S = 0.02
 _RETRY_STORE_S = 5.0
 _SILENT_BEAT_S = 3.0
-_CONFIRM_S = 15.0
 _CLOSE_WITHIN_S = 10.0
 _MAX_BACKOFF_S = 30.0
 _RESET_BACKOFF_AFTER_S = 60.0
@@ -193,18 +192,20 @@ class Generations:
         self._deadline_s = math.inf
         self._thread.start()
 
-    def confirm(self) -> None:
+    def confirm(self, *, timeout_s: float = 15.0) -> None:
         """Wait until the store has been asked once more where this rank stands, and the host has
-        been told of what has changed; not for long where the store does not answer.
+        been told of what has changed.
 
         For a rank that is about to finish. One that was suspended for long may otherwise finish
         before it learns that its peers went on, or ended, without it.
+
+        Args:
+            timeout_s: how long to wait where the store does not answer, in seconds, >= 0.
         """
         with self._answered:
             wanted = self._num_asked + 1
             self._answered.wait_for(
-                lambda: self._num_answered >= wanted or not self._thread.is_alive(),
-                _CONFIRM_S,
+                lambda: self._num_answered >= wanted or not self._thread.is_alive(), timeout_s
             )
 
     def close(self, *, over: bool = False) -> None:

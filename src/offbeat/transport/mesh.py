@@ -95,6 +95,9 @@ class Inbox:
         """Take in what `rank`, whose inbox this is, leaves for itself."""
         self._queues.setdefault((rank, channel), deque()).append((None, payload))
 
+    def has(self, peer: int, channel: int) -> bool:
+        return (peer, channel) in self._queues
+
     def take(self, peers: frozenset[int], channel: int) -> tuple[int, Payload] | None:
         """The message of `first_of`, after the rank that sent it; None when there is none. Raises
         `WireError` when it is corrupt.

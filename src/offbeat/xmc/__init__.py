@@ -1,1 +1,3 @@
-"""Sparse rows with very many labels: layers and optimizers for them."""
+"""Data for extreme classification: sparse rows, how their files are read, layers, optimizers
+and metrics.
+"""

@@ -33,11 +33,11 @@ from torch import nn
 
 from offbeat.errors import ConfigError
 from offbeat.xmc.label_loss import SparseClassifier
+from offbeat.xmc.metrics import RankingMetrics, propensities
 from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
 from offbeat.xmc.rows import Examples, SparseRows
+from offbeat.xmc.xmlrepo import XmlFiles, load, shaped
 from offbeat_lab.tasks.base import AbsolutePath, Batch, Task, TaskOptions
-from offbeat_lab.tasks.ranking import RankingMetrics, propensities
-from offbeat_lab.tasks.xmlrepo import XmlFiles, load, shaped
 
 _EVALUATION_BATCH = 1024
 _DEPTHS = (1, 3, 5)

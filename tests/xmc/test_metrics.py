@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
+from offbeat.xmc.metrics import (
+    PROPENSITY_CONSTANTS,
+    PropensityConstants,
+    RankingMetrics,
+    propensities,
+)
 from offbeat.xmc.rows import SparseRows
-from offbeat_lab.tasks.ranking import RankingMetrics, propensities
 
 NUM_LABELS = 9
 KS = (1, 3, 5)
@@ -75,13 +80,14 @@ def test_the_best_ranking_gets_everything(truth: set[int]) -> None:
 
 def test_propensities_follow_the_formula_and_grow_with_frequency() -> None:
     train = make_rows([{0, 1}] * 30 + [{1}] * 70)
-    a, b = 0.55, 1.5
+    a, b = PROPENSITY_CONSTANTS["other"]
     c = (math.log(100) - 1) * (b + 1) ** a
     found = propensities(train)
     assert found[:3] == pytest.approx(
         [1 / (1 + c * math.exp(-a * math.log(n + b))) for n in (30, 100, 0)]
     )
     assert found[1] > found[0] > found[2] > 0
+    assert propensities(train, PropensityConstants(a=0.6, b=2.6))[1] != found[1]
 
 
 def test_labels_of_value_zero_are_none() -> None:

@@ -20,6 +20,7 @@ Values of labels are not looked at, but for labels of value 0, which are none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +28,29 @@ from numpy.typing import NDArray
 from offbeat.errors import ConfigError
 from offbeat.xmc.rows import SparseRows
 
-A, B = 0.55, 1.5
-"""Of the formula above, as the paper has fitted them to data of any kind."""
+
+class PropensityConstants(NamedTuple):
+    """A and B of the formula above, as fitted by the paper."""
+
+    a: float = 0.55
+    b: float = 1.5
 
 
-def propensities(train_labels: SparseRows) -> NDArray[np.float64]:
+PROPENSITY_CONSTANTS = {
+    "amazon": PropensityConstants(a=0.6, b=2.6),
+    "wikipedia": PropensityConstants(a=0.5, b=0.4),
+    "other": PropensityConstants(),
+}
+"""By where the data come from."""
+
+
+def propensities(
+    train_labels: SparseRows, constants: PropensityConstants = PROPENSITY_CONSTANTS["other"]
+) -> NDArray[np.float64]:
     """p of every label, shape (labels,), from the labels of the rows to train on."""
     num_rows = max(len(train_labels), 3)  # below e rows the formula leaves (0, 1]
-    c = (np.log(num_rows) - 1) * (B + 1) ** A
-    return np.asarray(1 / (1 + c * (train_labels.counts() + B) ** -A))
+    c = (np.log(num_rows) - 1) * (constants.b + 1) ** constants.a
+    return np.asarray(1 / (1 + c * (train_labels.counts() + constants.b) ** -constants.a))
 
 
 class RankingMetrics:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from lab_support.rows import write
 from offbeat.errors import ConfigError
+from offbeat.xmc import xmlrepo
 from offbeat.xmc.rows import Examples, SparseRows
-from offbeat_lab.tasks import xmlrepo
-from offbeat_lab.tasks.xmlrepo import XmlFiles, load, read
+from offbeat.xmc.xmlrepo import XmlFiles, load, read
 
 NUM_FEATURES, NUM_LABELS = 40, 12
 
