@@ -142,7 +142,7 @@ def test_an_island_divides_memory_and_multiplies_samples() -> None:
     )
     assert together.samples_per_s > 4 * alone.samples_per_s
     with pytest.raises(ConfigError, match="--island"):
-        predict_step("wagma", Setting(profile=node, cluster=cluster))
+        predict_step("dpsgd", Setting(profile=node, cluster=cluster))
 
 
 def test_accumulated_batches_are_exchanged_once() -> None:

@@ -374,7 +374,7 @@ def test_factors_in_fewer_bits_are_planned_to_take_fewer_bytes() -> None:
         for codec in ("float32", "bfloat16", "linear8")
     )
     assert 0 < halved == pytest.approx(whole / 2, rel=1e-3)
-    assert 0 < quartered == pytest.approx(whole / 4, rel=0.01)
+    assert 0 < quartered == pytest.approx(whole / 4, rel=0.02)  # with scales and diagonals
 
 
 def test_a_lower_limit_is_marked_and_not_recommended() -> None:
@@ -600,7 +600,7 @@ def test_time_and_money_are_those_of_what_is_asked_for_with_what_deaths_cost() -
         (["--config", "layers=1,hidden=8,heads=1"], "give one of them"),
         (["--deaths", "61"], "0 to 60"),
         (["--dtype", "bfloat16", "--strategies", "ddp-fp16"], "would halve them"),
-        (["--island", "4", "--strategies", "wagma"], "--island"),
+        (["--island", "4", "--strategies", "dpsgd"], "--island"),
     ],
 )
 def test_questions_that_have_no_answer_are_refused(words: list[str], said: str) -> None:
