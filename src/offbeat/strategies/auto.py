@@ -111,17 +111,17 @@ class Candidate:
 CANDIDATES: Final[Mapping[str, Candidate]] = {
     "allreduce": Candidate(sgd=StepsToEqual(1.0, 0.0), adam=StepsToEqual(1.0, 0.0)),
     "gtopk": Candidate(
-        sgd=StepsToEqual(1.0, 0.1), adam=StepsToEqual(1.05, 0.1), bytes_per_parameter=8
+        sgd=StepsToEqual(1.1, 0.15), adam=StepsToEqual(1.15, 0.1), bytes_per_parameter=8
     ),
     "powersgd": Candidate(
-        sgd=StepsToEqual(1.0, 0.1), adam=StepsToEqual(1.1, 0.1), bytes_per_parameter=12
+        sgd=StepsToEqual(2.0, 0.2), adam=StepsToEqual(2.1, 0.6), bytes_per_parameter=12
     ),
     "localsgd": Candidate(
-        sgd=StepsToEqual(1.1, 0.1), adam=StepsToEqual(1.15, 0.1), period=10, bytes_per_parameter=4
+        sgd=StepsToEqual(1.05, 0.1), adam=StepsToEqual(1.1, 0.1), period=10, bytes_per_parameter=4
     ),
     "wagma": Candidate(
         sgd=StepsToEqual(1.05, 0.1),
-        adam=StepsToEqual(1.0, 0.1),
+        adam=StepsToEqual(1.25, 0.15),
         bytes_per_parameter=16,
         keeps_step=False,
     ),
