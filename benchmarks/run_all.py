@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-LONG = {"stragglers", "deaths", "memory", "parity", "prediction", "relatives", "uneven"}
+LONG = {"auto", "stragglers", "deaths", "memory", "parity", "prediction", "relatives", "uneven"}
 READ_DATA = {"parity": ("images", "text")}
 KNOW_QUICK = {"stragglers", "deaths", "uneven", "run_deaths"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}

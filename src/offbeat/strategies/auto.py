@@ -198,6 +198,7 @@ class Auto(Strategy):
     trains_islands = True
     replicas_differ: ClassVar[bool] = True
     weighs_samples: ClassVar[bool] = True
+    runs_compiled: ClassVar[bool] = True
 
     allow: tuple[str, ...] | str = ()
     exclude: tuple[str, ...] | str = ()
