@@ -46,10 +46,10 @@ LINKS: Final = {
 }
 SLOW_LINK: Final = LinkSpec(rate_bit_per_s=1e8)
 """Of one worker of four, where links are unlike."""
-WORKERS, STEP_S, DELAY_S = 4, 0.15, 0.1
-STEPS, OF_A_RUN = 80, 2000
-SETTLED = FIRST_LOOK + 20
-"""By then a change has been made, and each strategy compiled."""
+WORKERS, STEP_S, DELAY_S = 4, 0.06, 0.04
+STEPS, OF_A_RUN, SETTLED = 500, 2000, 440
+"""Of a run, and of those before a strategy has settled: its warm-up is over by then."""
+_ONE_TURN_S = 1e6
 SINGLE: Final = ("ddp", *CANDIDATES)
 TABLE: Final = "situations"
 
@@ -72,6 +72,7 @@ def situation(size: str, link: str, *, late: bool, keep: Path) -> Iterator[Row]:
         seeds=(0,),
         steps=STEPS,
         eval_every=STEPS,
+        turn_s=_ONE_TURN_S,
     )
     plan = plan_comparison(request, out=keep / name.replace(", ", "-").replace(" ", "-"))
     directory, comparison = run_comparison(plan, Quiet(), command="python benchmarks/auto.py")

@@ -36,11 +36,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
@@ -73,6 +74,9 @@ of which the steps to equal quality were counted."""
 
 CORES_BESIDE: Final = 2.0
 """Of a rank, where models are averaged beside training."""
+
+_PAUSE: Final = 5.0
+"""A step in which a rank computes so many times as long as in others is not looked at."""
 
 _FREE_MEMORY: Final = 0.8
 
@@ -364,21 +368,28 @@ class Chooser(Callback):
         """Collective."""
         seen = list(self._seen)
         mine = {
-            "whole_s": fmean(sorted(step.whole_s for step in seen)[:-1]),
+            "whole_s": [step.whole_s for step in seen],
             "computed_s": [step.computed_s for step in seen],
-            "backward_s": fmean(step.backward_s for step in seen),
-            "optimizer_s": fmean(step.optimizer_s for step in seen),
+            "backward_s": median(step.backward_s for step in seen),
+            "optimizer_s": median(step.optimizer_s for step in seen),
             "ready_s": self._ready_s.tolist(),
             "free_bytes": _free_bytes(next(iter(self._context.parameters.values())).device),
             "cores": _num_cores() / _ranks_here(),
         }
         said = self._gather(mine)
-        step_s = self._context.island.first(fmean(each["whole_s"] for each in said))
+        whole_s, computed = (
+            np.array([each[key] for each in said]).T for key in ("whole_s", "computed_s")
+        )
+        # An evaluation, or a pause, is no step.
+        kept = (computed <= _PAUSE * np.median(computed)).all(axis=1)
+        if kept.any():
+            whole_s, computed = whole_s[kept], computed[kept]
+        step_s = self._context.island.first(float(whole_s.mean()))
         expected_s = self._expected_s
         is_as_expected = expected_s is not None and abs(step_s / expected_s - 1) < _UNEXPECTED
         if is_as_expected or self._num_steps - self._changed_at < BETWEEN_CHANGES:
             return
-        computed_s = fmean(fmean(each["computed_s"]) for each in said)
+        computed_s = float(computed.mean())
         waits = self._context.island.first(1 - computed_s / step_s)
         if self._at_work == "allreduce" and waits < LEAST_MARGIN:
             self._expected_s = step_s
@@ -387,7 +398,7 @@ class Chooser(Callback):
                 f" the {_ms(step_s)} of a step are computing, which no strategy makes less"
             )
             return
-        run = self._measured(said)
+        run = self._measured(said, computed)
         free_bytes, cores = (min(each[key] for each in said) for key in ("free_bytes", "cores"))
         predicted_s = corrected(
             self._predict(run, free_bytes, cores),
@@ -407,7 +418,9 @@ class Chooser(Callback):
     def _gather(self, mine: Any) -> list[Any]:
         return self._context.driver.run(gather_values(mine), self._stream.next())
 
-    def _measured(self, said: Sequence[Mapping[str, Any]]) -> MeasuredRun:
+    def _measured(
+        self, said: Sequence[Mapping[str, Any]], computed_s: NDArray[np.float64]
+    ) -> MeasuredRun:
         context = self._context
         parameters = list(context.parameters.values())
         sample = parameters[0]
@@ -417,7 +430,6 @@ class Chooser(Callback):
         # All ranks compute at once, as they do in training.
         copy_s, multiply_s = _device_costs(sample, self._clock)
         device = [max(each) for each in zip(*self._gather([copy_s, multiply_s]), strict=True)]
-        computed_s = np.array([each["computed_s"] for each in said]).T
         backward_s, optimizer_s = (
             fmean(each[key] for each in said) for key in ("backward_s", "optimizer_s")
         )
