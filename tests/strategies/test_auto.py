@@ -149,6 +149,37 @@ def test_replicas_are_equal_after_a_change(name: str, make: type[torch.optim.Opt
         assert torch.equal(one, other)
 
 
+def test_a_last_step_that_is_skipped_sends_nothing_and_is_taken_again() -> None:
+    """What is owed when the step before a change is not finite must not be lost."""
+
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = lambda: constant_step(model, optimizer, driver.rank)  # noqa: E731
+        with session_on(driver, model, optimizer, Changing()) as session:
+            take_over(session, TAKES_OVER["topk"], step)  # 2 steps
+            for _ in range(4):
+                step()
+            switcher = session.callbacks[-1]
+            assert isinstance(switcher, Switcher)
+            switcher.wanted = offbeat.AllReduce()
+            step()  # after which the change is asked for
+            (model(torch.ones(1, 4, dtype=torch.float64)).sum() * float("nan")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert session.acting.name == "topk"
+            step()
+            assert session.acting.name == "allreduce"
+            return [p.detach().clone() for p in model.parameters()]
+
+    for tensors in results_of(2, job):
+        draws = [torch.Generator().manual_seed(each) for each in range(2)]
+        for begun, found in zip(make_model().parameters(), tensors, strict=True):
+            noise = [torch.randn(begun.shape, generator=draw, dtype=begun.dtype) for draw in draws]
+            expected = begun - 0.01 * 8 * torch.stack(noise).mean(0)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
 def test_clipping_goes_on_with_the_strategy_that_takes_over() -> None:
     def job(driver: ThreadDriver) -> float:
         model = make_model()

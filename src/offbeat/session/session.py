@@ -211,7 +211,7 @@ class Session:
             waited_s=self._traffic.counting.waited_s,
             switch=self._switch,
         )
-        self._is_last_step = False
+        self._is_last_step, self._skipped_before = False, 0
         self._max_norm: float | None = None
         self._counted_before: defaultdict[str, float] = defaultdict(float)
         self.acting = strategy.begins_as()
@@ -601,10 +601,15 @@ class Session:
     @torch.no_grad()
     def _switch(self, strategy: Strategy, stays: Callback) -> bool:
         """As of `Context`."""
+        skipped = int(self._counted(self._callbacks)["skipped_steps"])
         if not self._is_last_step:
-            self._is_last_step = True
+            self._is_last_step, self._skipped_before = True, skipped
             for callback in self._callbacks:
                 callback.on_last_step()
+            return False
+        if not self.acting.replicas_differ and skipped != self._skipped_before:
+            # All ranks have dropped the step that was to send what they owe: they owe it still.
+            self._skipped_before = skipped
             return False
         if not (self.replicas_agree or self.averages_alone):
             return False

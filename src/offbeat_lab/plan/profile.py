@@ -19,14 +19,11 @@ from typing import Final, Literal
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.kfac.placement import TabledInversion
+from offbeat.simulation.measured import USUAL_CODING_S
 from offbeat.simulation.training import TensorProfile
 
 FORMAT: Final = 2
 FLOAT_BYTES: Final = 4
-USUAL_CODING_S: Final = 4e-9
-"""Seconds in which an element is coded in few bits and read again: on one core of an AMD EPYC, 2 to
-5 ns, by bits.
-"""
 
 SELECTED_DENSITY: Final = 0.001
 """At which `select_s_per_element` is timed, and `SELECTED_CODECS` are part of it."""

@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.errors import ConfigError
+from offbeat.simulation.measured import LATER
 from offbeat.simulation.training import LEAD_IN, Common, with_lead_in
 from offbeat.simulation.virtual import DenseLinks, Tree, VirtualCluster, VirtualLink
 from offbeat.simulation.virtual_driver import SleepUntil
@@ -72,9 +73,6 @@ NCCL: Final = DenseLinks(
 Simple, LL128 and LL between nodes and over NVLink (its `src/graph/tuning.cc`, 2.8 to 2.10; there
 for InfiniBand: what a link takes longer is its latency).
 """
-
-LATER: Final = 10_000
-"""A step behind everything that is done in the first steps only."""
 
 _STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 8
 _MOST_STEPS = 200
