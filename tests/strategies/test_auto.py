@@ -292,6 +292,22 @@ def test_a_prediction_that_was_wrong_is_taken_back(monkeypatch: pytest.MonkeyPat
         assert at_work[-1] == "allreduce"
 
 
+@pytest.mark.parametrize(("fails", "chosen"), [("gtopk", "localsgd"), ("allreduce", "allreduce")])
+def test_a_prediction_that_fails_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, fails: str, chosen: str
+) -> None:
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        if strategy == fails:
+            raise ValueError("no such shape")
+        seen = float(run.computed_s.mean())
+        return {"gtopk": seen / 1e3, "localsgd": seen / 1e2}.get(strategy, seen)
+
+    ranks = choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 3)
+    assert [at_work[-1] for at_work, _, _ in ranks] == [chosen] * 2
+    said = [notice for _, notices, _ in ranks for notice in notices]
+    assert any(f"leaves {fails} out" in notice for notice in said)
+
+
 @pytest.mark.parametrize("options", [{"exclude": "gtopk"}, {"allow": ("localsgd", "powersgd")}])
 def test_what_is_not_allowed_is_not_considered(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, str]

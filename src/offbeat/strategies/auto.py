@@ -400,8 +400,13 @@ class Chooser(Callback):
             return
         run = self._measured(said, computed)
         free_bytes, cores = (min(each[key] for each in said) for key in ("free_bytes", "cores"))
+        predicted_s = self._predict(run, free_bytes, cores)
+        # Where what is at work cannot be predicted, nobody knows how wrong the others' are.
+        if self._context.island.first(self._at_work not in predicted_s):
+            self._expected_s = step_s
+            return
         predicted_s = corrected(
-            self._predict(run, free_bytes, cores),
+            predicted_s,
             self._at_work,
             measured_s=step_s,
             computed_s=computed_s,
@@ -474,7 +479,13 @@ class Chooser(Callback):
             fits = needs < _FREE_MEMORY * free_bytes or name == self._at_work
             fits &= candidate.keeps_step or cores >= CORES_BESIDE
             if number % context.driver.world_size == context.driver.rank and fits:
-                step_s = predict(strategy, run, period=candidate.period).step_s
+                try:
+                    step_s = predict(strategy, run, period=candidate.period).step_s
+                except Exception as error:  # noqa: BLE001 - a prediction must not end a run
+                    context.notices.notify(
+                        f"auto leaves {name} out, since predicting failed: {error!r}"
+                    )
+                    continue
                 if candidate.keeps_step or average_s < STEPS_OF_AN_AVERAGE * step_s:
                     mine[name] = step_s
         found: dict[str, float] = {}
