@@ -7,8 +7,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import torch.distributed
-
 name, directory, *left_out = sys.argv[1:]
 module = import_module(f"accelerate.test_utils.scripts.{name}")
 for function in left_out:
@@ -16,6 +14,3 @@ for function in left_out:
     setattr(module, function, lambda *_, **__: None)
 module.main()
 (Path(directory) / os.environ["RANK"]).touch()
-if torch.distributed.is_initialized():
-    # Without this the threads of gloo may outlive the interpreter, which then aborts the process.
-    torch.distributed.destroy_process_group()
