@@ -24,11 +24,10 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import MESSAGE_S, NetworkCosts
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
-from offbeat.codec.weightless import WeightlessWire
-from offbeat.codec.wire import Wire
 from offbeat.simulation.training import (
     Buildable,
     Common,
+    Machine,
     SimulatedRank,
     TensorProfile,
     Timeline,
@@ -181,7 +180,7 @@ class _Alone(Wrapper):
         return super().start(operation, channel)
 
 
-class _Machine:
+class _Machine(Machine):
     """One rank's device, as it was measured. What a strategy of layers or of shared samples would
     compute is not known.
     """
@@ -201,18 +200,12 @@ class _Machine:
         self._run, self._cluster, self._steps = run, cluster, steps
         self._factors = computed_s / (run.forward_s + run.backward_s + run.optimizer_s)
 
-    def batch_begins(self, done: float) -> None:
-        raise NotImplementedError
-
     def asking(self) -> Collective[None]:
         yield Sleep(2 * self._run.network.messages.alpha_s)
 
     def step_begins(self, step: int) -> Collective[None]:
         if step == self._steps.start:
             self.begun_s = self._cluster.now_s
-        yield Sleep(0.0)
-
-    def forward_ended(self, step: int, size: float, coming_s: float) -> Collective[None]:
         yield Sleep(0.0)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
@@ -232,24 +225,6 @@ class _Machine:
     def multiplying_s(self, num_elements: int, rank: int) -> float:
         return self._run.multiply_s_per_element * rank * num_elements
 
-    def preconditioning_s(self, num_products: float) -> float:
-        raise NotImplementedError
-
-    def inverting_s(self, dim: int) -> float:
-        raise NotImplementedError
-
-    def publishing_s(self, num_bytes: float) -> float:
-        return 2 * self.copying_s(num_bytes)
-
-    def adding_s(self, num_bytes: float) -> float:
-        return 2 * self.copying_s(num_bytes)
-
-    def work_beside(self, seconds: float) -> None:
-        """A core is there for it."""
-
     def step_ended(self, step: int) -> None:
         if step == self._steps[-1]:
             self.ended_s = self._cluster.now_s
-
-    def lay_out(self, wire: Wire) -> WeightlessWire:
-        return WeightlessWire(wire=wire, num_places=wire.num_elements)

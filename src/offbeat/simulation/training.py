@@ -40,7 +40,7 @@ from offbeat.codec.weightless import (
     weightless,
 )
 from offbeat.codec.wire import Wire
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.megabatch.callback import MegaBatchCallback
 from offbeat.megabatch.claims import ClaimLog
 from offbeat.megabatch.fetching import Fetcher
@@ -62,6 +62,7 @@ from offbeat.transport.operations import (
     RecvAny,
     ReduceScatterTensor,
     Send,
+    Sleep,
 )
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class Common:
 
 
 class Machine(Protocol):
-    """What a rank's device needs for what it does.
+    """What a rank's device needs for what it does. Whoever describes one derives from it.
 
     Attributes:
         shared: which part of one rank's largest entries another rank has too, 0 to 1.
@@ -111,71 +112,67 @@ class Machine(Protocol):
     def batch_begins(self, done: float) -> None:
         """The rank is about to train, or to be handed a batch of its loader's, or has done with
         them. So many of the usual size have been handed out to all ranks; where shares are equal,
-        to so many times the slowest.
+        to so many times the slowest. Of no consequence where ranks share no samples out.
         """
-        ...
+        return
 
     def asking(self) -> Collective[None]:
         """The way to the run's store, and back."""
-        ...
 
     def step_begins(self, step: int) -> Collective[None]:
         """The rank begins a step, counted from 0, once it is not delayed any longer."""
-        ...
 
     def forward_ended(self, step: int, size: float, coming_s: float) -> Collective[None]:
         """Whatever comes between the passes of a batch `size` times the usual one, where callbacks
-        are going to compute for `coming_s` in the backward pass.
+        are going to compute for `coming_s` in the backward pass. Nothing by default.
         """
-        ...
+        yield Sleep(0.0)
 
     def computing(self, step: int, seconds: float) -> Collective[None]:
         """What takes so long on a device that is alone."""
-        ...
 
     def copying_s(self, num_bytes: float) -> float:
         """Seconds to copy gradients or weights."""
-        ...
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
         """Seconds to select `k` entries, and to code them."""
-        ...
 
     def coding_s(self, num_elements: int, values: ValueCodec) -> float:
         """Seconds to code a whole vector, and to read it again."""
-        ...
 
     def multiplying_s(self, num_elements: int, rank: int) -> float:
         """Seconds to multiply a matrix of so many elements by one of `rank` columns."""
-        ...
 
     def preconditioning_s(self, num_products: float) -> float:
         """Seconds to multiply so many pairs of numbers, of gradients and of inverses."""
-        ...
+        raise UnsupportedError("what layers take on this device was not measured")
 
     def inverting_s(self, dim: int) -> float:
         """Seconds to invert a symmetric matrix of `dim` rows."""
-        ...
+        raise UnsupportedError("what layers take on this device was not measured")
 
     def publishing_s(self, num_bytes: float) -> float:
-        """Seconds to bring a vector to where its messages leave from, and a result back."""
-        ...
+        """Seconds to bring a vector to where its messages leave from, and a result back: by
+        default those of two copies.
+        """
+        return 2 * self.copying_s(num_bytes)
 
     def adding_s(self, num_bytes: float) -> float:
-        """Seconds to add what a peer has sent of its vector."""
-        ...
+        """Seconds to add what a peer has sent of its vector: by default those of two copies."""
+        return 2 * self.copying_s(num_bytes)
 
     def work_beside(self, seconds: float) -> None:
-        """A thread beside the one that trains computes what takes so long."""
-        ...
+        """A thread beside the one that trains computes what takes so long. By default a core is
+        there for it.
+        """
+        return
 
     def step_ended(self, step: int) -> None:
         """The rank has taken the step."""
-        ...
 
     def lay_out(self, wire: Wire) -> WeightlessWire:
         """The arithmetic with numbers of entries in the place of `wire`."""
-        ...
+        return WeightlessWire(wire=wire, num_places=wire.num_elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

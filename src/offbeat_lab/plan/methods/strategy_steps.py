@@ -24,6 +24,7 @@ from offbeat.errors import ConfigError
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.factors import factor_shape
 from offbeat.simulation.training import (
+    Machine,
     SimulatedRank,
     TensorProfile,
     Timeline,
@@ -231,7 +232,7 @@ def laid_out(profile: ModelProfile) -> tuple[list[TensorProfile], list[Layer]]:
     return found, layers
 
 
-class _Machine(Wrapper):
+class _Machine(Wrapper, Machine):
     """One rank's device and its links, as a profile and a cluster describe them. What it counts is
     the mean of the steps that `run` looks at.
     """
@@ -253,9 +254,6 @@ class _Machine(Wrapper):
             for each in self.profile.layers
         )
         self._product_s = self.profile.precondition_s / (products or 1)
-
-    def batch_begins(self, done: float) -> None:
-        """Of no consequence where ranks share no samples out."""
 
     def settle(self) -> None:
         """All that counts is over."""
@@ -325,7 +323,7 @@ class _Machine(Wrapper):
     def lay_out(self, wire: Wire) -> WeightlessWire:
         if self._run.setting.by_closed_forms:
             return _ClosedWire(wire=wire, num_places=wire.num_elements, machine=self)
-        return WeightlessWire(wire=wire, num_places=wire.num_elements)
+        return super().lay_out(wire)
 
     # What sends
 
