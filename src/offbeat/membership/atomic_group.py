@@ -349,7 +349,6 @@ class CommitEntry(Protocol):
         """Propose "done" or "void", and return whether the entry, written by this member or by an
         earlier one, is "done". Must not wait for another member.
         """
-        ...
 
 
 def all_or_none(

@@ -59,39 +59,32 @@ class GenerationHost(Protocol):
             position: this rank's position in it.
             driver: a connected mesh of its members.
         """
-        ...
 
     def unreachable(self) -> frozenset[int]:
         """The positions of the current generation that are dead or have left. Must not block."""
-        ...
 
     def expelled(self) -> None:
         """This rank is not a member any more. It asks to join again as soon as `may_return`, and
         `begin` follows when it was let in as a newcomer.
         """
-        ...
 
     def may_return(self) -> bool:
         """Whether this rank, which was expelled, asks to join again now. As long as it does not,
         its peers go on without it. Asked again and again; must not block.
         """
-        ...
 
     def lost_store(self, reason: str) -> None:
         """The store does not answer; the generation stays as it is until it does. Called once each
         time that this happens.
         """
-        ...
 
     def run_over(self) -> None:
         """The run has ended for all members: all that live have finished. A host that has not
         finished was taken for dead. Called once.
         """
-        ...
 
     def retired(self, reason: str) -> None:
         """This rank takes part no longer, and no `begin` will follow."""
-        ...
 
 
 class Generations:

@@ -45,7 +45,6 @@ class SessionRecorder(Protocol):
         Raises:
             RecordError: its directory is in use; on every rank.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -165,11 +165,26 @@ def _shuffles(sampler: object, num_samples: int) -> bool:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderFactory:
-    """What a session lends to its loaders.
+def make_loader(
+    dataset: MapStyle | DataLoader[Any],
+    *,
+    callbacks: Sequence[Callback],
+    driver: Driver,
+    control: Stream,
+    network: Network | None,
+    weigh: Callable[[int], None],
+    notify: Callable[[str], None],
+    returns: bool,
+    seed: int,
+    batch_size: int | None,
+    max_batch_size: int | None,
+    claims_ahead: int | None,
+    collate: Callable[[list[Any]], Any] | None,
+) -> DispatchLoader | LockstepLoader:
+    """A loader for this rank. Collective. The arguments that follow are what a session lends to it;
+    `Session.loader` describes the others.
 
-    Attributes:
+    Args:
         callbacks: of the strategy.
         driver: whose traffic is not counted, since sharing samples out is no training.
         control: channels for it.
@@ -178,125 +193,81 @@ class LoaderFactory:
         notify: for remarks.
         returns: whether this rank has joined a run under way, so that its peers do not make their
             loaders together with it.
+
+    Raises:
+        ConfigError: this cannot work, with the reason. Every rank raises.
+        MismatchError: the ranks disagree on the data.
     """
-
-    callbacks: Sequence[Callback]
-    driver: Driver
-    control: Stream
-    network: Network | None
-    weigh: Callable[[int], None]
-    notify: Callable[[str], None]
-    returns: bool
-
-    def loader(
-        self,
-        dataset: MapStyle | DataLoader[Any],
-        *,
-        seed: int,
-        batch_size: int | None,
-        max_batch_size: int | None,
-        claims_ahead: int | None,
-        collate: Callable[[list[Any]], Any] | None,
-    ) -> DispatchLoader | LockstepLoader:
-        """A loader for this rank, as `Session.loader` says. Collective.
-
-        Args:
-            dataset: of map style, the same on all ranks; or a DataLoader of one.
-            seed: of the order, >= 0.
-            batch_size: of this rank, >= 1; None where the DataLoader has one.
-            max_batch_size: what fits into this rank's memory, in samples; None: any number.
-            claims_ahead: how many claims worker processes read ahead; None: one.
-            collate: makes a batch of a list of samples; torch's `default_collate` if None.
-
-        Raises:
-            ConfigError: this cannot work, with the reason. Every rank raises.
-            MismatchError: the ranks disagree on the data.
-        """
-        policy = next(
-            (callback for callback in self.callbacks if isinstance(callback, MegaBatchCallback)),
-            None,
-        )
-        source: DataSource | None = None
-        description: OffbeatError | dict[str, Any]
-        try:
-            source = data_source(dataset, batch_size=batch_size, collate=collate)
-            if policy is not None:
-                _require_claims(source, claims_ahead)
-            description = data_description(
-                source.dataset,
-                seed=seed,
-                shuffles=source.shuffles,
-                batch_size=source.batch_size,
-                max_batch_size=max_batch_size,
-                claims=policy is not None,
-                claims_ahead=claims_ahead,
-            )
-        except ConfigError as error:
-            description = error
-        rank = self.driver.rank
-        if policy is None:
-            agree(self.driver, self.control, description)
-            assert source is not None, "else `agree` raises"
-            self._note_drop_last(source)
-            sizes = self.driver.run(gather_values(source.batch_size), self.control.next())
-            return LockstepLoader(
-                source.fetcher(claims_ahead=None, seed=seed, rank=rank),
-                batch_sizes=sizes,
-                claimed=self.weigh,
-                seed=seed,
-                rank=rank,
-                shuffles=source.shuffles,
-            )
-        store = store_of(self.network)
-        limits = self._memory_limits(policy, store, description, max_batch_size)
-        assert source is not None, "else `_memory_limits` raises"
-        assert source.batch_size is not None, "its description has it"
-        policy.feed(source.batch_size, limits)
-        self._note_drop_last(source)
-        return DispatchLoader(
-            source.fetcher(claims_ahead=claims_ahead or 1, seed=seed, rank=rank),
-            log=ClaimLog(store),
-            policy=policy,
+    policy = next((each for each in callbacks if isinstance(each, MegaBatchCallback)), None)
+    source: DataSource | None = None
+    description: OffbeatError | dict[str, Any]
+    try:
+        source = data_source(dataset, batch_size=batch_size, collate=collate)
+        if policy is not None:
+            _require_claims(source, claims_ahead)
+        description = data_description(
+            source.dataset,
             seed=seed,
-            rank=rank,
-            notify=self.notify,
             shuffles=source.shuffles,
+            batch_size=source.batch_size,
+            max_batch_size=max_batch_size,
+            claims=policy is not None,
+            claims_ahead=claims_ahead,
         )
-
-    def _note_drop_last(self, source: DataSource) -> None:
-        if source.loader is not None and source.loader.drop_last:
-            self.notify(
-                "drop_last of the DataLoader has no effect: each sample is shared out once an"
-                " epoch, in batches of which none is a small remnant"
-            )
-
-    def _memory_limits(
-        self,
-        policy: MegaBatchCallback,
-        store: Store,
-        mine: OffbeatError | dict[str, Any],
-        max_batch_size: int | None,
-    ) -> dict[int, int | None]:
-        """How many samples fit into each rank's memory. Raises unless the ranks that live, or that
-        founded the run, read the same data.
-
-        Args:
-            policy: of the strategy.
-            store: of the run.
-            mine: what this rank's loader is to read, or why it cannot.
-            max_batch_size: what fits into this rank's memory.
-        """
-        answers = None
-        if not self.returns:
-            fits = None if isinstance(mine, OffbeatError) else max_batch_size
-            answers = policy.gather(answer_of(mine) | {"fits": fits})
+    except ConfigError as error:
+        description = error
+    if policy is None:
+        agree(driver, control, description)
+    else:
+        store = store_of(network)
+        answers = None if returns else _gathered(policy, description, max_batch_size)
         if answers is None:
             # This rank came later than its peers: what they read stands in the store.
-            _agree_with_founders(store, mine)
-            return {self.driver.rank: max_batch_size}
-        require_agreement(mine, answers)
-        store.set(_DATA_KEY, json.dumps(mine))
-        return {rank: answer["fits"] for rank, answer in answers.items()}
+            _agree_with_founders(store, description)
+            limits = {driver.rank: max_batch_size}
+        else:
+            require_agreement(description, answers)
+            store.set(_DATA_KEY, json.dumps(description))
+            limits = {rank: answer["fits"] for rank, answer in answers.items()}
+    assert source is not None, "else it is refused above"
+    if source.loader is not None and source.loader.drop_last:
+        notify(
+            "drop_last of the DataLoader has no effect: each sample is shared out once an"
+            " epoch, in batches of which none is a small remnant"
+        )
+    fetcher = source.fetcher(
+        claims_ahead=None if policy is None else claims_ahead or 1, seed=seed, rank=driver.rank
+    )
+    if policy is None:
+        return LockstepLoader(
+            fetcher,
+            batch_sizes=driver.run(gather_values(source.batch_size), control.next()),
+            claimed=weigh,
+            seed=seed,
+            rank=driver.rank,
+            shuffles=source.shuffles,
+        )
+    assert source.batch_size is not None, "its description has it"
+    policy.feed(source.batch_size, limits)
+    return DispatchLoader(
+        fetcher,
+        log=ClaimLog(store),
+        policy=policy,
+        seed=seed,
+        rank=driver.rank,
+        notify=notify,
+        shuffles=source.shuffles,
+    )
+
+
+def _gathered(
+    policy: MegaBatchCallback, mine: OffbeatError | dict[str, Any], max_batch_size: int | None
+) -> dict[int, Any] | None:
+    """What each living rank's loader is to read, or why it cannot, and how many samples fit into
+    its memory; None where this rank was left out meanwhile.
+    """
+    fits = None if isinstance(mine, OffbeatError) else max_batch_size
+    return policy.gather(answer_of(mine) | {"fits": fits})
 
 
 def _require_claims(source: DataSource, claims_ahead: int | None) -> None:

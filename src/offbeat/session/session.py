@@ -41,7 +41,7 @@ from offbeat.membership.island import Island
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
-from offbeat.session.loaders import LoaderFactory, LockstepLoader
+from offbeat.session.loaders import LockstepLoader, make_loader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
 from offbeat.session.sharded import ShardedModel, no_hook, reshard_modules
 from offbeat.session.state import (
@@ -437,7 +437,8 @@ class Session:
             MismatchError: the ranks disagree on the data.
         """
         self._refuse_shards("loader()", "use a DataLoader with a DistributedSampler over all ranks")
-        factory = LoaderFactory(
+        made = make_loader(
+            dataset,
             callbacks=self._callbacks,
             driver=self._traffic.counting.inner,
             control=self._control,
@@ -445,9 +446,6 @@ class Session:
             weigh=self.weigh,
             notify=self._notices.notify,
             returns=self._returns,
-        )
-        made = factory.loader(
-            dataset,
             seed=seed,
             batch_size=batch_size,
             max_batch_size=max_batch_size,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Store
 
 from offbeat.torch_private import new_gloo_backend, new_gloo_device, new_nccl_backend
@@ -24,54 +23,11 @@ WAIT_LIMIT = timedelta(days=1)
 _MAX_TRIES = 5
 
 
-class BackendWork(Protocol):
-    """PyTorch's handle of an operation under way."""
+Backend: TypeAlias = Any
+"""A process group of gloo or NCCL, of which PyTorch's stubs do not say what both can do."""
 
-    def wait(self, timeout: timedelta = ...) -> bool: ...
-
-    def is_completed(self) -> bool: ...
-
-
-class Backend(Protocol):
-    """What the process groups of gloo and NCCL have in common, which PyTorch's stubs do not say."""
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
-
-    def allreduce(
-        self, tensors: list[torch.Tensor], options: dist.AllreduceOptions
-    ) -> BackendWork: ...
-
-    def broadcast(
-        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
-    ) -> BackendWork: ...
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]
-    ) -> BackendWork: ...
-
-    def reduce_scatter(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[list[torch.Tensor]],
-        options: dist.ReduceScatterOptions,
-    ) -> BackendWork: ...
-
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_sizes: list[int],
-        input_sizes: list[int],
-        options: dist.AllToAllOptions,
-    ) -> BackendWork: ...
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> BackendWork: ...
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> BackendWork: ...
-
-    def abort(self) -> None: ...
+BackendWork: TypeAlias = Any
+"""Its handle of an operation under way, with `wait` and `is_completed`."""
 
 
 class Backends(Protocol):
@@ -85,13 +41,11 @@ class Backends(Protocol):
 
     def backend_for(self, tensor: torch.Tensor) -> Backend:
         """The backend that carries `tensor`. Raises `PeerError` when it has been closed."""
-        ...
 
     def wait(self, work: BackendWork) -> None:
         """Return when `work` is over. Raises `PeerError` when a rank is dead that it waits for,
         which the work's own `wait` may not notice.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +93,7 @@ def gloo_backend(
         RuntimeError: it took longer.
     """
     # Only connecting has a short limit: a wait that times out closes its pair for good.
-    backend = new_gloo_backend(
+    return new_gloo_backend(
         store,
         rank,
         world_size,
@@ -147,9 +101,8 @@ def gloo_backend(
         connect_limit=timedelta(seconds=connect_limit_s),
         wait_limit=WAIT_LIMIT,
     )
-    return cast(Backend, backend)
 
 
 def nccl_backend(store: Store, rank: int, world_size: int) -> Backend:
     """An NCCL backend, for the current CUDA device."""
-    return cast(Backend, new_nccl_backend(store, rank, world_size, wait_limit=WAIT_LIMIT))
+    return new_nccl_backend(store, rank, world_size, wait_limit=WAIT_LIMIT)

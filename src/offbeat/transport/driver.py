@@ -42,13 +42,11 @@ class Ticket(Protocol):
         """Whether `wait` would return (or raise) at once. Never blocks; may be pessimistic where a
         backend cannot tell.
         """
-        ...
 
     def wait(self) -> Any:
         """Block until the operation is over and return its result, or raise what went wrong (an
         `OffbeatError`).
         """
-        ...
 
 
 class Finished:
