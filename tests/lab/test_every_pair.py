@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,8 +62,6 @@ def refusal(task: str, strategy: str) -> str | None:
         return "is not known to step with each element by itself"
     if strategy in ("onebitadam", "zerooneadam") and task in ("digits", "images", "mnist", "xmc"):
         return "freezes the second moments of torch.optim.Adam"
-    if strategy == "torchft-localsgd" and find_spec("torchft") is None:
-        return "needs torchft"
     return None
 
 

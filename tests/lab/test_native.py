@@ -29,11 +29,6 @@ from offbeat_lab.tasks import TASKS
 # where torch allows it.
 
 
-HERE = [
-    name for name in NATIVE if not name.startswith("torchft")
-]  # the others need what may not be installed
-
-
 def test_they_stand_beside_offbeats_own_and_not_in_their_place() -> None:
     assert not NATIVE.keys() & REGISTRY.keys()
     assert RECIPES.keys() == NATIVE.keys() | SCRIPT_STRATEGIES.keys()
@@ -74,7 +69,7 @@ def test_bad_options_are_refused(name: str, options: dict[str, str], message: st
         build_strategy(name, options)
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", NATIVE)
 def test_what_torch_does_not_let_anybody_save_is_not_resumed(name: str) -> None:
     stored = resolve(Request(task="digits", strategy=name, workers=2, steps=4))
     if NATIVE[name].resumable:
@@ -91,7 +86,7 @@ def test_state_that_would_be_lost_is_known() -> None:
     """Error feedback and the averager's count are the hooks' own; plain reductions keep nothing."""
     assert not PowerSGDHook.resumable
     assert not PostLocalSGD.resumable
-    assert [name for name in HERE if NATIVE[name].resumable] == [
+    assert [name for name in NATIVE if NATIVE[name].resumable] == [
         "ddp",
         "ddp-fp16",
         "ddp-bf16",
@@ -257,7 +252,7 @@ def test_steps_are_counted_until_it_is_closed(wrap: Any) -> None:
     model = nn.Linear(2, 1)
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
     meter = CommunicationMeter(2)
-    with NativeSession(model, optimizer, meter, notices=["a remark"]) as session:
+    with NativeSession(model, optimizer, meter) as session:
         for _ in range(3):
             session.module(torch.ones(1, 2)).sum().backward()
             session.optimizer.step()
@@ -270,6 +265,6 @@ def test_steps_are_counted_until_it_is_closed(wrap: Any) -> None:
             2,
         )
         assert (stats.wait_s, stats.encode_s, stats.skipped_steps) == (0.0, 0.0, 0)
-        assert (session.notices, session.state_dict()) == (["a remark"], {})
+        assert (session.notices, session.state_dict()) == ([], {})
     optimizer.step()
     assert session.stats.steps == 3

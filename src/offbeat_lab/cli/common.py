@@ -31,7 +31,6 @@ NATIVE_NAMES: Final = (
     "ddp-bf16",
     "ddp-powersgd",
     "post-localsgd",
-    "torchft-localsgd",
 )
 """Those of `offbeat_lab.native`, which imports torch."""
 

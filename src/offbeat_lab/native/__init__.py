@@ -14,13 +14,11 @@ from offbeat_lab.native.ddp import (
     Float16,
     PostLocalSGD,
     PowerSGDHook,
-    TorchftLocalSGD,
 )
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 NATIVE: Final[Mapping[str, type[Native]]] = {
-    native.name: native
-    for native in (DDP, Float16, BFloat16, PowerSGDHook, PostLocalSGD, TorchftLocalSGD)
+    native.name: native for native in (DDP, Float16, BFloat16, PowerSGDHook, PostLocalSGD)
 }
 
 __all__ = ["NATIVE", "CommunicationMeter", "Native", "NativeSession"]

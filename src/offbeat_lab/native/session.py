@@ -5,7 +5,7 @@ a session of offbeat's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -111,7 +111,6 @@ class NativeSession:
         module: to be called in the forward pass; it may wrap the model.
         optimizer: to be stepped; it may wrap the user's.
         meter: is called from the strategy's hooks.
-        notices: remarks for the record.
 
     Attributes:
         observers: hear of each step.
@@ -130,12 +129,11 @@ class NativeSession:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         meter: CommunicationMeter,
-        notices: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.meter = meter
-        self.notices = list(notices)
+        self.notices: list[str] = []
         self.observers: list[SessionObserver] = []
         # An optimizer that wraps another one has no hooks of its own.
         inner = getattr(optimizer, "optim", optimizer)
