@@ -25,7 +25,6 @@ from offbeat.run import records
 from offbeat.run.step_recorder import RankRun, StepRecorder
 from offbeat_lab.attaching import TaskModel
 from offbeat_lab.config import Request, recipe_of, resolve, task_of
-from offbeat_lab.emulation.delaying import StepTimeEmulator
 
 WORLD_SIZE = 2
 NUM_STEPS = 1_000
@@ -65,7 +64,6 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
             coordinator=cast(Any, SimpleNamespace(rank=rank, restart=0)),
             attached=attached,
             schedule=cast(Any, schedule),
-            step_time=StepTimeEmulator(None, rank, by_sleeping=False),
         )
         recorder = StepRecorder(run, lambda report: None)
 

@@ -12,11 +12,22 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
 
+from typing_extensions import override
+
+from offbeat.errors import PeerError
 from offbeat.run.coordination import Coordinator
-from offbeat.run.step_recorder import RankRun, StepRecorder
+from offbeat.run.progress import Paused, Reporter
+from offbeat.run.records import StepEvent
+from offbeat.run.step_recorder import RankRun, StepRecorder, phases
+from offbeat_lab.emulation.delaying import StepTimeEmulator
 
 _POLL_S = 0.2
+_LEAST_LOOK_S, _MOST_LOOK_S = 2e-4, 0.02
+_never: Final = threading.Event()
 _STOP = "offbeat-lab/stop"
 
 
@@ -74,6 +85,71 @@ class StepLimit:
             self._raised.notify_all()
 
 
+class EmulatedRecorder(StepRecorder):
+    """Writes the events of a rank whose steps are made longer, and which takes turns.
+
+    Args:
+        run, report, options: as of `StepRecorder`.
+        step_time: what makes its steps longer.
+
+    Attributes:
+        step_time: that.
+        met_s: the last part of the step that is recorded next, in which this rank waited for the
+            others before clocks stop.
+    """
+
+    def __init__(
+        self, run: RankRun, report: Reporter, step_time: StepTimeEmulator, **options: Any
+    ) -> None:
+        super().__init__(run, report, **options)
+        self.step_time, self.met_s = step_time, 0.0
+
+    @override
+    def next_event(self, *, loss: float | None, batch_size: int) -> StepEvent:
+        event, met_s = super().next_event(loss=loss, batch_size=batch_size), self.met_s
+        compute_s, encode_s, wait_s = phases(event.duration_s, event.encode_s, event.wait_s + met_s)
+        self.step_time.exclude_overhead(encode_s, max(0.0, wait_s - met_s))
+        return replace(
+            event,
+            compute_s=compute_s,
+            encode_s=encode_s,
+            wait_s=wait_s,
+            padded_s=self.step_time.slept_s,
+        )
+
+    def leave_out(self, seconds: float) -> None:
+        """So many seconds since the clock was last started belong to no step."""
+        self.restart_clock(self._since_s + seconds)
+
+    def report_paused(self) -> None:
+        """This rank waits until it may do more steps."""
+        self._report(
+            Paused(
+                rank=self.run.coordinator.rank,
+                step=self.run.schedule.position.step,
+                seconds=self.elapsed_s,
+                met_s=self.met_s,
+            )
+        )
+
+
+def barrier(
+    coordinator: Coordinator, name: str, ranks: Sequence[int], *, patience_s: float | None = None
+) -> None:
+    """Return once all of `ranks`, this one among them, are here. A name serves once.
+
+    Raises:
+        PeerError: one of them has died before it came, or is not here after `patience_s` seconds.
+    """
+    coordinator.publish(f"{name}/{coordinator.rank}", "here")
+    until_s = None if patience_s is None else time.monotonic() + patience_s
+    for rank in ranks:
+        if coordinator.text_of(name, rank, None, until_s) is None:
+            raise PeerError(
+                f"worker {rank} did not come to {name!r}: it is dead, or hangs", rank=rank
+            )
+
+
 class Pauses:
     """What makes this rank pause, or stop for good.
 
@@ -89,7 +165,7 @@ class Pauses:
     def __init__(
         self,
         run: RankRun,
-        recorder: StepRecorder,
+        recorder: EmulatedRecorder,
         limit: StepLimit,
         stop_requested: threading.Event,
         *,
@@ -114,13 +190,21 @@ class Pauses:
         clocks_stop |= self._limit.ends_turns and self._limit.is_reached(steps_done)
         if not (self._meets and clocks_stop) or steps_done >= self._run.schedule.target:
             return 0.0
-        begin_s = time.monotonic()
+        begin_s, name = time.monotonic(), f"pause/{steps_done}"
         with self._run.attached.session.resting():
-            coordinator.meet(
-                f"pause/{steps_done}",
-                steps_done,
-                give_up=lambda: self._stop_requested.is_set() or stop_step(coordinator) is not None,
-            )
+            coordinator.publish(f"{name}/{coordinator.rank}", "here")
+            for rank in range(coordinator.world_size):
+                pause_s = _LEAST_LOOK_S
+                # In this order: what a dead rank has not said by now it will never say.
+                while (
+                    coordinator.is_alive(rank, steps_done)
+                    and coordinator.published(f"{name}/{rank}") is None
+                    and not coordinator.has_taken_last_step(rank)
+                    and not self._stop_requested.is_set()
+                    and stop_step(coordinator) is None
+                ):
+                    _never.wait(pause_s)
+                    pause_s = min(2 * pause_s, _MOST_LOOK_S)
         return time.monotonic() - begin_s
 
     def wait_for_turn(self, steps_done: int) -> None:

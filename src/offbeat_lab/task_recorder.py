@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,10 +17,13 @@ from typing_extensions import override
 
 from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.megabatch.claims import MegaBatchShare
+from offbeat.run.progress import Reporter
 from offbeat.run.records import Evaluation, StepEvent
-from offbeat.run.step_recorder import RankRun, StepRecorder
+from offbeat.run.step_recorder import RankRun
 from offbeat_lab.attaching import TaskModel
 from offbeat_lab.breakdown import combine_events
+from offbeat_lab.emulation.delaying import StepTimeEmulator
+from offbeat_lab.pauses import EmulatedRecorder
 from offbeat_lab.records import MegaBatch, Record, Share, add_mega_batch
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule
 from offbeat_lab.tasks import Task
@@ -42,28 +44,28 @@ class TaskRun(RankRun):
     record: Record
     attached: TaskModel
     task: Task
+    step_time: StepTimeEmulator
     schedule: BatchSchedule | ClaimedSchedule
     keeps_models: bool = False
     measures_at_end: bool = False
     kept: list[Evaluation] = field(default_factory=list)
 
 
-class TaskRecorder(StepRecorder):
+class TaskRecorder(EmulatedRecorder):
     """Writes the event of each step, and what each rank did in a mega-batch.
 
     Args:
-        run: of this rank.
-        options: of `StepRecorder`.
+        run, report: as of `StepRecorder`.
     """
 
     run: TaskRun
 
-    def __init__(self, run: TaskRun, *options: Any, **named: Any) -> None:
+    def __init__(self, run: TaskRun, report: Reporter) -> None:
         self._unmerged: list[StepEvent] = []
         self._merged_s = 0.0
         self._in_merge: MegaBatch | None = None
         self._earlier_totals: tuple[float, int] | None = None
-        super().__init__(run, *options, **named)
+        super().__init__(run, report, run.step_time)
 
     @override
     def _earlier(self) -> tuple[float, int]:
@@ -103,7 +105,8 @@ class TaskRecorder(StepRecorder):
             number, epoch: of the mega-batch.
             first_step: the first of the steps that it came to.
         """
-        merge = self._event(loss=self.last_loss, batch_size=0, padded_s=0.0)
+        # Of a merge nothing is slept.
+        merge = super(EmulatedRecorder, self).next_event(loss=self.last_loss, batch_size=0)
         # What was waited for belongs to the last batch, as it does elsewhere.
         events = [
             *self._unmerged[:-1],
@@ -282,7 +285,8 @@ def _measure_at_once(run: TaskRun, recorder: TaskRecorder, *, apart: bool) -> No
         model = run.attached.model if apart and not step else run.attached.averaged_model()
         if leads:
             metric, others = _metrics(run, model)
-            recorder.add_evaluation(metric, others, without=run.attached.session.averaged_without)
+            without = run.attached.session.averaged_without
+            recorder.write_evaluation(recorder.evaluation(metric, others, without=without))
             model.train()
             coordinator.publish("measured", str(step))
     if not apart:

@@ -39,7 +39,7 @@ from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
 from offbeat_lab.config import recipe_of, task_of
 from offbeat_lab.native import NativeSession
-from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.pauses import Pauses, StepLimit, barrier
 from offbeat_lab.records import Record
 from offbeat_lab.schedule import BatchSchedule, ClaimedSchedule, position_from_json
 from offbeat_lab.task_recorder import (
@@ -216,8 +216,8 @@ def train(run: TaskRun, recorder: TaskRecorder, pauses: Pauses) -> None:
             session.weigh(num_samples_of(batch))
         loss = _step(run, recorder, batch, step + 1)
         schedule.advance()
-        met_s = pauses.meet(step + 1, clocks_stop=_clocks_stop(run, step))
-        recorder.step_done(loss=loss, batch_size=num_samples_of(batch), met_s=met_s)
+        recorder.met_s = pauses.meet(step + 1, clocks_stop=_clocks_stop(run, step))
+        recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
         _save_and_evaluate(run, recorder, schedule.position.step - 1)
 
 
@@ -446,8 +446,11 @@ def save(run: TaskRun, name: str, *, patience_s: float = LATE_S) -> None:
             step=of_first.step,
             rank=writers.index(coordinator.rank),
             world_size=len(writers),
-            barrier=lambda: coordinator.barrier(
-                f"{name}/{next(moments)}", writers, patience_s=_HANGS_S if apart else None
+            barrier=lambda: barrier(
+                coordinator,
+                f"{name}/{next(moments)}",
+                writers,
+                patience_s=_HANGS_S if apart else None,
             ),
             metadata={"position": asdict(of_first), "task": run.record.config.task},
         )

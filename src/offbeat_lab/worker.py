@@ -13,26 +13,26 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn
 
+import torch
 from typing_extensions import override
 
 from offbeat.run.config import RunConfig
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
 from offbeat.run.recipes import ScriptRecipe
-from offbeat.run.recording import OpenRecord, ScriptRecorder
-from offbeat.run.records import RunDirectory
-from offbeat.run.step_recorder import StepRecorder, StepTime
+from offbeat.run.recording import REPORT_EVERY_S, OpenRecord, ScriptRecorder
+from offbeat.run.step_recorder import RankRun, StepRecorder
 from offbeat.run.worker import listen_to_supervisor, run_supervised
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import link_delay, script_recipe, step_time
 from offbeat_lab.config import recipe_of
 from offbeat_lab.joining import join, leave
-from offbeat_lab.pauses import Pauses, StepLimit
+from offbeat_lab.pauses import EmulatedRecorder, Pauses, StepLimit
 from offbeat_lab.records import Record
 from offbeat_lab.training import train_rank
 
@@ -158,13 +158,31 @@ class ComparedScript(ScriptRecorder):
         self._turns = turns
         self._pauses: Pauses | None = None
         self._pause: EvaluationPause | None = None
+        self._backward = ExitStack()
 
     @override
-    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
-        return step_time(record, rank)
+    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+        super().loss_seen(loss, scale)
+        recorder = self._recorder
+        if isinstance(recorder, EmulatedRecorder):
+            recorder.step_time.before_backward(recorder.elapsed_s)
+            self._backward.close()
+            self._backward.enter_context(recorder.step_time.backward())
+
+    @override
+    def backward_ended(self) -> None:
+        self._backward.close()
+
+    @override
+    def _recorder_of(self, run: RankRun) -> EmulatedRecorder:
+        longer = step_time(run.record, run.coordinator.rank)
+        return EmulatedRecorder(
+            run, self._report, longer, amendable=True, report_every_s=REPORT_EVERY_S
+        )
 
     @override
     def _training_begins(self, recorder: StepRecorder) -> None:
+        assert isinstance(recorder, EmulatedRecorder)
         run = recorder.run
         alone = run.attached.session.averages_alone
         # Where ranks average alone they would wait for the leader's evaluation too.
@@ -176,15 +194,19 @@ class ComparedScript(ScriptRecorder):
 
     @override
     def _step_begins(self, recorder: StepRecorder) -> None:
+        assert isinstance(recorder, EmulatedRecorder)
         if self._pause is not None:
             began_s = time.monotonic()
             with recorder.run.attached.session.resting():
                 self._pause.wait(recorder.run.schedule.position.step)
             recorder.leave_out(time.monotonic() - began_s)
+        recorder.step_time.begin_step(recorder.run.schedule.position.step + 1)
 
     @override
-    def _meet(self, step: int) -> float:
-        return 0.0 if self._pauses is None else self._pauses.meet(step)
+    def _meet(self, step: int, recorder: StepRecorder) -> None:
+        assert isinstance(recorder, EmulatedRecorder)
+        if self._pauses is not None:
+            recorder.met_s = self._pauses.meet(step)
 
     @override
     def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.errors import PeerError
 from offbeat.run.coordination import Coordinator, record_death
 from offbeat_lab.cluster import Cluster, SpeedChange, Straggling
 from offbeat_lab.compare import turn_steps
 from offbeat_lab.emulation import delaying
 from offbeat_lab.emulation.delaying import StepTimeEmulator
-from offbeat_lab.pauses import Pauses, StepLimit, stop_at
+from offbeat_lab.pauses import Pauses, StepLimit, barrier, stop_at
 from offbeat_lab.worker import EvaluationPause
 
 # No rank of a compared script trains on while the leader evaluates.
@@ -331,6 +332,16 @@ def test_within_a_turn_ranks_wait_for_each_other_where_clocks_stop() -> None:
         assert not waiting.done()
         second.meet(3, clocks_stop=True)
         assert waiting.result(AT_MOST_S) > 0
+
+
+def test_a_barrier_names_who_is_gone() -> None:
+    store = dist.HashStore()
+    first = Coordinator(store, 0, 2, supervised=True)
+    record_death(store, 1, deaths=1)
+    with pytest.raises(PeerError, match="worker 1 did not come to 'written'") as raised:
+        barrier(first, "written", [0, 1])
+    assert raised.value.rank == 1
+    barrier(first, "written alone", [0])
 
 
 # Emulated compute under a clock of its own: whatever is slept, forward and backward take what the

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.errors import ConfigError, PeerError
+from offbeat.errors import ConfigError
 from offbeat.run.coordination import (
     LOOPBACK,
     Coordinator,
@@ -143,15 +143,6 @@ def test_what_a_leader_did_before_it_died_is_done() -> None:
     first.publish("summary", "written")
     assert not second.must_perform("summary", range(2))
     assert second.published("something else") is None
-
-
-def test_a_barrier_names_who_is_gone() -> None:
-    store, (first, _) = coordinators(2)
-    record_death(store, 1, deaths=1)
-    with pytest.raises(PeerError, match="worker 1 did not come to 'written'") as raised:
-        first.barrier("written", [0, 1])
-    assert raised.value.rank == 1
-    first.barrier("written alone", [0])
 
 
 def test_where_nobody_notes_deaths_all_wait_for_all_and_rank_0_leads() -> None:

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -23,7 +23,6 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import Store
 
-from offbeat.errors import PeerError
 from offbeat.transport.connect import RETURN_VARIABLE, launched
 from offbeat.transport.interface import bound_socket
 
@@ -179,7 +178,7 @@ class Coordinator:
         if not self.store.check([decided]):
             until_s = None if patience_s is None else time.monotonic() + patience_s
             texts = {
-                rank: self._text(name, rank, step, until_s, decided)
+                rank: self.text_of(name, rank, step, until_s, decided)
                 for rank in range(self.world_size)
             }
             here = {rank: found for rank, found in texts.items() if found is not None}
@@ -187,46 +186,13 @@ class Coordinator:
             self.store.compare_set(decided, "", json.dumps(list(here.items())))
         return dict(json.loads(self.store.get(decided)))
 
-    def barrier(self, name: str, ranks: Sequence[int], *, patience_s: float | None = None) -> None:
-        """Return once all of `ranks`, this one among them, are here. A name serves once.
-
-        Raises:
-            PeerError: one of them has died before it came, or is not here after `patience_s`
-                seconds.
-        """
-        self.store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
-        until_s = None if patience_s is None else time.monotonic() + patience_s
-        for rank in ranks:
-            if self._text(name, rank, None, until_s) is None:
-                raise PeerError(
-                    f"worker {rank} did not come to {name!r}: it is dead, or hangs", rank=rank
-                )
-
-    def meet(self, name: str, step: int, *, give_up: Callable[[], bool]) -> None:
-        """Wait until every rank that lives has come here too, has said that it does no more steps,
-        or `give_up` says so.
-
-        Args:
-            name: of this meeting; serves once.
-            step: a rank that came back is waited for if it took part in this step.
-            give_up: is asked now and then.
-        """
-        self.store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
-        for rank in range(self.world_size):
-            pause_s = 2e-4
-            # In this order: what a dead rank has not said by now it will never say.
-            while (
-                self.is_alive(rank, step)
-                and self.published(f"{name}/{rank}") is None
-                and not self.store.check([_no_more_steps_key(rank)])
-                and not give_up()
-            ):
-                _never.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
     def take_no_more_steps(self) -> None:
-        """No rank is to wait for this one in `meet` any more."""
+        """No rank is to wait for another step of this one."""
         self.store.set(_no_more_steps_key(self.rank), "")
+
+    def has_taken_last_step(self, rank: int) -> bool:
+        """Whether `rank` has said `take_no_more_steps`."""
+        return self.store.check([_no_more_steps_key(rank)])
 
     @property
     def step(self) -> int:
@@ -274,7 +240,7 @@ class Coordinator:
                 return False
         return True
 
-    def _text(
+    def text_of(
         self,
         name: str,
         rank: int,

@@ -16,7 +16,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +38,6 @@ from offbeat.run.step_recorder import (
     Position,
     RankRun,
     StepRecorder,
-    StepTime,
 )
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
@@ -137,7 +135,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._losses_seen = False
         self._num_samples = 0
         self._step_has_begun = self._has_evaluated = self._was_asked = False
-        self._backward = ExitStack()
         self._evaluated_s = 0.0
 
     # What the script does
@@ -171,14 +168,11 @@ class ScriptRecorder(SessionObserver, ModelListener):
             coordinator=coordinator,
             attached=attached,
             schedule=self._length,
-            step_time=self._step_time(record, coordinator.rank),
         )
         if coordinator.restart:
             coordinator.rejoin_at(step + 1)
             self._report(Joined(rank=coordinator.rank, step=step, counts_anew=not self._was_asked))
-        self._recorder = StepRecorder(
-            run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
-        )
+        self._recorder = self._recorder_of(run)
         self._training_begins(self._recorder)
         self._recorder.restart_clock()
 
@@ -196,14 +190,6 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if loss.numel() == 1:
             # Read when the step is over: a GPU would first have to end the forward pass here.
             self._losses_of_step.append(loss.detach().float() / scale)
-        step_time = self._recorder.run.step_time
-        step_time.before_backward(self._recorder.elapsed_s)
-        self._backward.close()
-        self._backward.enter_context(step_time.backward())
-
-    def backward_ended(self) -> None:
-        """What `loss_seen` announced is over."""
-        self._backward.close()
 
     def evaluates(self) -> None:
         """The script puts a model out of training mode: what follows belongs to no step."""
@@ -241,8 +227,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         step = self._length.position.step
         loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
         self._losses_seen = self._losses_seen or loss is not None
-        met_s = self._meet(step)
-        recorder.step_done(loss=loss, batch_size=self._num_samples, met_s=met_s)
+        self._meet(step, recorder)
+        recorder.step_done(loss=loss, batch_size=self._num_samples)
         self._step_is_recorded(step, recorder)
         if loss is not None:
             self._losses.append(loss)
@@ -308,17 +294,15 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self._step_has_begun = True
         self._evaluation_ends()
-        self._step_begins(recorder)
         if self._has_evaluated:
             recorder.restart_clock()
             self._has_evaluated = False
-        recorder.run.step_time.begin_step(self._length.position.step + 1)
+        self._step_begins(recorder)
 
     # What a run that shares its machine with others does besides
 
-    def _step_time(self, record: RunDirectory, rank: int) -> StepTime:
-        """What makes the steps of `rank` longer."""
-        return StepTime()
+    def _recorder_of(self, run: RankRun) -> StepRecorder:
+        return StepRecorder(run, self._report, amendable=True, report_every_s=REPORT_EVERY_S)
 
     def _training_begins(self, recorder: StepRecorder) -> None:
         """Before the first step."""
@@ -326,9 +310,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def _step_begins(self, recorder: StepRecorder) -> None:
         """Before the first thing that is seen of a step."""
 
-    def _meet(self, step: int) -> float:
-        """Wait for other ranks at the end of `step`; returns for how many seconds."""
-        return 0.0
+    def _meet(self, step: int, recorder: StepRecorder) -> None:
+        """At the end of `step`, before it is recorded."""
 
     def _step_is_recorded(self, step: int, recorder: StepRecorder) -> None:
         """`step` has its event."""

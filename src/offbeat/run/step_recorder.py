@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import nn
 
 from offbeat.run.coordination import Coordinator
-from offbeat.run.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
+from offbeat.run.progress import ELAPSED_VARIABLE, Remark, Reporter, WorkerProgress
 from offbeat.run.records import Evaluation, EventWriter, RunDirectory, StepEvent
 from offbeat.session.loggers import LiveMetrics, named_loggers
 from offbeat.session.metrics import SessionObserver
@@ -70,37 +70,6 @@ class AttachedModel:
     session: ExchangeSession
 
 
-class StepTime:
-    """What makes a worker's steps longer than they are: nothing, unless a subclass emulates a
-    slower device.
-
-    Attributes:
-        slept_s: seconds slept in the current step.
-        num_late: steps that took longer than they were to take.
-    """
-
-    slept_s = 0.0
-    num_late = 0
-
-    def begin_step(self, step: int) -> None:
-        """Step `step`, counted from 1, begins."""
-
-    def before_backward(self, elapsed_s: float, *, size: float = 1.0) -> None:
-        """The forward pass is done.
-
-        Args:
-            elapsed_s: training time so far.
-            size: of this batch in usual ones.
-        """
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Around the backward pass."""
-        return nullcontext()
-
-    def exclude_overhead(self, encode_s: float, wait_s: float) -> None:
-        """Of the last backward pass, encoding took `encode_s`, and waiting `wait_s`."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Position:
     """How far a run is, the same on every rank.
@@ -135,7 +104,6 @@ class RankRun:
     coordinator: Coordinator
     attached: AttachedModel
     schedule: RunLength
-    step_time: StepTime = field(default_factory=StepTime)
     notices: list[str] = field(default_factory=list)
 
 
@@ -191,7 +159,6 @@ class StepRecorder:
         self.num_samples = 0
         self.last_loss: float | None = None
         self._metric: float | None = None
-        self._met_s = 0.0
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         if run.coordinator.rank == 0 and not run.coordinator.restart:
             for notice in run.attached.session.notices:
@@ -223,20 +190,13 @@ class StepRecorder:
         self._live = self._live_metrics()
         self.restart_clock()
 
-    def step_done(self, *, loss: float | None, batch_size: int, met_s: float = 0.0) -> None:
-        """Record a step. `met_s`: the last part of it, in which this rank waited for the others
-        before clocks stop.
-        """
-        event = self._event(
-            loss=loss, batch_size=batch_size, padded_s=self.run.step_time.slept_s, met_s=met_s
-        )
-        self._met_s = met_s
-        self.run.step_time.exclude_overhead(event.encode_s, max(0.0, event.wait_s - met_s))
+    def step_done(self, *, loss: float | None, batch_size: int) -> None:
+        """Record a step."""
+        self._add(self.next_event(loss=loss, batch_size=batch_size))
         self.num_samples += batch_size
         self.last_loss = loss
         if self._live is not None and loss is not None:
             self._live.loss_seen(loss)
-        self._add(event)
         self._report_if_due()
 
     def _add(self, event: StepEvent) -> None:
@@ -247,15 +207,13 @@ class StepRecorder:
         self.last_loss = loss
         self._events.amend_loss(loss)
 
-    def _event(
-        self, *, loss: float | None, batch_size: int, padded_s: float, met_s: float = 0.0
-    ) -> StepEvent:
+    def next_event(self, *, loss: float | None, batch_size: int) -> StepEvent:
         """What has happened since the event before."""
         now_s = time.monotonic()
         run, stats, before = self.run, self.run.attached.session.stats, self._before
         step_s = now_s - self._since_s
         compute_s, encode_s, wait_s = phases(
-            step_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s + met_s
+            step_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s
         )
         event = StepEvent(
             step=run.schedule.position.step,
@@ -267,7 +225,7 @@ class StepRecorder:
             compute_s=compute_s,
             encode_s=encode_s,
             wait_s=wait_s,
-            padded_s=padded_s,
+            padded_s=0.0,
             bytes_sent=stats.bytes_sent - before.bytes_sent,
             messages_sent=stats.messages_sent - before.messages_sent,
             skipped=stats.skipped_steps > before.skipped_steps,
@@ -292,22 +250,12 @@ class StepRecorder:
         """
         self._since_s = time.monotonic() if since_s is None else since_s
 
-    def leave_out(self, seconds: float) -> None:
-        """So many seconds since the clock was last started belong to no step."""
-        self._since_s += seconds
-
-    def add_evaluation(
-        self, metric: float, others: Mapping[str, float], *, without: Collection[int] = ()
-    ) -> None:
-        """This rank leads and has measured the metric, and whatever else the task measures.
-        `without`: the ranks whose models the measured mean lacks.
-        """
-        self.write_evaluation(self.evaluation(metric, others, without=without))
-
     def evaluation(
         self, metric: float, others: Mapping[str, float], *, without: Collection[int] = ()
     ) -> Evaluation:
-        """What `add_evaluation` writes, for `write_evaluation` later."""
+        """What `write_evaluation` is to be given where this rank leads and has measured the metric,
+        and whatever else the task measures. `without`: the ranks whose models the mean lacks.
+        """
         earlier_s, earlier_bytes = self._earlier()
         return Evaluation(
             step=self.run.schedule.position.step,
@@ -324,17 +272,6 @@ class StepRecorder:
         """Add `evaluation` to the record."""
         self._metric = evaluation.metric
         self._events.add_evaluation(evaluation)
-
-    def report_paused(self) -> None:
-        """This rank waits until it may do more steps."""
-        self._report(
-            Paused(
-                rank=self.run.coordinator.rank,
-                step=self.run.schedule.position.step,
-                seconds=self.elapsed_s,
-                met_s=self._met_s,
-            )
-        )
 
     def close(self) -> None:
         self._events.close()

@@ -23,10 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from typing_extensions import override
-
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
-from offbeat.run.step_recorder import StepTime
 from offbeat.transport.driver import Driver, Finished, Ticket, Wrapper
 from offbeat.transport.operations import (
     DenseOperation,
@@ -289,7 +286,7 @@ class _LateMessageOfAny:
         return when_s < math.inf and self._alarm.done()
 
 
-class StepTimeEmulator(StepTime):
+class StepTimeEmulator:
     """Makes one worker's steps as long as the cluster says, by sleeping: workers that are late,
     workers that are slow, and steps as long as an accelerator's.
 
@@ -321,7 +318,6 @@ class StepTimeEmulator(StepTime):
         self.num_late = 0
         """Steps whose own computing already took longer than it was to take altogether."""
 
-    @override
     def begin_step(self, step: int) -> None:
         """Step `step`, counted from 1, begins. Sleep first, if this worker is to be late in it."""
         self.slept_s = 0.0
@@ -329,7 +325,6 @@ class StepTimeEmulator(StepTime):
             self._sleep(self._cluster.delay_s(self._rank, step))
         self._began_s = time.monotonic()
 
-    @override
     def before_backward(self, elapsed_s: float, *, size: float = 1.0) -> None:
         """The forward pass is done.
 
@@ -350,7 +345,6 @@ class StepTimeEmulator(StepTime):
         elif self._by_sleeping:
             self._sleep((forward_s + backward_s) * (1 / speed - 1))
 
-    @override
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward pass, to learn how long the next one will take."""
@@ -362,7 +356,6 @@ class StepTimeEmulator(StepTime):
         self._backward_s = time.monotonic() - before_s
         self._backward_cpu_s = time.thread_time() - before_cpu_s
 
-    @override
     def exclude_overhead(self, encode_s: float, wait_s: float) -> None:
         """Of the last backward pass, the strategy's own work took `encode_s`, and `wait_s` were
         spent waiting.
