@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/sharded_gpt.py --shards 2 --hsdp       # PyTorch's own
 
 The script knows nothing of offbeat. With `--hsdp` FSDP exchanges between nodes itself, in each
-step; without, nobody does unless `offbeat run` starts the script.
+step, unless `offbeat run` starts the script; without, nobody does unless `offbeat run` does.
 """
 
 from __future__ import annotations

@@ -298,8 +298,12 @@ def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunR
 
 
 @pytest.mark.parametrize(
-    ("strategy", "steps", "tolerance"),
-    [("allreduce", 5, 1e-3), pytest.param("localsgd", 60, 1e-2, marks=pytest.mark.slow)],
+    ("strategy", "steps", "tolerance", "flags"),
+    [
+        ("allreduce", 5, 1e-3, []),
+        ("allreduce", 5, 1e-3, ["--hsdp"]),
+        pytest.param("localsgd", 60, 1e-2, [], marks=pytest.mark.slow),
+    ],
 )
 def test_a_sharded_script_trains_as_with_native_hsdp(
     run_ranks: RunRanks,
@@ -308,10 +312,11 @@ def test_a_sharded_script_trains_as_with_native_hsdp(
     strategy: str,
     steps: int,
     tolerance: float,
+    flags: list[str],
 ) -> None:
     expected = run_ranks(example, 4, arguments={"shards": 2, "steps": steps, "hsdp": True})
     script = Path(__file__).parents[2] / "examples" / "sharded_gpt.py"
-    command = script_command([str(script), "--shards", "2", "--steps", str(steps)])
+    command = script_command([str(script), "--shards", "2", "--steps", str(steps), *flags])
     outcome = run_script(
         script_config(command, strategy, workers=4),
         out=tmp_path / "record",

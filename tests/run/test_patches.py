@@ -226,6 +226,16 @@ def test_a_forward_pass_of_a_divided_module_is_heard_of(heard: Heard) -> None:
     assert heard.events == [("sharded_forward_begins", net)]
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_fsdp_exchanges_no_gradients_between_islands(group: None, exchanges: bool) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("across", "inside"))
+    net: Any = torch.nn.Linear(3, 2)
+    with patched(Heard(), exchanges=exchanges, ddp_options={}):
+        fsdp.fully_shard(net, mesh=mesh)
+    expected = ("across", "inside") if exchanges else ("inside",)
+    assert net.weight.device_mesh.mesh_dim_names == expected
+
+
 def test_ddp_may_exchange_itself_with_other_options(group: None) -> None:
     heard = Heard()
     with patched(heard, exchanges=True, ddp_options={"bucket_cap_mb": 3}):

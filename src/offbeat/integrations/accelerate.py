@@ -7,6 +7,13 @@
 The loop inside stays as it is, `accelerator.backward` and `accelerator.accumulate` included.
 `accelerator.save_state` writes each rank's part of the strategy's state with the rest, and
 `accelerator.load_state` reads it.
+
+With FSDP2 the model is divided inside an island, and the strategy trains between islands:
+
+    Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+        parallelism_config=IslandsConfig(dp_replicate_size=nodes, dp_shard_size=gpus),
+    )
 """
 
 from __future__ import annotations
@@ -15,18 +22,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 import offbeat
+from offbeat.errors import UnsupportedError
 from offbeat.integrations.framework import FrameworkSession, as_strategy
-from offbeat.integrations.state_files import load_state, save_state
+from offbeat.integrations.state_files import load_state, make_state, save_state
 from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
+from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
 
 try:
     import accelerate
+    from accelerate.parallelism_config import ParallelismConfig
 except ImportError as error:
     raise ImportError(
         "offbeat.integrations.accelerate needs accelerate, which `pip install"
@@ -35,6 +46,57 @@ except ImportError as error:
 
 STATE_DIRECTORY = "offbeat"
 """In a directory that Accelerate saves its state in."""
+
+
+class IslandsConfig(ParallelismConfig):
+    """Accelerate's `ParallelismConfig`, with FSDP inside islands of `dp_shard_size` ranks alone:
+    between the `dp_replicate_size` islands a strategy of offbeat's exchanges.
+    """
+
+    @property
+    @override
+    def fsdp_dim_names(self) -> list[str]:
+        return [name for name in super().fsdp_dim_names if name != "dp_replicate"]
+
+
+def across_islands(model: torch.nn.Module, state: Any, strategy: Strategy) -> DeviceMesh | None:
+    """The mesh that crosses islands, for a model that Accelerate has divided; None: it is whole.
+
+    Args:
+        model: prepared.
+        state: of Accelerate.
+        strategy: that is to train it.
+
+    Raises:
+        UnsupportedError: it is divided so that nothing is left to be exchanged between islands.
+    """
+    if not is_sharded(model):
+        return None
+    if not isinstance(state.parallelism_config, IslandsConfig) or (
+        not state.parallelism_config.dp_replicate_enabled
+    ):
+        raise UnsupportedError(
+            f"Accelerate has divided the model among all ranks, so {strategy.name} has nothing to"
+            " exchange; pass Accelerator, or TrainingArguments, parallelism_config="
+            "offbeat.integrations.accelerate.IslandsConfig(dp_replicate_size=..., dp_shard_size="
+            "...) with at least two islands, and fsdp_version 2"
+        )
+    mesh: DeviceMesh = state.device_mesh["dp_replicate"]
+    return mesh
+
+
+def refuse_mixed_files(state: Any, strategy: Strategy) -> None:
+    """Raise `UnsupportedError` where a checkpoint would have some shards of one island and some of
+    another, whose models or optimizers differ: of what has one name on all islands PyTorch writes
+    each shard by whichever rank has least to write.
+    """
+    plugin = getattr(state, "fsdp_plugin", None)
+    if strategy.replicas_differ and "SHARDED" in str(getattr(plugin, "state_dict_type", "")):
+        raise UnsupportedError(
+            f"islands differ between averages of {strategy.name}, and a checkpoint of kind"
+            " SHARDED_STATE_DICT would mix their shards; use state_dict_type='FULL_STATE_DICT' in"
+            " the FSDP plugin or in fsdp_config"
+        )
 
 
 class AcceleratedSession(FrameworkSession):
@@ -55,6 +117,7 @@ class AcceleratedSession(FrameworkSession):
         optimizer: torch.optim.Optimizer,
     ) -> None:
         super().__init__(session, model, optimizer)
+        self._state = accelerator.state
         self._handles: list[Any] = [
             accelerator.register_save_state_pre_hook(self._saves),
             accelerator.register_load_state_pre_hook(self._loads),
@@ -67,9 +130,13 @@ class AcceleratedSession(FrameworkSession):
         super().close(error)
 
     def _saves(self, models: object, weights: object, directory: str) -> None:
-        save_state(Path(directory) / STATE_DIRECTORY, self.session.state_dict(), tag="")
+        if is_sharded(self.model):
+            refuse_mixed_files(self._state, self.session.strategy)
+        save_state(Path(directory) / STATE_DIRECTORY, self.state_to_save(), tag="")
 
     def _loads(self, models: object, directory: str) -> None:
+        if is_sharded(self.model):
+            make_state(self.model, self.optimizer)
         load_state(Path(directory) / STATE_DIRECTORY, self.session, tag="")
 
 
@@ -94,11 +161,12 @@ def attach(
     Raises:
         ConfigError, UnsupportedError: this cannot work; see `offbeat.attach`.
     """
-    inner = accelerator.unwrap_model(model)
+    inner, strategy = accelerator.unwrap_model(model), as_strategy(strategy)
     session = offbeat.attach(
         inner,
         optimizer,
-        as_strategy(strategy),
+        strategy,
+        mesh=across_islands(inner, accelerator.state, strategy),
         scaler=getattr(optimizer, "scaler", None),
         recorder=recorder,
     )

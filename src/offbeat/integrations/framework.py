@@ -27,6 +27,7 @@ from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import ConfigError, UnsupportedError, nearest
 from offbeat.run.evaluation import EvaluationWeights
 from offbeat.session.session import Session
+from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.registry import REGISTRY
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
@@ -43,7 +44,7 @@ class FrameworkSession:
         optimizer: that steps it.
 
     Attributes:
-        session, model: the same.
+        session, model, optimizer: the same.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class FrameworkSession:
     ) -> None:
         self.session = session
         self.model = model
+        self.optimizer = optimizer
         self._evaluation: EvaluationWeights | None = None
         if session.strategy.replicas_differ:
             self._evaluation = EvaluationWeights(session, model, optimizer)
@@ -73,6 +75,25 @@ class FrameworkSession:
         if self._evaluation is not None and self._evaluates:
             self._evaluates = False
             self._evaluation.training_goes_on()
+
+    def state_to_save(self) -> dict[str, Any]:
+        """The session's state, for a checkpoint of the framework's.
+
+        Raises:
+            UnsupportedError: that could not be read, since the optimizer of a model that is divided
+                has no state: its momentum is at work in the session.
+        """
+        optimizer = self.optimizer
+        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        entries = optimizer.state_dict()["state"].values() if has_momentum else ()
+        shown = [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
+        if is_sharded(self.model) and has_momentum and not shown:
+            raise UnsupportedError(
+                f"{self.session.strategy.name} has taken over SGD's momentum, and the framework"
+                " could not load a checkpoint of a divided model without it; pass the strategy"
+                " momentum_correction=None"
+            )
+        return self.session.state_dict()
 
     def silence(self, ddp: DistributedDataParallel) -> None:
         """`ddp` exchanges nothing any more, until the session ends."""

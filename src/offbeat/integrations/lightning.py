@@ -1,5 +1,5 @@
 """A strategy of offbeat's in Lightning: `OffbeatStrategy` for the Trainer, `OffbeatFabricStrategy`
-for Fabric.
+for Fabric, and `OffbeatModelParallelStrategy` for a Trainer whose model `fully_shard` divides.
 
     import offbeat.integrations.lightning  # registers the names
 
@@ -25,9 +25,13 @@ import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 import offbeat
@@ -35,6 +39,7 @@ from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.integrations.framework import FrameworkSession, as_strategy, names_for_frameworks
 from offbeat.integrations.state_files import (
     load_state,
+    make_state,
     remove_state,
     save_state,
     state_directory,
@@ -46,7 +51,13 @@ from offbeat.strategies.base import Strategy
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        ParallelStrategy,
+        StrategyRegistry,
+    )
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError(
@@ -65,19 +76,13 @@ _OF_DDP: Final = frozenset(
 )
 
 
-class OffbeatStrategy(DDPStrategy):
-    """A strategy of offbeat's for Lightning's Trainer.
+class _FitStrategy(ParallelStrategy):
+    """A session for the time of a fit, whatever divides the model.
 
     Args:
         offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
         recorder: writes the session's steps down; see `offbeat.attach`.
-        options: of Lightning's `DDPStrategy` that say how processes are started.
-
-    Attributes:
-        offbeat_session: while a fit is under way.
-
-    Raises:
-        ConfigError: there is no such strategy, or an option is of DDP's own exchange.
+        options: of Lightning's strategy.
     """
 
     def __init__(
@@ -87,21 +92,15 @@ class OffbeatStrategy(DDPStrategy):
         recorder: SessionRecorder | None = None,
         **options: Any,
     ) -> None:
-        _check_options(options)
         super().__init__(**options)
         self._strategy = as_strategy(offbeat_strategy)
         self._recorder = recorder
         self._running: FrameworkSession | None = None
         self._last_state: Mapping[str, Any] | None = None
-        self._loaded_from: Path | None = None
 
     @property
     def offbeat_session(self) -> Session | None:
         return None if self._running is None else self._running.session
-
-    @override
-    def configure_ddp(self) -> None:
-        """The model stays as it is."""
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -111,15 +110,16 @@ class OffbeatStrategy(DDPStrategy):
         if len(self.optimizers) != 1:
             raise UnsupportedError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, and"
-                " OffbeatStrategy works with one; put the parameters into groups of one optimizer"
+                f" {type(self).__name__} works with one; put the parameters into groups of one"
+                " optimizer"
             )
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         clip_norm = trainer.gradient_clip_val if by_norm else None
         strategy = as_strategy(self._strategy, clip_norm=clip_norm or None)
-        (optimizer,), module = self.optimizers, self.lightning_module
+        (optimizer,), (module, mesh) = self.optimizers, self._attached()
         scaler = getattr(self.precision_plugin, "scaler", None)
         session = offbeat.attach(
-            module, optimizer, strategy, scaler=scaler, recorder=self._recorder
+            module, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
         )
         self._running = FrameworkSession(session, module, optimizer)
         self._last_state = None
@@ -129,6 +129,10 @@ class OffbeatStrategy(DDPStrategy):
                 session.clip_grad_norm_(clip_val)
 
         self.precision_plugin.clip_grad_by_norm = clip
+
+    def _attached(self) -> tuple[torch.nn.Module, DeviceMesh | None]:
+        """What the session is attached to, and the mesh that crosses islands."""
+        return self.lightning_module, None
 
     @contextmanager
     @override
@@ -151,26 +155,12 @@ class OffbeatStrategy(DDPStrategy):
             self._running.evaluates()
         return super().validation_step(*args, **kwargs)
 
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        state = self._last_state if self._running is None else self._running.session.state_dict()
+    def _save_state(self, checkpoint: dict[str, Any], filepath: Any) -> None:
+        """Write the session's state beside a checkpoint, which is told of it."""
+        state = self._last_state if self._running is None else self._running.state_to_save()
         if state is not None and "optimizer_states" in checkpoint:
             checkpoint[STATE_KEY] = tag = self.broadcast(secrets.token_hex(8))
             save_state(state_directory(filepath), state, tag=tag)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        self._loaded_from = state_directory(os.path.realpath(checkpoint_path))
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._running is not None and self._loaded_from is not None and STATE_KEY in checkpoint:
-            load_state(self._loaded_from, self._running.session, tag=checkpoint[STATE_KEY])
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -196,6 +186,156 @@ class OffbeatStrategy(DDPStrategy):
         if error is None:
             self._last_state = running.session.state_dict()
         running.close(error)
+
+
+class OffbeatStrategy(_FitStrategy, DDPStrategy):
+    """A strategy of offbeat's for Lightning's Trainer.
+
+    Args:
+        offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
+        recorder: writes the session's steps down; see `offbeat.attach`.
+        options: of Lightning's `DDPStrategy` that say how processes are started.
+
+    Attributes:
+        offbeat_session: while a fit is under way.
+
+    Raises:
+        ConfigError: there is no such strategy, or an option is of DDP's own exchange.
+    """
+
+    def __init__(self, offbeat_strategy: Strategy | str, **options: Any) -> None:
+        _check_options(options)
+        super().__init__(offbeat_strategy, **options)
+        self._loaded_from: Path | None = None
+
+    @override
+    def configure_ddp(self) -> None:
+        """The model stays as it is."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        self._save_state(checkpoint, filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        self._loaded_from = state_directory(os.path.realpath(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._running is not None and self._loaded_from is not None and STATE_KEY in checkpoint:
+            load_state(self._loaded_from, self._running.session, tag=checkpoint[STATE_KEY])
+
+
+class OffbeatModelParallelStrategy(_FitStrategy, ModelParallelStrategy):
+    """A strategy of offbeat's between islands, for a model that `fully_shard` divides inside each
+    of them, with Lightning's Trainer.
+
+    It takes the place of `ModelParallelStrategy`, and `configure_model` stays as it is:
+    `self.device_mesh["data_parallel"]` are the ranks of one island.
+
+    Args:
+        offbeat_strategy: such as `offbeat.LocalSGD()`, or a name such as "localsgd".
+        data_parallel_size: the ranks of an island; "auto": those of a node.
+        recorder: writes the session's steps down; see `offbeat.attach`.
+        options: `process_group_backend` and `timeout`, of Lightning's strategy.
+
+    Attributes:
+        offbeat_session: while a fit is under way.
+
+    Raises:
+        ConfigError: there is no such strategy or option.
+    """
+
+    def __init__(
+        self,
+        offbeat_strategy: Strategy | str,
+        *,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        recorder: SessionRecorder | None = None,
+        **options: Any,
+    ) -> None:
+        if foreign := sorted(set(options) - {"process_group_backend", "timeout"}):
+            raise ConfigError(
+                f"{', '.join(foreign)} is no option here: an island is divided by fully_shard()"
+                " alone, and each rank saves its shards; there are data_parallel_size,"
+                " process_group_backend and timeout"
+            )
+        super().__init__(offbeat_strategy, recorder=recorder, **options)
+        self._num_shards = data_parallel_size
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        num_shards = self.num_processes if self._num_shards == "auto" else self._num_shards
+        if self.world_size % num_shards:
+            raise ConfigError(
+                f"{self.world_size} ranks cannot be islands of {num_shards}; start a multiple of"
+                " that, or pass another data_parallel_size"
+            )
+        self._device_mesh = self.lightning_module._device_mesh = init_device_mesh(
+            self.root_device.type,
+            (self.world_size // num_shards, num_shards, 1),
+            mesh_dim_names=("replicate", "data_parallel", "tensor_parallel"),
+        )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank of every island has samples of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def _attached(self) -> tuple[torch.nn.Module, DeviceMesh | None]:
+        """The module that was divided, since a LightningModule itself mostly is not."""
+        module: torch.nn.Module = self.lightning_module
+        divided: Any = next(
+            (each for each in module.modules() if isinstance(each, FSDPModule)), module
+        )
+        known = {id(parameter) for parameter in divided.parameters()}
+        if not known.issuperset(map(id, module.parameters())):
+            raise UnsupportedError(
+                "the LightningModule has parameters outside of the first module that"
+                " fully_shard() has divided; put all of them into one module, and call"
+                " fully_shard() on that one after its blocks, in configure_model"
+            )
+        return divided, self.device_mesh["replicate"]
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """As Lightning's. Of what has one name on all islands the first one's is written: each
+        shard would else be that of whichever island has least to write, and they may differ.
+        """
+        path = Path(self.broadcast(filepath))
+        self._save_state(checkpoint, path)
+        path.mkdir(parents=True, exist_ok=True)
+        states = enumerate(checkpoint.pop("optimizer_states", []))
+        dcp.save(
+            {
+                "state_dict": checkpoint.pop("state_dict"),
+                **{f"optimizer_{number}": state for number, state in states},
+            },
+            checkpoint_id=path,
+            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        )
+        if self.global_rank == 0:
+            torch.save(checkpoint, path / _METADATA_FILENAME)  # noqa: TID251 - Lightning's format
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        if self._running is not None:
+            make_state(self._running.model, self.optimizers[0])
+        rest = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if self._running is not None and STATE_KEY in rest:
+            directory = state_directory(os.path.realpath(checkpoint_path))
+            load_state(directory, self._running.session, tag=rest[STATE_KEY])
+        return rest
 
 
 class OffbeatFabricStrategy(FabricDDPStrategy):

@@ -8,15 +8,23 @@ for example, is different on each. So every rank writes a file of its own, and n
 
 With another number of ranks the states are shared out anew (`offbeat.reshard`), where each rank
 sees all files. Either all ranks take their state up again or none does, and then all say so.
+
+Over islands the state is made of DTensors, and `torch.distributed.checkpoint` writes and reads the
+directory, into whatever number of islands and shards.
 """
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from offbeat.errors import CheckpointError, OffbeatWarning
 from offbeat.session import checkpoint
@@ -31,7 +39,8 @@ def state_directory(path: str | Path) -> Path:
 
 
 def save_state(directory: Path, state: Mapping[str, Any], *, tag: str) -> None:
-    """Write this rank's `state`, of `Session.state_dict`, into `directory`.
+    """Write this rank's `state`, of `Session.state_dict`, into `directory`. Collective over
+    islands.
 
     Args:
         directory: is made.
@@ -48,6 +57,9 @@ def save_state(directory: Path, state: Mapping[str, Any], *, tag: str) -> None:
         )
         return
     directory.mkdir(parents=True, exist_ok=True)
+    if _is_of_island(state):
+        dcp.save({"tag": tag, "session": dict(state)}, checkpoint_id=directory)
+        return
     metadata: dict[str, checkpoint.Json] = {"tag": tag, "world_size": int(state["world_size"])}
     checkpoint.save(directory, _name(int(state["rank"])), dict(state), metadata=metadata)
 
@@ -63,7 +75,10 @@ def load_state(directory: Path, session: Session, *, tag: str) -> bool:
     """
     problem, state = "", None
     try:
-        state = _read(directory, session, tag)
+        if _is_of_island(session.state_dict()):
+            state = _read_islands(directory, session, tag)
+        else:
+            state = _read(directory, session, tag)
     except CheckpointError as error:
         problem = str(error)
     problems = session.gather(problem)
@@ -105,6 +120,39 @@ def _read(directory: Path, session: Session, tag: str) -> dict[str, Any]:
     if len(states) == 1 and states[0].get("world_size") == session.world_size:
         return dict(states[0])
     return reshard(states, session.world_size, session.rank)
+
+
+def _is_of_island(state: Mapping[str, Any]) -> bool:
+    return "num_islands" in state
+
+
+def _read_islands(directory: Path, session: Session, tag: str) -> dict[str, Any]:
+    """This rank's state over islands. Collective: all raise if one cannot read."""
+    wanted: dict[str, Any] = {}
+    problem = ""
+    try:
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+        wanted = {"tag": "", "session": session.state_to_load(metadata)}
+    except (OSError, CheckpointError) as error:
+        problem = f"{directory} has no state of a session over islands: {error}"
+    if problem := next(filter(None, session.gather(problem)), ""):
+        raise CheckpointError(problem)
+    dcp.load(wanted, checkpoint_id=directory)
+    state: dict[str, Any] = wanted["session"]
+    if wanted["tag"] != tag:
+        raise CheckpointError(f"{directory} is of another checkpoint")
+    if state["strategy"] != session.strategy.name:
+        raise CheckpointError(f"{directory} was saved with {state['strategy']!r}")
+    return state
+
+
+def make_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of a model that is divided have its state before a framework loads it.
+
+    `torch.distributed.checkpoint` steps an optimizer that has none, which the session would take
+    for a step of training. A copy of an optimizer has the same state and groups, and no hooks.
+    """
+    get_optimizer_state_dict(model, copy.copy(optimizer))
 
 
 def _name(rank: int) -> str:

@@ -7,7 +7,7 @@ Start the script as for several ranks, by torchrun for example. Gradients that a
 exchanged once; evaluations and saved models are the mean of all ranks'. Each checkpoint directory
 gets each rank's part of the strategy's state, and a resumed training reads it. The Trainer's
 `max_grad_norm` becomes `clip_norm` of a strategy that selects entries, which have to be clipped
-before.
+before. With `fsdp` give `TrainingArguments` an `IslandsConfig`, as in `integrations.accelerate`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from offbeat.integrations.framework import FrameworkSession, as_strategy
 from offbeat.integrations.state_files import load_state, save_state
 from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
+from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 
 try:
+    from accelerate.state import AcceleratorState
     from transformers import TrainerCallback
+
+    from offbeat.integrations.accelerate import across_islands, refuse_mixed_files
 except ImportError as error:
     raise ImportError(
         "offbeat.integrations.transformers needs transformers and accelerate, which `pip install"
@@ -84,7 +88,15 @@ class OffbeatCallback(TrainerCallback):
             self._running.close(RuntimeError("training begins anew"))
         scaler = getattr(optimizer, "scaler", None)
         strategy = as_strategy(self._strategy, clip_norm=args.max_grad_norm or None)
-        session = offbeat.attach(model, optimizer, strategy, scaler=scaler, recorder=self._recorder)
+        mesh = None
+        if is_sharded(model):
+            accelerate_state = AcceleratorState()
+            mesh = across_islands(model, accelerate_state, strategy)
+            if args.save_strategy != "no":
+                refuse_mixed_files(accelerate_state, strategy)
+        session = offbeat.attach(
+            model, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
+        )
         self._max_grad_norm = args.max_grad_norm
         if isinstance(strategy, SparseGradientStrategy):
             args.max_grad_norm = 0.0
@@ -98,7 +110,7 @@ class OffbeatCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if self._running is not None:
             directory = _directory(args, state) / STATE_DIRECTORY
-            save_state(directory, self._running.session.state_dict(), tag=str(state.global_step))
+            save_state(directory, self._running.state_to_save(), tag=str(state.global_step))
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

@@ -16,7 +16,8 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
   to C++, which takes no stand-in; what is exchanged is the strategy's affair.
 - `DistributedDataParallel.join`: it counts on the reducer's buckets.
 - `torch.distributed.fsdp.fully_shard`: to know each module that a script divides inside a node, and
-  when it is called.
+  when it is called. Of a mesh of two dimensions (HSDP) it is given the one along which it shards:
+  along the other one FSDP would exchange gradients.
 - `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
@@ -173,7 +174,7 @@ def patched(
             (torch.nn.Module, "train", listener.mode_changed),
         ):
             put(owner, name, _then(getattr(owner, name), tell))
-        put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener))
+        put(fsdp, "fully_shard", _follow_shards(fsdp.fully_shard, listener, exchanges))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
         clip = _clip(torch.nn.utils.clip_grad_norm_, listener)
         for module in (torch.nn.utils, clip_grad):
@@ -186,9 +187,14 @@ def patched(
         yield
 
 
-def _follow_shards(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
+def _follow_shards(
+    original: Callable[..., Any], listener: ScriptListener, exchanges: bool
+) -> Callable[..., Any]:
     @wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh = kwargs.get("mesh")
+        if not exchanges and mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names:
+            kwargs["mesh"] = mesh[mesh.mesh_dim_names[1]]
         result = original(module, *args, **kwargs)
         for each in module if isinstance(module, list) else [module]:
             # In front of FSDP's own hook, which puts whole parameters into the module.
