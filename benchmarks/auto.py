@@ -31,7 +31,7 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from links import Quiet
-from offbeat.strategies.auto import CANDIDATES, FIRST_LOOK
+from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison

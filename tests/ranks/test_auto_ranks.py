@@ -15,7 +15,7 @@ import torch
 import offbeat
 from offbeat.errors import PeerError
 from offbeat.simulation.measured import MeasuredRun, Predicted
-from offbeat.strategies import auto
+from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
 from rank_jobs.islands import loss_of as island_loss
 from rank_jobs.islands import make_mesh, make_model, shard, whole
@@ -37,12 +37,12 @@ def choosing(to: str) -> Iterator[None]:
 
     with (
         patch.object(auto, "predict", predicted),
-        patch.object(auto, "FIRST_LOOK", LOOK),
+        patch.object(choice, "FIRST_LOOK", LOOK),
         # However little of a step is waiting.
-        patch.object(auto, "LEAST_MARGIN", float("-inf")),
+        patch.object(choice, "LEAST_MARGIN", float("-inf")),
         # However small the model is, an average takes longer than a step of it.
-        patch.object(auto, "STEPS_OF_AN_AVERAGE", 1e9),
-        patch.object(auto, "CORES_BESIDE", 0.0),
+        patch.object(choice, "STEPS_OF_AN_AVERAGE", 1e9),
+        patch.object(choice, "CORES_BESIDE", 0.0),
     ):
         yield
 
@@ -124,10 +124,10 @@ def real_choice(rank: int, world_size: int) -> dict[str, Any]:
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with (
-        patch.object(auto, "LEAST_MARGIN", 0.0),
+        patch.object(choice, "LEAST_MARGIN", 0.0),
         offbeat.attach(model, optimizer, offbeat.Auto()) as session,
     ):
-        train(model, optimizer, rank, range(auto.FIRST_LOOK + 3))
+        train(model, optimizer, rank, range(choice.FIRST_LOOK + 3))
         return {"at_work": session.acting.name, "notices": list(session.notices)}
 
 

@@ -21,9 +21,9 @@ from offbeat.errors import ConfigError
 from offbeat.session.session import Session
 from offbeat.simulation.measured import MeasuredRun, Predicted, predict
 from offbeat.simulation.training import TensorProfile
-from offbeat.strategies import auto
-from offbeat.strategies.auto import CANDIDATES, FIRST_LOOK
+from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
 from thread_support.nets import make_model, step_of
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -226,7 +226,7 @@ def choosing(
 
     monkeypatch.setattr(auto, "predict", predicted)
     # However little of a step is waiting.
-    monkeypatch.setattr(auto, "LEAST_MARGIN", float("-inf"))
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
 
     def job(driver: ThreadDriver) -> tuple[list[str], list[str], list[torch.Tensor]]:
         model = make_model()
@@ -283,8 +283,8 @@ def test_a_prediction_that_was_wrong_is_taken_back(monkeypatch: pytest.MonkeyPat
     def costs(strategy: str, run: MeasuredRun) -> float:
         return {"gtopk": 1e-12, "allreduce": 1e-9}.get(strategy, 1.0)
 
-    monkeypatch.setattr(auto, "EVERY", 10)
-    monkeypatch.setattr(auto, "BETWEEN_CHANGES", 20)
+    monkeypatch.setattr(choice, "EVERY", 10)
+    monkeypatch.setattr(choice, "BETWEEN_CHANGES", 20)
     back = 60  # the first look that is 20 steps after the change, which came in step 31
     for at_work, _, _ in choosing(monkeypatch, costs, num_steps=back + 3):
         assert at_work[FIRST_LOOK + 1] == "gtopk"
@@ -353,7 +353,7 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
         return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 0)
 
     monkeypatch.setattr(auto, "predict", predicted)
-    monkeypatch.setattr(auto, "LEAST_MARGIN", float("-inf"))
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
     states = [state for _, state in results_of(2, job)]
     after = results_of(3, lambda driver: job(driver, states, 1))
     assert [name for name, _ in after] == ["powersgd"] * 3
