@@ -9,18 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import offbeat
-from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
 from offbeat.session.session import Session
-from offbeat.simulation.measured import MeasuredRun, Predicted, predict
-from offbeat.simulation.training import TensorProfile
+from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
@@ -370,51 +367,3 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
 def test_what_it_does_not_know_is_refused(options: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         offbeat.Auto(**options)  # type: ignore[arg-type]
-
-
-# Predictions of what was measured
-
-RATE = 125e6
-
-
-def run_of(computed_s: Sequence[Sequence[float]], *, rate: float = RATE) -> MeasuredRun:
-    link = LinkCost(alpha_s=1e-4, beta_s_per_byte=1 / rate)
-    seconds = np.array(computed_s)
-    mean_s = float(seconds.mean())
-    return MeasuredRun(
-        tensors=[TensorProfile(num_elements=250_000, ready=1 - n / 10) for n in range(10)],
-        forward_s=mean_s / 3,
-        backward_s=mean_s / 2,
-        optimizer_s=mean_s / 6,
-        computed_s=seconds,
-        network=NetworkCosts(messages=link, dense=link, select_s_per_element=1e-9),
-        copy_s_per_byte=0.0,
-        multiply_s_per_element=0.0,
-    )
-
-
-def test_allreduce_takes_what_computing_and_the_links_take() -> None:
-    """10 MB among 4 ranks at 125 MB/s: 120 ms on a ring, of which some hide behind 5 ms of
-    backward.
-    """
-    run = run_of([[0.01] * 4] * 20)
-    step_s = predict(offbeat.AllReduce(), run).step_s
-    exchange_s = 2 * 3 / 4 * 10e6 / RATE
-    assert exchange_s < step_s < exchange_s + 0.01 + 20 * 1e-4
-
-
-def test_on_fast_links_allreduce_takes_what_the_slowest_rank_computes() -> None:
-    late = [[0.01, 0.01, 0.01, 0.01 + 0.02 * (row % 2)] for row in range(20)]
-    step_s = predict(offbeat.AllReduce(), run_of(late, rate=1e12)).step_s
-    assert step_s == pytest.approx(0.02, rel=0.15)
-    # Who averages rarely waits less: for the sum over ten steps, and not for each.
-    steady = [[0.01, 0.03] if row % 2 else [0.03, 0.01] for row in range(20)]
-    run = run_of(steady, rate=1e12)
-    assert predict(offbeat.AllReduce(), run).step_s == pytest.approx(0.03, rel=0.1)
-    assert predict(offbeat.LocalSGD(), run, period=10).step_s == pytest.approx(0.02, rel=0.1)
-
-
-def test_fewer_bytes_are_predicted_to_take_less() -> None:
-    run = run_of([[0.01] * 4] * 20, rate=12.5e6)
-    dense, few = predict(offbeat.AllReduce(), run).step_s, predict(offbeat.GTopK(), run).step_s
-    assert few < dense / 10

@@ -21,12 +21,12 @@ A change happens between two steps. What a strategy owes is sent in the step bef
 models that differ become one, with rank 0's state of the optimizer. Then the optimizer is the
 user's for a moment, and the next strategy begins as if it had just been attached.
 
-Cost: the links are probed with 14 MiB each way, and the candidates are predicted by the ranks
-together, in about one second of a processor for each.
+Cost: the links are probed with 14 MiB each way, and 2 MiB more each time the ranks double. The
+candidates are predicted by the ranks together, in about one second of a processor for each.
 
 Where WAGMA has taken over nobody looks again: its ranks do not keep step, and go on when one dies.
-With more than 64 ranks nothing is predicted, and AllReduce stays. Adaptive SGD is no candidate,
-because it needs the session's loader.
+With more than 64 ranks nothing is predicted, and AllReduce stays. Adaptive SGD is no candidate:
+its ranks take unequal numbers of steps, which schedulers of a loop that is under way cannot follow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from statistics import fmean, median
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -43,12 +43,13 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from offbeat.arithmetic.costs import LinkCost
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.gradients.collective_choice import CheapestCollective
-from offbeat.simulation.measured import MeasuredRun, predict
+from offbeat.gradients.collective_choice import CheapestCollective, probe_pairs
+from offbeat.simulation.measured import MeasuredRun, predict, unlike_ports
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
@@ -243,7 +244,7 @@ class Chooser(Callback):
         measured, predicted_s = f"auto, step {standing.num_steps}: {seen}", {}
         if not seen.hardly_waits():
             run = self._measured(said, seen)
-            measured += f"; links carry {8e-6 / run.network.dense.beta_s_per_byte:,.0f} Mbit/s"
+            measured += f"; {run.links()}"
             predicted_s = self._predict(run, said)
         choice = choose(seen, predicted_s, self._auto.steps(self._context.optimizer))
         verb = "stays with" if choice.name == seen.at_work else "goes over to"
@@ -267,6 +268,16 @@ class Chooser(Callback):
         costs = CheapestCollective.measure(
             context.driver, self._stream, sample=sample, repeats=_REPEATS
         )
+        driver = context.driver
+        work = probe_pairs(driver.rank, driver.world_size, repeats=_REPEATS)
+        heard = [
+            (rank, *astuple(cost)) for rank, cost in driver.run(work, self._stream.next()).items()
+        ]
+        pairs = {
+            (source, rank): LinkCost(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
+            for rank, costs_to in enumerate(self._gather(heard))
+            for source, alpha_s, beta_s_per_byte in costs_to
+        }
         # All ranks compute at once, as they do in training.
         device = self._gather(_device_costs(sample, self._clock))
         backward_s, optimizer_s = (
@@ -292,6 +303,7 @@ class Chooser(Callback):
             optimizer_s=optimizer_s,
             computed_s=seen.computed_s,
             network=costs.network,
+            ports=unlike_ports(pairs, driver.world_size),
             copy_s_per_byte=max(copy_s for copy_s, _ in device),
             multiply_s_per_element=max(multiply_s for _, multiply_s in device),
             moments=sum(
