@@ -316,8 +316,8 @@ def test_what_is_not_allowed_is_not_considered(
         assert not any("gtopk" in notice for notice in notices)
 
 
-@pytest.mark.parametrize("stop", [10, FIRST_LOOK + 8])
-def test_a_resumed_run_goes_on_with_what_was_at_work(
+@pytest.mark.parametrize("stop", [10, FIRST_LOOK, FIRST_LOOK + 8])
+def test_a_resumed_run_goes_on_with_what_was_at_work_or_about_to_be(
     monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     def costs(strategy: str, run: MeasuredRun) -> float:
@@ -328,6 +328,23 @@ def test_a_resumed_run_goes_on_with_what_was_at_work(
     resumed = choosing(monkeypatch, costs, num_steps=num_steps, stop=stop)
     for (at_work, _, tensors), (at_work_then, _, tensors_then) in zip(whole, resumed, strict=True):
         assert at_work == at_work_then
+        for one, other in zip(tensors, tensors_then, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`gtopk` is left after step 60, where the run is stopped; it owes most of its gradients."""
+
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        return {"gtopk": 1e-12, "allreduce": 1e-9}.get(strategy, 1.0)
+
+    monkeypatch.setattr(choice, "EVERY", 10)
+    monkeypatch.setattr(choice, "BETWEEN_CHANGES", 20)
+    whole, resumed = (choosing(monkeypatch, costs, num_steps=63, stop=stop) for stop in (None, 60))
+    for (at_work, _, tensors), (at_work_then, _, tensors_then) in zip(whole, resumed, strict=True):
+        assert at_work[59:] == at_work_then[59:] == ["gtopk"] + ["allreduce"] * 3
         for one, other in zip(tensors, tensors_then, strict=True):
             assert torch.equal(one, other)
 

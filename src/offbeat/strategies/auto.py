@@ -358,6 +358,8 @@ class Chooser(Callback):
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._standing = Standing(**state["replicated"])
+        if self._standing.wanted:
+            self._change()  # the coming step is the last one, as it was to be
 
 
 def _free_bytes(device: torch.device) -> float:
