@@ -352,7 +352,7 @@ def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
 def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def job(
         driver: ThreadDriver, states: Sequence[dict[str, Any]] = (), num_steps: int = FIRST_LOOK + 5
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[list[tuple[int, str, str]], dict[str, Any]]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with session_on(driver, model, optimizer, offbeat.Auto()) as session:
@@ -361,7 +361,10 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
                 session.load_state_dict(share)
             for step in range(num_steps):
                 step_of(model, optimizer, driver.rank, step)
-            return session.acting.name, copy.deepcopy(session.state_dict())
+            assert session.acting.name == "powersgd"
+            assert all("are computing" in one.why for one in session.decisions)
+            made = [(one.step, one.before, one.after) for one in session.decisions]
+            return made, copy.deepcopy(session.state_dict())
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 0)
@@ -370,7 +373,7 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
     states = [state for _, state in results_of(2, job)]
     after = results_of(3, lambda driver: job(driver, states, 1))
-    assert [name for name, _ in after] == ["powersgd"] * 3
+    assert [made for made, _ in after] == [[(FIRST_LOOK, "allreduce", "powersgd")]] * 3
 
 
 @pytest.mark.parametrize(

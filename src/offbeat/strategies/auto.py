@@ -31,6 +31,7 @@ its ranks take unequal numbers of steps, which schedulers of a loop that is unde
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError
@@ -241,16 +242,28 @@ class Chooser(Callback):
         seen = SeenSteps.of(standing.at_work, whole_s, computed_s)
         if not standing.is_news(seen.step_s):
             return
-        measured, predicted_s = f"auto, step {standing.num_steps}: {seen}", {}
+        measured, predicted_s = str(seen), {}
         if not seen.hardly_waits():
             run = self._measured(said, seen)
             measured += f"; {run.links()}"
             predicted_s = self._predict(run, said)
         choice = choose(seen, predicted_s, self._auto.steps(self._context.optimizer))
         verb = "stays with" if choice.name == seen.at_work else "goes over to"
-        for remark in (measured, f"auto {verb} {choice.name}; {choice.why}", outlook(choice)):
+        for remark in (
+            f"auto, step {standing.num_steps}: {measured}",
+            f"auto {verb} {choice.name}; {choice.why}",
+            outlook(choice),
+        ):
             self._context.notices.inform(remark)
         standing.expected_s = choice.step_s
+        standing.decisions.append(
+            Decision(
+                step=standing.num_steps,
+                before=seen.at_work,
+                after=choice.name,
+                why=f"{measured}; {choice.why}",
+            )
+        )
         if choice.name != seen.at_work:
             standing.wanted = choice.name
             self._change()
@@ -348,8 +361,13 @@ class Chooser(Callback):
     # State
 
     @override
+    def decisions(self) -> Sequence[Decision]:
+        return self._standing.decisions
+
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        return {"replicated": asdict(self._standing)}
+        standing = asdict(self._standing)
+        return {"replicated": standing | {"decisions": json.dumps(standing["decisions"])}}
 
     @override
     def strategy_of(self, state: Mapping[str, Mapping[str, Any]]) -> Strategy:
@@ -357,7 +375,9 @@ class Chooser(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        self._standing = Standing(**state["replicated"])
+        saved = dict(state["replicated"])
+        decisions = [Decision(**each) for each in json.loads(saved.pop("decisions"))]
+        self._standing = Standing(**saved, decisions=decisions)
         if self._standing.wanted:
             self._change()  # the coming step is the last one, as it was to be
 

@@ -9,11 +9,13 @@ the cheapest takes over, if it is cheaper than what is at work by more than that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from offbeat.callbacks.callback import Decision
 
 LEAST_MARGIN: Final = 0.1
 UNEXPECTED: Final = 0.25
@@ -109,6 +111,7 @@ class Standing:
         num_steps: that were taken.
         changed_at: the step after which a strategy took over last.
         expected_s: what a step should take; None: candidates were never looked at.
+        decisions: all that were made.
     """
 
     at_work: str = "allreduce"
@@ -116,6 +119,7 @@ class Standing:
     num_steps: int = 0
     changed_at: int = -BETWEEN_CHANGES
     expected_s: float | None = None
+    decisions: list[Decision] = field(default_factory=list)
 
     def is_due(self, *, ahead: int = 0) -> bool:
         """Whether all ranks should say what they have seen, now or `ahead` steps later."""
