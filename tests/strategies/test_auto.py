@@ -14,13 +14,14 @@ import torch
 
 import offbeat
 from offbeat.callbacks.callback import Callback
-from offbeat.callbacks.context import Context
+from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError
 from offbeat.session.session import Session
 from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
+from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, step_of
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -347,6 +348,19 @@ def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
         assert at_work[59:] == at_work_then[59:] == ["gtopk"] + ["allreduce"] * 3
         for one, other in zip(tensors, tensors_then, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_behind_a_scaler_only_gradients_are_exchanged(has_scaler: bool) -> None:
+    context = Context(
+        parameters=dict(make_model().named_parameters()),
+        driver=SingleRank(),
+        new_stream=stream_counter(),
+        notices=Notices(0),
+        has_scaler=has_scaler,
+    )
+    expected = {"allreduce", "gtopk", "powersgd"} if has_scaler else CANDIDATES.keys()
+    assert offbeat.Auto().candidates(context).keys() == expected
 
 
 def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,9 @@ class Auto(Strategy):
                 strategy.check_world(context.driver.world_size)
             except OffbeatError:
                 continue
-            if context.island.size == 1 or strategy.trains_islands:
+            # A GradScaler skips steps on one rank alone where each has a model of its own.
+            takes_scaler = not (context.has_scaler and strategy.replicas_differ)
+            if takes_scaler and (context.island.size == 1 or strategy.trains_islands):
                 found[name] = strategy
         return found
 
