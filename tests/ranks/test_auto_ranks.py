@@ -45,6 +45,9 @@ def choosing(to: str) -> Iterator[None]:
         # However small the model is, an average takes longer than a step of it.
         patch.object(choice, "STEPS_OF_AN_AVERAGE", 1e9),
         patch.object(choice, "CORES_BESIDE", 0.0),
+        # Its ranks may say that they would look again.
+        patch.object(choice, "EVERY", 20 if to == "wagma" else choice.EVERY),
+        patch.object(choice, "BETWEEN_CHANGES", 10),
     ):
         yield
 
@@ -94,6 +97,9 @@ def test_the_others_go_on_where_what_took_over_survives(run_ranks: RunRanks) -> 
     results = run_ranks(changes, 3, to="wagma", dies=True, may_die=[2])
     assert [result["blamed"] for result in results[:2]] == [None, None]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
+    # It takes a thousand times as long as was predicted.
+    for result in results[:2]:
+        assert sum("wagma stays" in notice for notice in result["notices"]) == 1
 
 
 class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):

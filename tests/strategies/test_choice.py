@@ -15,6 +15,7 @@ from offbeat.strategies.choice import (
     Standing,
     StepsToEqual,
     choose,
+    in_vain,
     outlook,
 )
 
@@ -73,11 +74,10 @@ def test_a_pause_is_no_step_unless_all_steps_have_one() -> None:
     assert len(SeenSteps.of("allreduce", one_sided, one_sided).computed_s) == 4
 
 
-def test_looks_are_at_fixed_steps_and_none_when_ranks_do_not_keep_step() -> None:
+def test_looks_are_at_fixed_steps() -> None:
     due = [n for n in range(2 * EVERY + 1) if Standing(num_steps=n).is_due()]
     assert due == [FIRST_LOOK, EVERY, 2 * EVERY]
     assert Standing(num_steps=FIRST_LOOK - 1).is_due(ahead=1)
-    assert not Standing(at_work="wagma", num_steps=EVERY).is_due()
 
 
 def test_a_step_as_expected_is_no_news_nor_is_any_soon_after_a_change() -> None:
@@ -103,3 +103,10 @@ def test_what_does_not_fit_is_no_candidate() -> None:
 @pytest.mark.parametrize(("name", "said"), [("gtopk", "looks again"), ("wagma", "will not look")])
 def test_it_says_what_would_change_its_mind(name: str, said: str) -> None:
     assert said in outlook(Choice(name, 0.5, ""))
+
+
+def test_it_says_that_it_cannot_change_its_mind() -> None:
+    standing = Standing(at_work="wagma", num_steps=750, expected_s=0.1)
+    said = in_vain(standing, 0.25)
+    assert said.startswith("auto, step 750: a step takes 250 ms here, and 100 ms were expected")
+    assert "wagma stays" in said

@@ -25,6 +25,7 @@ Cost: the links are probed with 14 MiB each way, and 2 MiB more each time the ra
 candidates are predicted by the ranks together, in about one second of a processor for each.
 
 Where WAGMA has taken over nobody looks again: its ranks do not keep step, and go on when one dies.
+A rank says so if its steps take another time than expected.
 With more than 64 ranks nothing is predicted, and AllReduce stays. Adaptive SGD is no candidate:
 its ranks take unequal numbers of steps, which schedulers of a loop that is under way cannot follow.
 """
@@ -61,6 +62,7 @@ from offbeat.strategies.choice import (
     Standing,
     StepsToEqual,
     choose,
+    in_vain,
     outlook,
 )
 from offbeat.strategies.options import require_one_of
@@ -177,7 +179,7 @@ class Chooser(Callback):
         self._auto, self._context = auto, context
         self._stream = context.new_stream()
         self._clock = partial(context.driver.now_s, context.new_stream().next())
-        self._standing = Standing()
+        self._standing, self._has_said = Standing(), False
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
         self._ready_s = [0.0] * len(context.parameters)
         # The end of the last step on both clocks; when the backward pass and the optimizer's step
@@ -219,7 +221,10 @@ class Chooser(Callback):
         if self._standing.wanted:
             self._change()
         elif 1 < self._context.driver.world_size <= _MOST_RANKS and self._standing.is_due():
-            self._look()
+            if CANDIDATES[self._standing.at_work].keeps_step:
+                self._look()
+            else:
+                self._watch()
         self._ended = self._clock(), self._worked_s()
 
     # Choosing
@@ -269,6 +274,13 @@ class Chooser(Callback):
         if choice.name != seen.at_work:
             standing.wanted = choice.name
             self._change()
+
+    def _watch(self) -> None:
+        """Say it once if it would be time for another choice, where none can be made."""
+        step_s = median(step.whole_s for step in self._seen)
+        if self._standing.is_news(step_s) and not self._has_said:
+            self._has_said = True
+            self._context.notices.notify(in_vain(self._standing, step_s))
 
     def _gather(self, mine: Any) -> list[Any]:
         """What every rank says; of an island, what the ranks like its first one do."""

@@ -124,8 +124,7 @@ class Standing:
     def is_due(self, *, ahead: int = 0) -> bool:
         """Whether all ranks should say what they have seen, now or `ahead` steps later."""
         num_steps = self.num_steps + ahead
-        is_time = num_steps == FIRST_LOOK or (num_steps > FIRST_LOOK and num_steps % EVERY == 0)
-        return is_time and CANDIDATES[self.at_work].keeps_step
+        return num_steps == FIRST_LOOK or (num_steps > FIRST_LOOK and num_steps % EVERY == 0)
 
     def is_news(self, step_s: float) -> bool:
         """Whether candidates should be looked at, now that a step takes `step_s`."""
@@ -271,10 +270,23 @@ def choose(
 def outlook(choice: Choice) -> str:
     """What would change it."""
     if not CANDIDATES[choice.name].keeps_step:
-        return "auto will not look again: ranks do not keep step from here on"
+        return (
+            "auto will not look again, since ranks do not keep step from here on; it says so if a"
+            f" step takes {UNEXPECTED:.0%} more or less than {ms(choice.step_s)}"
+        )
     return (
         f"auto looks again if a step takes {UNEXPECTED:.0%} more or less than"
         f" {ms(choice.step_s)}, which it sees every {EVERY} steps"
+    )
+
+
+def in_vain(standing: Standing, step_s: float) -> str:
+    """What is said where a look would be due, but ranks do not keep step."""
+    return (
+        f"auto, step {standing.num_steps}: a step takes {ms(step_s)} here, and"
+        f" {ms(standing.expected_s or 0.0)} were expected; {standing.at_work} stays, since its"
+        " ranks do not keep step. To choose anew, begin with the model and the optimizer of a"
+        " checkpoint, without the session's state"
     )
 
 
