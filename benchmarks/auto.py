@@ -31,7 +31,7 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from links import Quiet
-from offbeat.strategies.auto import CANDIDATES, FIRST_LOOK
+from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
@@ -120,15 +120,9 @@ def situation(size: str, link: str, *, late: bool, keep: Path) -> Iterator[Row]:
 
 
 def chosen_in(record: Record) -> str:
-    """What its notices say last."""
-    chosen = "allreduce"
-    for notice in record.summary().notices:
-        words = notice.split()
-        for verb in ("to", "with"):
-            if words[0].startswith("auto") and verb in words:
-                name = words[words.index(verb) + 1].strip(";,")
-                chosen = name if name in CANDIDATES else chosen
-    return chosen
+    """What was at work at the end."""
+    summary = record.summary()
+    return summary.decisions[-1].after if summary and summary.decisions else "allreduce"
 
 
 def cells(sizes: list[str], links: list[str], keep: Path) -> Cells:

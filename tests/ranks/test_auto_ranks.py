@@ -11,15 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import offbeat
-from offbeat.errors import PeerError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.simulation.measured import MeasuredRun, Predicted
-from offbeat.strategies import auto
+from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from rank_jobs.islands import loss_of as island_loss
 from rank_jobs.islands import make_mesh, make_model, shard, whole
-from rank_jobs.regression import fingerprint, make_net, train
+from rank_jobs.regression import data, fingerprint, make_net, train
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -37,12 +39,15 @@ def choosing(to: str) -> Iterator[None]:
 
     with (
         patch.object(auto, "predict", predicted),
-        patch.object(auto, "FIRST_LOOK", LOOK),
+        patch.object(choice, "FIRST_LOOK", LOOK),
         # However little of a step is waiting.
-        patch.object(auto, "LEAST_MARGIN", float("-inf")),
+        patch.object(choice, "LEAST_MARGIN", float("-inf")),
         # However small the model is, an average takes longer than a step of it.
-        patch.object(auto, "STEPS_OF_AN_AVERAGE", 1e9),
-        patch.object(auto, "CORES_BESIDE", 0.0),
+        patch.object(choice, "STEPS_OF_AN_AVERAGE", 1e9),
+        patch.object(choice, "CORES_BESIDE", 0.0),
+        # Its ranks may say that they would look again.
+        patch.object(choice, "EVERY", 20 if to == "wagma" else choice.EVERY),
+        patch.object(choice, "BETWEEN_CHANGES", 10),
     ):
         yield
 
@@ -92,6 +97,66 @@ def test_the_others_go_on_where_what_took_over_survives(run_ranks: RunRanks) -> 
     results = run_ranks(changes, 3, to="wagma", dies=True, may_die=[2])
     assert [result["blamed"] for result in results[:2]] == [None, None]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
+    # It takes a thousand times as long as was predicted.
+    for result in results[:2]:
+        assert sum("wagma stays" in notice for notice in result["notices"]) == 1
+
+
+class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples of a line."""
+
+    def __len__(self) -> int:
+        return 5 * 64
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = data(0, number)
+        return x[0], y[0]
+
+
+def scaled_and_fed(rank: int, world_size: int, *, to: str) -> dict[str, Any]:
+    """The session's loader feeds ranks unequal batches, and a GradScaler scales their loss. The
+    step in which the change is due overflows on one rank.
+    """
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    at_work: list[str] = []
+    seen: list[int] = []
+    with (
+        choosing(to),
+        offbeat.attach(model, optimizer, "auto", scaler=scaler) as session,
+    ):
+        for x, y in session.loader(Numbers(), batch_size=2 + rank, seed=3):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            if len(at_work) == LOOK and rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            at_work.append(session.acting.name)
+            seen.append(len(x))
+        finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    return {
+        "at_work": at_work,
+        "samples": sum(seen),
+        "finite": finite,
+        "fingerprint": fingerprint(model),
+        "scale": scaler.get_scale(),
+    }
+
+
+def test_five_ranks_change_behind_a_scaler_and_the_sessions_loader(run_ranks: RunRanks) -> None:
+    results = run_ranks(scaled_and_fed, 5, to="gtopk")
+    assert len({result["fingerprint"] for result in results}) == 1
+    assert all(result["finite"] for result in results)
+    assert sum(result["samples"] for result in results) == len(Numbers())
+    for result in results:
+        # Behind the look come the step that was not taken, and one more in which all is sent.
+        assert result["at_work"][: LOOK + 2] == ["allreduce"] * (LOOK + 2)
+        later = result["at_work"][LOOK + 2 :]
+        assert later == ["gtopk"] * len(later) != []
+        assert result["scale"] == 2.0**9
 
 
 def on_islands(rank: int, world_size: int, *, to: str) -> dict[str, Any]:
@@ -119,15 +184,58 @@ def test_islands_choose_together(run_ranks: RunRanks, to: str) -> None:
         assert result["model"] == results[0]["model"]
 
 
+def island_dies(rank: int, world_size: int) -> dict[str, Any]:
+    model, mesh = make_model(), make_mesh(world_size)
+    shard(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
+    found: dict[str, Any] = {"blamed": None}
+    try:
+        with (
+            choosing("gtopk"),
+            offbeat.attach(model, optimizer, "auto", mesh=mesh["replicate"]) as session,
+        ):
+            for step in range(LOOK + 12):
+                found["at_work"] = session.acting.name
+                if step == LOOK + 6 and rank >= world_size // 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                island_loss(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except PeerError as error:
+        found["blamed"] = error.rank
+    return found
+
+
+def test_the_death_of_an_island_is_named_after_a_change(run_ranks: RunRanks) -> None:
+    results = run_ranks(island_dies, 4, may_die=[2, 3])
+    for result in results[:2]:
+        assert result["at_work"] == "gtopk"
+        assert result["blamed"] in (1, 2, 3)
+
+
+def returns(rank: int, world_size: int) -> str:
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: "the secret of this run alone"}
+    with patch.dict(os.environ, returning), pytest.raises(OffbeatError) as refused:
+        offbeat.attach(model, optimizer, "auto")
+    return str(refused.value)
+
+
+def test_a_worker_that_died_does_not_return(run_ranks: RunRanks) -> None:
+    for refusal in run_ranks(returns, 2):
+        assert "auto" in refusal
+
+
 def real_choice(rank: int, world_size: int) -> dict[str, Any]:
     """Nothing is imitated: the ranks measure their links and themselves, and choose."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with (
-        patch.object(auto, "LEAST_MARGIN", 0.0),
+        patch.object(choice, "LEAST_MARGIN", 0.0),
         offbeat.attach(model, optimizer, offbeat.Auto()) as session,
     ):
-        train(model, optimizer, rank, range(auto.FIRST_LOOK + 3))
+        train(model, optimizer, rank, range(choice.FIRST_LOOK + 3))
         return {"at_work": session.acting.name, "notices": list(session.notices)}
 
 

@@ -7,14 +7,16 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from offbeat.callbacks.callback import Decision
 from offbeat.errors import RecordError
-from offbeat.run.records import begin_attempt
+from offbeat.run.records import RunDirectory, begin_attempt, write_summary
 from offbeat_lab.comparison import ComparedStrategy, write_comparison
 from offbeat_lab.report.page import write_report
 from report_support.synthetic import (
@@ -132,6 +134,25 @@ def test_the_page_needs_nothing_else(comparison: Path) -> None:
         r"url\((?!#)|@import|https?://(?!www\.w3\.org/2000/svg)",
         (comparison / "report.html").read_text(),
     )
+
+
+def test_who_was_at_work_when_is_listed_and_marked(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Made(strategy="auto", options={}))
+    summary = RunDirectory(run).summary()
+    assert summary is not None
+    made = [
+        Decision(step=30, before="allreduce", after="gtopk", why="links carry 84 <Mbit/s>"),
+        Decision(step=50, before="gtopk", after="gtopk", why="nothing is faster"),
+    ]
+    write_summary(replace(summary, decisions=made))
+    page = Page(write_report(run))
+    rows = "30 allreduce gtopk links carry 84 <Mbit/s> 50 gtopk stays nothing is faster"
+    assert rows in words(page.text)
+    charts = json.loads(page.scripts[0])["charts"]
+    assert charts["step-duration"]["changes"] == [[30, "gtopk"]]
+    assert charts["metric-seconds"]["changes"] == []
+    plain = Page(write_report(write_run(tmp_path / "plain", Made())))
+    assert "Which strategy was at work" not in plain.text
 
 
 def test_only_the_pages_own_script_may_run(comparison: Path) -> None:

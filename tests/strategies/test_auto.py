@@ -9,21 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import offbeat
-from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.callbacks.callback import Callback
-from offbeat.callbacks.context import Context
+from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError
 from offbeat.session.session import Session
-from offbeat.simulation.measured import MeasuredRun, Predicted, predict
-from offbeat.simulation.training import TensorProfile
-from offbeat.strategies import auto
-from offbeat.strategies.auto import CANDIDATES, FIRST_LOOK
+from offbeat.simulation.measured import MeasuredRun, Predicted
+from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
+from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, step_of
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -226,7 +224,7 @@ def choosing(
 
     monkeypatch.setattr(auto, "predict", predicted)
     # However little of a step is waiting.
-    monkeypatch.setattr(auto, "LEAST_MARGIN", float("-inf"))
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
 
     def job(driver: ThreadDriver) -> tuple[list[str], list[str], list[torch.Tensor]]:
         model = make_model()
@@ -283,8 +281,8 @@ def test_a_prediction_that_was_wrong_is_taken_back(monkeypatch: pytest.MonkeyPat
     def costs(strategy: str, run: MeasuredRun) -> float:
         return {"gtopk": 1e-12, "allreduce": 1e-9}.get(strategy, 1.0)
 
-    monkeypatch.setattr(auto, "EVERY", 10)
-    monkeypatch.setattr(auto, "BETWEEN_CHANGES", 20)
+    monkeypatch.setattr(choice, "EVERY", 10)
+    monkeypatch.setattr(choice, "BETWEEN_CHANGES", 20)
     back = 60  # the first look that is 20 steps after the change, which came in step 31
     for at_work, _, _ in choosing(monkeypatch, costs, num_steps=back + 3):
         assert at_work[FIRST_LOOK + 1] == "gtopk"
@@ -319,8 +317,8 @@ def test_what_is_not_allowed_is_not_considered(
         assert not any("gtopk" in notice for notice in notices)
 
 
-@pytest.mark.parametrize("stop", [10, FIRST_LOOK + 8])
-def test_a_resumed_run_goes_on_with_what_was_at_work(
+@pytest.mark.parametrize("stop", [10, FIRST_LOOK, FIRST_LOOK + 8])
+def test_a_resumed_run_goes_on_with_what_was_at_work_or_about_to_be(
     monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     def costs(strategy: str, run: MeasuredRun) -> float:
@@ -335,10 +333,40 @@ def test_a_resumed_run_goes_on_with_what_was_at_work(
             assert torch.equal(one, other)
 
 
+def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`gtopk` is left after step 60, where the run is stopped; it owes most of its gradients."""
+
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        return {"gtopk": 1e-12, "allreduce": 1e-9}.get(strategy, 1.0)
+
+    monkeypatch.setattr(choice, "EVERY", 10)
+    monkeypatch.setattr(choice, "BETWEEN_CHANGES", 20)
+    whole, resumed = (choosing(monkeypatch, costs, num_steps=63, stop=stop) for stop in (None, 60))
+    for (at_work, _, tensors), (at_work_then, _, tensors_then) in zip(whole, resumed, strict=True):
+        assert at_work[59:] == at_work_then[59:] == ["gtopk"] + ["allreduce"] * 3
+        for one, other in zip(tensors, tensors_then, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_behind_a_scaler_only_gradients_are_exchanged(has_scaler: bool) -> None:
+    context = Context(
+        parameters=dict(make_model().named_parameters()),
+        driver=SingleRank(),
+        new_stream=stream_counter(),
+        notices=Notices(0),
+        has_scaler=has_scaler,
+    )
+    expected = {"allreduce", "gtopk", "powersgd"} if has_scaler else CANDIDATES.keys()
+    assert offbeat.Auto().candidates(context).keys() == expected
+
+
 def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def job(
         driver: ThreadDriver, states: Sequence[dict[str, Any]] = (), num_steps: int = FIRST_LOOK + 5
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[list[tuple[int, str, str]], dict[str, Any]]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with session_on(driver, model, optimizer, offbeat.Auto()) as session:
@@ -347,16 +375,19 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
                 session.load_state_dict(share)
             for step in range(num_steps):
                 step_of(model, optimizer, driver.rank, step)
-            return session.acting.name, copy.deepcopy(session.state_dict())
+            assert session.acting.name == "powersgd"
+            assert all("are computing" in one.why for one in session.decisions)
+            made = [(one.step, one.before, one.after) for one in session.decisions]
+            return made, copy.deepcopy(session.state_dict())
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 0)
 
     monkeypatch.setattr(auto, "predict", predicted)
-    monkeypatch.setattr(auto, "LEAST_MARGIN", float("-inf"))
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
     states = [state for _, state in results_of(2, job)]
     after = results_of(3, lambda driver: job(driver, states, 1))
-    assert [name for name, _ in after] == ["powersgd"] * 3
+    assert [made for made, _ in after] == [[(FIRST_LOOK, "allreduce", "powersgd")]] * 3
 
 
 @pytest.mark.parametrize(
@@ -370,51 +401,3 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
 def test_what_it_does_not_know_is_refused(options: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         offbeat.Auto(**options)  # type: ignore[arg-type]
-
-
-# Predictions of what was measured
-
-RATE = 125e6
-
-
-def run_of(computed_s: Sequence[Sequence[float]], *, rate: float = RATE) -> MeasuredRun:
-    link = LinkCost(alpha_s=1e-4, beta_s_per_byte=1 / rate)
-    seconds = np.array(computed_s)
-    mean_s = float(seconds.mean())
-    return MeasuredRun(
-        tensors=[TensorProfile(num_elements=250_000, ready=1 - n / 10) for n in range(10)],
-        forward_s=mean_s / 3,
-        backward_s=mean_s / 2,
-        optimizer_s=mean_s / 6,
-        computed_s=seconds,
-        network=NetworkCosts(messages=link, dense=link, select_s_per_element=1e-9),
-        copy_s_per_byte=0.0,
-        multiply_s_per_element=0.0,
-    )
-
-
-def test_allreduce_takes_what_computing_and_the_links_take() -> None:
-    """10 MB among 4 ranks at 125 MB/s: 120 ms on a ring, of which some hide behind 5 ms of
-    backward.
-    """
-    run = run_of([[0.01] * 4] * 20)
-    step_s = predict(offbeat.AllReduce(), run).step_s
-    exchange_s = 2 * 3 / 4 * 10e6 / RATE
-    assert exchange_s < step_s < exchange_s + 0.01 + 20 * 1e-4
-
-
-def test_on_fast_links_allreduce_takes_what_the_slowest_rank_computes() -> None:
-    late = [[0.01, 0.01, 0.01, 0.01 + 0.02 * (row % 2)] for row in range(20)]
-    step_s = predict(offbeat.AllReduce(), run_of(late, rate=1e12)).step_s
-    assert step_s == pytest.approx(0.02, rel=0.15)
-    # Who averages rarely waits less: for the sum over ten steps, and not for each.
-    steady = [[0.01, 0.03] if row % 2 else [0.03, 0.01] for row in range(20)]
-    run = run_of(steady, rate=1e12)
-    assert predict(offbeat.AllReduce(), run).step_s == pytest.approx(0.03, rel=0.1)
-    assert predict(offbeat.LocalSGD(), run, period=10).step_s == pytest.approx(0.02, rel=0.1)
-
-
-def test_fewer_bytes_are_predicted_to_take_less() -> None:
-    run = run_of([[0.01] * 4] * 20, rate=12.5e6)
-    dense, few = predict(offbeat.AllReduce(), run).step_s, predict(offbeat.GTopK(), run).step_s
-    assert few < dense / 10

@@ -16,6 +16,7 @@ Callbacks get each event in the order in which the strategy built them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from offbeat.errors import nearest
@@ -30,6 +31,23 @@ CallbackState: TypeAlias = dict[str, dict[str, Any]]
 - "owned": of which each rank has some; every rank is handed all, and takes what it owns by then;
 - "local": a rank's own; handed to the rank of the same number modulo the old world size.
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Which strategy is to be at work from now on.
+
+    Attributes:
+        step: after which it was decided.
+        before, after: what was at work, and what is to be, by name; the same where all stays as it
+            is.
+        why: in a sentence.
+    """
+
+    step: int
+    before: str
+    after: str
+    why: str
 
 
 class Callback:
@@ -142,6 +160,10 @@ class Callback:
         so far, and "kl_scale", by what `kl_clip` of K-FAC multiplied the last step, in (0, 1].
         """
         return {}
+
+    def decisions(self) -> Sequence[Decision]:
+        """What this callback has decided so far, before a resume too."""
+        return ()
 
     def averaging_weight(self) -> float | None:
         """This rank's weight in the mean of all ranks' models; None: this callback does not say."""

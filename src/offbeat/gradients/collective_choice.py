@@ -293,6 +293,23 @@ def probe(
     )
 
 
+def probe_pairs(rank: int, world_size: int, *, repeats: int) -> Collective[dict[int, LinkCost]]:
+    """What a message costs to this rank, by the rank that it comes from: those 1, 2, 4, ... before
+    it. Every rank receives one from as far away at once. Repeats as of `probe`.
+    """
+    found = {}
+    for distance in (1 << bit for bit in range((world_size - 1).bit_length())):
+        fastest_s = dict.fromkeys(MESSAGE_BYTES, float("inf"))
+        for num_bytes in MESSAGE_BYTES * repeats:
+            yield AllGather(b".")  # nobody is at another message any more
+            begin_s = yield Now()
+            yield from _pass_on(rank, world_size, num_bytes, distance)
+            fastest_s[num_bytes] = min(fastest_s[num_bytes], (yield Now()) - begin_s)
+        small_s, large_s = fastest_s.values()
+        found[(rank - distance) % world_size] = fit_cost(small_s, large_s, *MESSAGE_BYTES)
+    return found
+
+
 def _fastest(
     repeats: int, makes: Sequence[Callable[[], Collective[None]]]
 ) -> Collective[list[float]]:
@@ -308,10 +325,10 @@ def _fastest(
     return [min(durations) for durations in durations_s]
 
 
-def _pass_on(rank: int, world_size: int, num_bytes: int) -> Collective[None]:
+def _pass_on(rank: int, world_size: int, num_bytes: int, distance: int = 1) -> Collective[None]:
     if world_size > 1:
-        yield Send((rank + 1) % world_size, bytes(num_bytes))
-        yield Recv((rank - 1) % world_size)
+        yield Send((rank + distance) % world_size, bytes(num_bytes))
+        yield Recv((rank - distance) % world_size)
 
 
 def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:

@@ -34,6 +34,7 @@ from typing import IO, Any, Final, TypeVar
 import numpy as np
 import torch
 
+from offbeat.callbacks.callback import Decision
 from offbeat.codec.json_objects import Count, build
 from offbeat.errors import MALFORMED, RecordError
 from offbeat.run.config import RunConfig
@@ -211,6 +212,7 @@ class Summary:
     resumed_from_step: Count | None
     notices: Sequence[str]
     losses: Sequence[WorkerLoss] = field(default_factory=list)
+    decisions: Sequence[Decision] = field(default_factory=list)
     run_directory: str
 
 

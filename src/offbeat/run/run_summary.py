@@ -130,6 +130,7 @@ def write_end(
                 ]
             )
         ),
+        decisions=run.attached.session.decisions,
         run_directory=str(run.record.path),
     )
     write_summary(summary)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import nn
 
+from offbeat.callbacks.callback import Decision
 from offbeat.run.coordination import Coordinator
 from offbeat.run.progress import ELAPSED_VARIABLE, Remark, Reporter, WorkerProgress
 from offbeat.run.records import Evaluation, EventWriter, RunDirectory, StepEvent
@@ -36,6 +37,9 @@ class ExchangeSession(Protocol):
 
     @property
     def averages_alone(self) -> bool: ...
+
+    @property
+    def decisions(self) -> Sequence[Decision]: ...
 
     @property
     def start_step(self) -> int: ...

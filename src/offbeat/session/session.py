@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader
 
-from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.codec.tally import is_finite
@@ -282,6 +282,11 @@ class Session:
         for callback in self._callbacks:
             found |= callback.gauges()
         return found
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """Which strategy `Auto` has put to work when, and why, in order; before a resume too."""
+        return [one for callback in self._callbacks for one in callback.decisions()]
 
     def take_arrivals(self) -> list[Arrival]:
         """When this rank came to each collective since the last call, and how long it

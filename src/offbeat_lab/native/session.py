@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from offbeat.callbacks.callback import Decision
 from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Stats
 from offbeat.transport.driver import Arrival
@@ -134,6 +135,7 @@ class NativeSession:
         self.optimizer = optimizer
         self.meter = meter
         self.notices: list[str] = []
+        self.decisions: Sequence[Decision] = ()
         self.observers: list[SessionObserver] = []
         # An optimizer that wraps another one has no hooks of its own.
         inner = getattr(optimizer, "optim", optimizer)

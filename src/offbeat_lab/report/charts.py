@@ -79,6 +79,8 @@ class LineChart:
         heading: above it.
         summary: what it shows, in words, for those who cannot see it.
         target: where a dashed line crosses it.
+        changes: where upright ones do, and what they are called: from there on another strategy was
+            at work.
         apart: whether its lines are no contestants, so that hiding these leaves it as it is.
         legend: names of its lines, where nothing else on the page tells them.
     """
@@ -90,6 +92,7 @@ class LineChart:
     y: Axis
     series: Sequence[Series]
     target: float | None = None
+    changes: Sequence[tuple[int, str]] = ()
     apart: bool = False
     legend: Sequence[str] = ()
 
@@ -243,6 +246,7 @@ def _step_charts(run: RunResults) -> Iterator[LineChart]:
                 zero=key != "loss",
             ),
             series=[mean_line(x, values)],
+            changes=[(one.step, one.after) for one in run.decisions if one.after != one.before],
         )
 
 

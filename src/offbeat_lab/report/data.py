@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.callbacks.callback import Decision
 from offbeat.run.records import WorkerLoss
 from offbeat_lab.breakdown import Steps
 from offbeat_lab.cluster import Cluster
@@ -49,6 +50,7 @@ class RunResults:
         curve, steps: what it did.
         last_start: the step from which the last attempt went on; 0 unless the run was resumed.
         losses: workers that died while its peers went on.
+        decisions: which strategy was to be at work when; empty where it was named.
         mega_batches: what workers did between merges; empty where they have batches of their own.
     """
 
@@ -59,6 +61,7 @@ class RunResults:
     steps: Steps
     last_start: int = 0
     losses: Sequence[WorkerLoss] = ()
+    decisions: Sequence[Decision] = ()
     mega_batches: Sequence[MegaBatch] = ()
 
 

@@ -178,6 +178,7 @@ def read_run(record: Record, *, name: str) -> RunResults:
         steps=steps,
         last_start=record.attempts[-1].start_step if record.attempts else 0,
         losses=summary.losses if summary else (),
+        decisions=summary.decisions if summary else (),
         mega_batches=record.mega_batches(),
     )
 

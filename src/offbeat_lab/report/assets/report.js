@@ -172,6 +172,11 @@
       const from = right - 7.4 * label.textContent.length - 6;
       make(svg, "line", { class: "target", x1: from - 22, x2: from, y1: 7, y2: 7 });
     }
+    for (const [step, name] of chart.changes) {
+      const at = x.at(step);
+      make(svg, "line", { class: "target", x1: at, x2: at, y1: top, y2: bottom });
+      make(svg, "text", { class: "target-label", x: Math.min(at + 4, right), y: top + 10, "text-anchor": at > right - 90 ? "end" : "start" }, name);
+    }
     for (const series of [...all].sort((a, b) => Number(b.thin) - Number(a.thin))) drawSeries(svg, series, x.at, y.at);
     const cross = make(svg, "circle", { r: 4, class: "halo", visibility: "hidden" });
     svg.onpointerleave = () => { hideTip(); cross.setAttribute("visibility", "hidden"); };

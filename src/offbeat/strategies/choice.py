@@ -1,0 +1,294 @@
+"""Which strategy should be at work: a function of what all ranks have measured and predicted.
+
+if less than a tenth of a step is waiting: AllReduce stays
+correct what is not computing by what the prediction of the strategy at work was wrong by
+cost = predicted step x steps to equal quality, with the uncertainty of both
+the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.callbacks.callback import Decision
+
+LEAST_MARGIN: Final = 0.1
+UNEXPECTED: Final = 0.25
+"""By which share a step takes another time than expected, before candidates are looked at again."""
+
+FIRST_LOOK: Final = 30
+EVERY: Final = 250
+BETWEEN_CHANGES: Final = 500
+"""Steps."""
+
+STEPS_OF_AN_AVERAGE: Final = 1
+"""Models that are averaged beside training in more than so many steps are further apart than those
+of which the steps to equal quality were counted."""
+
+CORES_BESIDE: Final = 2.0
+"""Of a rank, where models are averaged beside training."""
+
+_PAUSE: Final = 5.0
+"""A step in which a rank computes so many times as long as in others is not looked at."""
+
+_FREE_MEMORY: Final = 0.8
+
+
+class StepsToEqual(NamedTuple):
+    """How many steps a strategy takes to AllReduce's quality, as a multiple of AllReduce's.
+
+    Attributes:
+        mean: of what was measured.
+        uncertainty: of that, as a share of a step.
+    """
+
+    mean: float
+    uncertainty: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A strategy that may take over.
+
+    Attributes:
+        sgd, adam: steps to equal quality with optimizers that have one moment or none, and with
+            those that scale by second moments.
+        period: steps after which its exchanges repeat.
+        bytes_per_parameter: memory that it needs beyond AllReduce's.
+        keeps_step: whether ranks take equally many steps.
+    """
+
+    sgd: StepsToEqual
+    adam: StepsToEqual
+    period: int = 1
+    bytes_per_parameter: float = 0.0
+    keeps_step: bool = True
+
+    def fits(self, num_elements: int, *, free_bytes: float, cores: float) -> bool:
+        """Whether a rank with so many parameters, so much memory and so many cores can have it."""
+        return self.bytes_per_parameter * num_elements < _FREE_MEMORY * free_bytes and (
+            self.keeps_step or cores >= CORES_BESIDE
+        )
+
+    def averages_in_time(self, average_s: float, step_s: float) -> bool:
+        """Whether models that are averaged beside training, each time in `average_s`, stay near."""
+        return self.keeps_step or average_s < STEPS_OF_AN_AVERAGE * step_s
+
+
+CANDIDATES: Final[Mapping[str, Candidate]] = {
+    "allreduce": Candidate(sgd=StepsToEqual(1.0, 0.0), adam=StepsToEqual(1.0, 0.0)),
+    "gtopk": Candidate(
+        sgd=StepsToEqual(1.1, 0.15), adam=StepsToEqual(1.15, 0.1), bytes_per_parameter=8
+    ),
+    "powersgd": Candidate(
+        sgd=StepsToEqual(2.0, 0.2), adam=StepsToEqual(2.1, 0.6), bytes_per_parameter=12
+    ),
+    "localsgd": Candidate(
+        sgd=StepsToEqual(1.05, 0.1), adam=StepsToEqual(1.1, 0.1), period=10, bytes_per_parameter=4
+    ),
+    "wagma": Candidate(
+        sgd=StepsToEqual(1.05, 0.1),
+        adam=StepsToEqual(1.25, 0.15),
+        bytes_per_parameter=16,
+        keeps_step=False,
+    ),
+}
+"""By what the command line calls them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Standing:
+    """Where a run is.
+
+    Attributes:
+        at_work: the strategy that is.
+        wanted: the one that is about to take over; "": none is.
+        num_steps: that were taken.
+        changed_at: the step after which a strategy took over last.
+        expected_s: what a step should take; None: candidates were never looked at.
+        decisions: all that were made.
+    """
+
+    at_work: str = "allreduce"
+    wanted: str = ""
+    num_steps: int = 0
+    changed_at: int = -BETWEEN_CHANGES
+    expected_s: float | None = None
+    decisions: list[Decision] = field(default_factory=list)
+
+    def is_due(self, *, ahead: int = 0) -> bool:
+        """Whether all ranks should say what they have seen, now or `ahead` steps later."""
+        num_steps = self.num_steps + ahead
+        return num_steps == FIRST_LOOK or (num_steps > FIRST_LOOK and num_steps % EVERY == 0)
+
+    def is_news(self, step_s: float) -> bool:
+        """Whether candidates should be looked at, now that a step takes `step_s`."""
+        expected_s = self.expected_s
+        is_expected = expected_s is not None and abs(step_s / expected_s - 1) < UNEXPECTED
+        return not is_expected and self.num_steps - self.changed_at >= BETWEEN_CHANGES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenSteps:
+    """What all ranks saw of the strategy at work.
+
+    Attributes:
+        at_work: its name.
+        step_s: seconds of a step.
+        computed_s: those that each rank computed in each step, shape (steps, ranks).
+    """
+
+    at_work: str
+    step_s: float
+    computed_s: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, at_work: str, whole_s: NDArray[np.float64], computed_s: NDArray[np.float64]
+    ) -> SeenSteps:
+        """Of the seconds of steps, and those that were computed in, shape (steps, ranks). An
+        evaluation, or a pause, is no step.
+
+        >>> computed_s = np.array([[1.0, 1.0], [1.0, 9.0], [1.0, 1.0]])
+        >>> SeenSteps.of("allreduce", 2 * computed_s, computed_s).step_s
+        2.0
+        """
+        kept = (computed_s <= _PAUSE * np.median(computed_s)).all(axis=1)
+        if kept.any():
+            whole_s, computed_s = whole_s[kept], computed_s[kept]
+        return cls(at_work=at_work, step_s=float(whole_s.mean()), computed_s=computed_s)
+
+    @property
+    def mean_computed_s(self) -> float:
+        return float(self.computed_s.mean())
+
+    def hardly_waits(self) -> bool:
+        """Whether no strategy could make a step much shorter."""
+        waits = 1 - self.mean_computed_s / self.step_s
+        return self.at_work == "allreduce" and waits < LEAST_MARGIN
+
+    def __str__(self) -> str:
+        late = self.computed_s.mean(axis=0).argmax()
+        return (
+            f"{self.at_work} takes {ms(self.step_s)} a step, of which {ms(self.mean_computed_s)}"
+            f" are computing; rank {late} is the slowest with"
+            f" {ms(float(self.computed_s[:, late].mean()))}"
+        )
+
+
+class Choice(NamedTuple):
+    """What should be at work.
+
+    Attributes:
+        name: of the strategy.
+        step_s: what a step of it should take.
+        why: in a sentence or two.
+    """
+
+    name: str
+    step_s: float
+    why: str
+
+
+def corrected(predicted_s: Mapping[str, float], seen: SeenSteps) -> dict[str, float]:
+    """Predictions of steps, where whatever is not computing takes as much more or less, up to
+    twice, as that of the strategy at work was seen to.
+
+    >>> seen = SeenSteps(at_work="allreduce", step_s=2.0, computed_s=np.ones((1, 2)))
+    >>> corrected({"allreduce": 3.0, "gtopk": 2.0}, seen)
+    {'allreduce': 2.0, 'gtopk': 1.5}
+    """
+    computed_s = seen.mean_computed_s
+    rest_s = predicted_s[seen.at_work] - computed_s
+    scale = max(0.5, min(2.0, (seen.step_s - computed_s) / rest_s)) if rest_s > 0 else 1.0
+    return {
+        name: computed_s + scale * (seconds - computed_s) if seconds > computed_s else seconds
+        for name, seconds in predicted_s.items()
+    }
+
+
+def cheapest(
+    seen: SeenSteps, predicted_s: Mapping[str, float], steps: Mapping[str, StepsToEqual]
+) -> str:
+    """The strategy that should be at work. What is at work costs what it was seen to.
+
+    Args:
+        seen: of what is at work.
+        predicted_s: steps by strategy, that at work among them, which says how wrong predictions
+            are.
+        steps: to equal quality, by strategy.
+
+    >>> equal = {name: StepsToEqual(1.0, 0.05) for name in ("allreduce", "gtopk", "localsgd")}
+    >>> predicted_s = {"allreduce": 1.0, "gtopk": 0.5, "localsgd": 0.95}
+    >>> seen = SeenSteps(at_work="allreduce", step_s=1.05, computed_s=np.ones((1, 2)))
+    >>> cheapest(seen, predicted_s, equal)
+    'gtopk'
+    >>> cheapest(seen, predicted_s | {"gtopk": 0.95}, equal)
+    'allreduce'
+    """
+    margin = max(LEAST_MARGIN, abs(predicted_s[seen.at_work] / seen.step_s - 1))
+    costs_s = {
+        name: seconds * steps[name].mean * (1 + margin + steps[name].uncertainty)
+        for name, seconds in predicted_s.items()
+    }
+    costs_s[seen.at_work] = seen.step_s * steps[seen.at_work].mean
+    return min(costs_s, key=lambda name: (costs_s[name], name != seen.at_work))
+
+
+def choose(
+    seen: SeenSteps, predicted_s: Mapping[str, float], steps: Mapping[str, StepsToEqual]
+) -> Choice:
+    """What should be at work, and why.
+
+    Args:
+        seen: of what is at work.
+        predicted_s: steps by strategy, as they were simulated; none where a step hardly waits.
+        steps: to equal quality, by strategy.
+    """
+    why = ""
+    if seen.hardly_waits():
+        why = f"no strategy makes the {ms(seen.mean_computed_s)} less that are computing"
+    elif seen.at_work not in predicted_s:
+        why = f"{seen.at_work} cannot be predicted, so nobody knows how wrong predictions are"
+    if why:
+        return Choice(seen.at_work, seen.step_s, why)
+    predicted_s = corrected(predicted_s, seen)
+    name = cheapest(seen, predicted_s, steps)
+    others = ", ".join(
+        f"{other} {ms(seconds)}" + (f" x {steps[other].mean:g}" if steps[other].mean != 1 else "")
+        for other, seconds in sorted(predicted_s.items(), key=lambda item: item[1])
+    )
+    step_s = seen.step_s if name == seen.at_work else predicted_s[name]
+    return Choice(name, step_s, f"predicted for a step: {others}")
+
+
+def outlook(choice: Choice) -> str:
+    """What would change it."""
+    if not CANDIDATES[choice.name].keeps_step:
+        return (
+            "auto will not look again, since ranks do not keep step from here on; it says so if a"
+            f" step takes {UNEXPECTED:.0%} more or less than {ms(choice.step_s)}"
+        )
+    return (
+        f"auto looks again if a step takes {UNEXPECTED:.0%} more or less than"
+        f" {ms(choice.step_s)}, which it sees every {EVERY} steps"
+    )
+
+
+def in_vain(standing: Standing, step_s: float) -> str:
+    """What is said where a look would be due, but ranks do not keep step."""
+    return (
+        f"auto, step {standing.num_steps}: a step takes {ms(step_s)} here, and"
+        f" {ms(standing.expected_s or 0.0)} were expected; {standing.at_work} stays, since its"
+        " ranks do not keep step. To choose anew, begin with the model and the optimizer of a"
+        " checkpoint, without the session's state"
+    )
+
+
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

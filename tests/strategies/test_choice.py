@@ -1,0 +1,112 @@
+"""The choice of `Auto`, without ranks: a function of what was measured and predicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offbeat.strategies.choice import (
+    BETWEEN_CHANGES,
+    CANDIDATES,
+    EVERY,
+    FIRST_LOOK,
+    Choice,
+    SeenSteps,
+    Standing,
+    StepsToEqual,
+    choose,
+    in_vain,
+    outlook,
+)
+
+STEPS = {name: one.sgd for name, one in CANDIDATES.items()}
+
+
+def seen_of(at_work: str, step_s: float, computed_s: float = 0.1) -> SeenSteps:
+    return SeenSteps(at_work=at_work, step_s=step_s, computed_s=np.full((20, 3), computed_s))
+
+
+def test_the_least_time_to_equal_quality_counts_and_not_the_least_step() -> None:
+    predicted_s = {"allreduce": 1.0, "gtopk": 0.45, "powersgd": 0.3}
+    seen = seen_of("allreduce", 1.0)
+    assert choose(seen, predicted_s, STEPS).name == "gtopk"
+    same = dict.fromkeys(STEPS, StepsToEqual(1.0, 0.0))
+    assert choose(seen, predicted_s, same).name == "powersgd"
+
+
+def test_what_is_at_work_stays_unless_another_is_faster_by_more_than_the_uncertainty() -> None:
+    unsure = STEPS | {"gtopk": StepsToEqual(1.0, 0.5)}
+    predicted_s = {"allreduce": 1.0, "gtopk": 0.65}
+    assert choose(seen_of("allreduce", 1.0), predicted_s, unsure).name == "allreduce"
+    sure = STEPS | {"gtopk": StepsToEqual(1.0, 0.1)}
+    choice = choose(seen_of("allreduce", 1.0), predicted_s, sure)
+    assert choice.name == "gtopk"
+    assert choice.step_s == pytest.approx(0.65)
+
+
+def test_what_is_not_computing_takes_as_much_longer_as_it_was_seen_to() -> None:
+    """AllReduce computes for a tenth of a second, and waits twice as long as predicted."""
+    choice = choose(seen_of("allreduce", 0.5), {"allreduce": 0.3, "gtopk": 0.15}, STEPS)
+    assert choice.name == "gtopk"
+    assert choice.step_s == pytest.approx(0.2)
+
+
+def test_steps_that_hardly_wait_are_left_as_they_are() -> None:
+    choice = choose(seen_of("allreduce", 0.105), {}, STEPS)
+    assert (choice.name, choice.step_s) == ("allreduce", 0.105)
+    assert "100 ms less that are computing" in choice.why
+    # Another strategy that hardly waits may still take more steps than AllReduce would.
+    assert not seen_of("powersgd", 0.105).hardly_waits()
+
+
+def test_nothing_is_chosen_where_what_is_at_work_cannot_be_predicted() -> None:
+    choice = choose(seen_of("localsgd", 1.0), {"gtopk": 0.01}, STEPS)
+    assert choice.name == "localsgd"
+    assert "cannot be predicted" in choice.why
+
+
+def test_a_pause_is_no_step_unless_all_steps_have_one() -> None:
+    computed_s = np.ones((4, 2))
+    computed_s[2, 1] = 60.0
+    seen = SeenSteps.of("allreduce", 2 * computed_s, computed_s)
+    assert (seen.step_s, len(seen.computed_s)) == (2.0, 3)
+    one_sided = np.array([[1.0, 1.0, 9.0]] * 4)
+    assert len(SeenSteps.of("allreduce", one_sided, one_sided).computed_s) == 4
+
+
+def test_looks_are_at_fixed_steps() -> None:
+    due = [n for n in range(2 * EVERY + 1) if Standing(num_steps=n).is_due()]
+    assert due == [FIRST_LOOK, EVERY, 2 * EVERY]
+    assert Standing(num_steps=FIRST_LOOK - 1).is_due(ahead=1)
+
+
+def test_a_step_as_expected_is_no_news_nor_is_any_soon_after_a_change() -> None:
+    standing = Standing(num_steps=BETWEEN_CHANGES, changed_at=0, expected_s=1.0)
+    assert not standing.is_news(1.2)
+    assert standing.is_news(1.3)
+    assert standing.is_news(0.7)
+    standing.changed_at = 1
+    assert not standing.is_news(1.3)
+    assert Standing().is_news(1.0)  # nothing was expected yet
+
+
+def test_what_does_not_fit_is_no_candidate() -> None:
+    gtopk, wagma = CANDIDATES["gtopk"], CANDIDATES["wagma"]
+    assert gtopk.fits(1000, free_bytes=10_001, cores=1)
+    assert not gtopk.fits(1000, free_bytes=10_000, cores=1)
+    assert wagma.fits(1000, free_bytes=1e6, cores=2)
+    assert not wagma.fits(1000, free_bytes=1e6, cores=1.5)
+    assert gtopk.averages_in_time(2.0, 1.0)
+    assert not wagma.averages_in_time(2.0, 1.0)
+
+
+@pytest.mark.parametrize(("name", "said"), [("gtopk", "looks again"), ("wagma", "will not look")])
+def test_it_says_what_would_change_its_mind(name: str, said: str) -> None:
+    assert said in outlook(Choice(name, 0.5, ""))
+
+
+def test_it_says_that_it_cannot_change_its_mind() -> None:
+    standing = Standing(at_work="wagma", num_steps=750, expected_s=0.1)
+    said = in_vain(standing, 0.25)
+    assert said.startswith("auto, step 750: a step takes 250 ms here, and 100 ms were expected")
+    assert "wagma stays" in said
