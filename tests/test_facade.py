@@ -40,7 +40,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
     }
     strategies |= {"A2SGD", "DEFSGD", "OneBitAdam", "QGenX", "TopK", "WAGMA", "ZeroOneAdam"}
     strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
-    others = {"Curvature", "OffbeatError", "Outer", "Recorder", "Schedule", "Session"}
+    others = {"Curvature", "OffbeatError", "Outer", "Recorder", "Session"}
     others |= {"TopKCodec", "WeightCodec"}
     others |= {"attach", "island_mesh", "log", "reshard", "step"}
     assert sorted(offbeat.__all__) == sorted(strategies | others)

@@ -54,7 +54,6 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.onebitadam import OneBitAdam as OneBitAdam
     from offbeat.strategies.powersgd import PowerSGD as PowerSGD
     from offbeat.strategies.qgenx import QGenX as QGenX
-    from offbeat.strategies.schedules import Schedule as Schedule
     from offbeat.strategies.sgp import SGP as SGP
     from offbeat.strategies.topk import TopK as TopK
     from offbeat.strategies.wagma import WAGMA as WAGMA
@@ -67,7 +66,6 @@ _HOMES = {
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "Recorder": "offbeat.run.recording",
-    "Schedule": "offbeat.strategies.schedules",
     "Session": "offbeat.session.session",
     "TopKCodec": "offbeat.codec.topk_codec",
     "WeightCodec": "offbeat.codec.topk_codec",

@@ -13,7 +13,7 @@ from torch import nn
 from kfac_maths_support.reference import capture_all, square
 from offbeat.kfac.blocks import Block
 from offbeat.kfac.capture import Capture
-from offbeat.kfac.curvature import Curvature, Sharing
+from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.survey import survey
 
 WIDTH, HEADS, BATCH = 8, 2, 3
@@ -78,12 +78,9 @@ def factors(
     return found
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", ["self", "self without bias", "cross", "memory", "widths"])
-def test_projections_have_the_factors_of_linear_layers(
-    kind: str, batch_first: bool, sharing: Sharing
-) -> None:
+def test_projections_have_the_factors_of_linear_layers(kind: str, batch_first: bool) -> None:
     widths = {"kdim": 4, "vdim": 6} if kind == "widths" else {}
     model = nn.MultiheadAttention(
         WIDTH, HEADS, bias="without" not in kind, batch_first=batch_first, **widths
@@ -96,9 +93,7 @@ def test_projections_have_the_factors_of_linear_layers(
         if kind in ("memory", "self", "self without bias")
         else torch.randn(BATCH, key.shape[1], widths.get("vdim", WIDTH))
     )
-    options = Curvature(
-        sharing=sharing, cross_attention=("",) if kind in ("cross", "memory") else ()
-    )
+    options = Curvature(cross_attention=("",) if kind in ("cross", "memory") else ())
 
     def theirs() -> torch.Tensor:
         if batch_first:
@@ -112,9 +107,7 @@ def test_projections_have_the_factors_of_linear_layers(
         return output.square().mul(torch.arange(5.0).view(1, 5, 1)).sum((1, 2)).mean()
 
     found = factors(model, lambda: loss(theirs()).backward(), options)
-    expected = factors(
-        spelled, lambda: loss(spelled(query, key, value)).backward(), options_without_names(options)
-    )
+    expected = factors(spelled, lambda: loss(spelled(query, key, value)).backward(), Curvature())
     for slot, name in enumerate("qkv"):
         layer = expected[f"layers.{name}"]
         if "self" in kind:
@@ -129,10 +122,6 @@ def test_projections_have_the_factors_of_linear_layers(
         torch.testing.assert_close(matrix[slot : slot + 1] if "self" in kind else matrix, wanted)
     for side in (1, 2):
         torch.testing.assert_close(found["out_proj"][side], expected["layers.out"][side])
-
-
-def options_without_names(options: Curvature) -> Curvature:
-    return Curvature(sharing=options.sharing)
 
 
 def test_being_watched_changes_nothing() -> None:

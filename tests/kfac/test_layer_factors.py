@@ -194,23 +194,11 @@ def test_one_example_at_one_position_has_an_exact_fisher_matrix(kind: str) -> No
     )
 
 
-def test_reduce_takes_means_of_inputs_and_sums_of_gradients() -> None:
-    layer, x = layer_of("linear positions")
-    blocks, capture = capture_all(layer, Curvature(sharing="reduce"))
-    losses(layer(x)).mean().backward()
-    a, g = take_square(capture, blocks)
-    capture.remove()
-    expected_a, expected_g = look(layer, x, losses).factors("reduce")
-    torch.testing.assert_close(a, expected_a)
-    torch.testing.assert_close(g, expected_g)
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_time_may_come_first(sharing: Any) -> None:
+def test_time_may_come_first() -> None:
     layer, x = layer_of("linear positions")
     factors = []
     for batch_dim in (0, 1):
-        blocks, capture = capture_all(layer, Curvature(sharing=sharing, batch_dim=batch_dim))
+        blocks, capture = capture_all(layer, Curvature(batch_dim=batch_dim))
         output = layer(x.movedim(0, batch_dim))
         losses(output.movedim(batch_dim, 0)).mean().backward()
         factors.append(take_square(capture, blocks))
@@ -374,7 +362,7 @@ def test_samples_of_an_even_batch_count_alike() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"sharing": "reduce"}, {"loss_terms": "position"}, {"batch_dim": 1}, {"loss": "sum"}],
+    [{"loss_terms": "position"}, {"batch_dim": 1}, {"loss": "sum"}],
 )
 def test_samples_are_examples_however_they_are_counted(options: dict[str, Any]) -> None:
     layer, x = layer_of("linear positions")

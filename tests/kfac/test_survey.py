@@ -217,7 +217,6 @@ def test_options_that_make_no_sense_are_refused() -> None:
         )
     for wrong in (
         {"loss": "average"},
-        {"sharing": "shrink"},
         {"loss_terms": "token"},
         {"batch_dim": -1},
         {"sample_stride": 0},
@@ -225,7 +224,6 @@ def test_options_that_make_no_sense_are_refused() -> None:
         {"sample_stride": "aut"},
         {"decay": 1.0},
         {"plain": "head"},
-        {"sharing": "reduce", "loss_terms": "position"},
     ):
         with pytest.raises(ConfigError):
             Curvature(**wrong)  # type: ignore[arg-type]

@@ -33,11 +33,9 @@ class Seen:
     inputs: torch.Tensor
     gradients: torch.Tensor
 
-    def factors(self, sharing: str = "expand") -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         groups, num_examples, num_positions, _ = self.inputs.shape
         a, g = self.inputs, self.gradients
-        if sharing == "reduce":
-            a, g, num_positions = a.mean(2, keepdim=True), g.sum(2, keepdim=True), 1
         inputs = torch.zeros(groups, a.shape[-1], a.shape[-1], dtype=a.dtype)
         outputs = torch.zeros(groups, g.shape[-1], g.shape[-1], dtype=g.dtype)
         for group in range(groups):

@@ -180,15 +180,14 @@ class KFACCallback(Callback):
         if has_factors and not self._is_checked:
             self._check_what_was_seen()
         if inverts:
-            damping = self._settings.damping_at(step)
-            inverses.start(lambda slot: self.averages.inversion_task(slot, damping))
+            inverses.start(self.averages.inversion_task)
         if has_factors:
             self._take_in(inverts=inverts)
         if inverts:
             self.preconditioner.finish_inversions()
         if has_factors and (ready_s := self.scheduler.learn()) is not None:
             self._adopt(self._planner.plan(replace(self._inputs, ready_s=ready_s)))
-        self.preconditioner.precondition(self.scheduler.retired, step)
+        self.preconditioner.precondition(self.scheduler.retired)
 
     def _check_what_was_seen(self) -> None:
         """Name the blocks whose weights got gradients while nobody saw their inputs and outputs.
@@ -480,8 +479,8 @@ class FactorAverages:
             # Without an average there is no inverse, which is what the owner's message then says.
             self.factors[slot].mass.zero_()
 
-    def inversion_task(self, slot: int, damping: float) -> InversionTask:
-        """What is to be inverted of a factor that this rank keeps, with `damping`, > 0."""
+    def inversion_task(self, slot: int) -> InversionTask:
+        """What is to be inverted of a factor that this rank keeps."""
         own, shape = self.factors[slot], self._slots[slot].shape
         pair = slot & ~1, slot | 1
         if shape.uses > 1:
@@ -496,7 +495,8 @@ class FactorAverages:
             packed = own.average()
             # Without pi the partner may not have arrived yet, and does not matter.
             means = [self.factors[of].mean_eigenvalue() for of in pair]
-        of_each = damping_of(*means, damping=damping, pi=self._settings.curvature.pi)
+        pi = self._settings.curvature.pi
+        of_each = damping_of(*means, damping=self._settings.damping, pi=pi)
         return InversionTask(
             name=self._slots[slot].name,
             packed=packed,

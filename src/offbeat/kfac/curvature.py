@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from math import inf, isfinite, nan
-from typing import Literal, SupportsFloat, TypeAlias
+from typing import Literal, TypeAlias
 
 from offbeat.errors import ConfigError, nearest
 
-Sharing = Literal["expand", "reduce"]
 Grafting: TypeAlias = Literal["none", "floor", "layer"]
 """Whose length a layer's preconditioned gradient has (`kfac.preconditioner`); "none": its own."""
 
@@ -35,9 +31,6 @@ class Curvature:
         loss_terms: whether each "example" has a loss, or each "position", as in language models; a
             position without a gradient, such as padding, has none.
         loss: whether the loss is the "mean" or the "sum" over examples.
-        sharing: for layers that see several positions of an example (arXiv 2311.00636): "expand"
-            treats them as independent, "reduce" averages inputs and sums gradients first.
-            Convolutions and embeddings always expand.
         batch_dim: which dimension of inputs counts examples; 0, or 1 where time comes first.
         sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
             "auto": of every fourth where a layer sees 16 positions of each or more, but of no fewer
@@ -62,7 +55,6 @@ class Curvature:
 
     loss_terms: Literal["example", "position"] = "example"
     loss: Literal["mean", "sum"] = "mean"
-    sharing: Sharing = "expand"
     batch_dim: int = 0
     sample_stride: int | Literal["auto"] = "auto"
     max_dim: int = 2048
@@ -77,7 +69,6 @@ class Curvature:
         for name, allowed in (
             ("loss_terms", ("example", "position")),
             ("loss", ("mean", "sum")),
-            ("sharing", ("expand", "reduce")),
             ("factor_codec", ("float32", "bfloat16", "linear8")),
         ):
             if (value := getattr(self, name)) not in allowed:
@@ -85,11 +76,6 @@ class Curvature:
                     f"{name} must be one of {', '.join(map(repr, allowed))}, got"
                     f" {value!r}{nearest(str(value), allowed)}"
                 )
-        if self.loss_terms == "position" and self.sharing == "reduce":
-            raise ConfigError(
-                'sharing="reduce" supposes one loss for each example, which loss_terms="position"'
-                ' denies; use sharing="expand"'
-            )
         for name, least in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
             value = getattr(self, name)
             is_auto = name == "sample_stride" and value == "auto"
@@ -98,7 +84,7 @@ class Curvature:
                 raise ConfigError(
                     f"{name} must be an integer of at least {least}{auto}, got {value!r}"
                 )
-        if not 0 <= _number_of(self.decay) < 1:
+        if not (isinstance(self.decay, int | float) and 0 <= self.decay < 1):
             raise ConfigError(f"decay must be in [0, 1), got {self.decay!r}")
         for name in ("plain", "cross_attention"):
             names = getattr(self, name)
@@ -133,133 +119,46 @@ class Curvature:
         return max(min(AUTO_STRIDE, num_examples // FEWEST_EXAMPLES), 1)
 
 
-OfStep: TypeAlias = Callable[[int], float]
-"""A number as a function of the step, counted from 0: the same on all ranks."""
-
-
-class StepsApart:
-    """The steps 0, i(0), i(0) + i(i(0)), ... for an interval i, which is a number or a function of
-    the step. They depend on nothing but i, so that a resumed run has the same.
-
-    Args:
-        name: of the interval, for errors.
-        interval: >= 1.
-    """
-
-    def __init__(self, name: str, interval: int | OfStep) -> None:
-        self._name, self._interval = name, interval
-        self._steps = [0]
-
-    @property
-    def first_interval(self) -> int:
-        """How far the second of the steps is from the first one."""
-        return self._after(0)
-
-    def index(self, step: int) -> int | None:
-        """Which of the steps `step` is, from 0; None if it is none of them."""
-        if not callable(self._interval):
-            return None if step % self._interval else step // self._interval
-        while self._steps[-1] < step:
-            self._steps.append(self._steps[-1] + self._after(self._steps[-1]))
-        place = bisect_left(self._steps, step)
-        return place if self._steps[place] == step else None
-
-    def num_before(self, step: int) -> int:
-        """How many of the steps come before `step`, which is one of them."""
-        index = self.index(step)
-        assert index is not None
-        return index
-
-    def check(self, step: int) -> None:
-        """Raise `ConfigError` unless the interval at `step` is allowed."""
-        self._after(step)
-
-    def _after(self, step: int) -> int:
-        if not callable(self._interval):
-            return self._interval
-        value = self._interval(step)
-        number = _number_of(value)
-        if not (isfinite(number) and number >= 1):
-            raise ConfigError(
-                f"{self._name} must be at least 1, got {value!r} of its schedule at step {step}"
-            )
-        return round(number)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KFACSettings:
     """What all K-FAC strategies do alike: how factors are taken, averaged, damped and used.
 
     Attributes:
-        damping: as of `kfac.callback.damping_of`, > 0; or a function of the step.
+        damping: as of `kfac.callback.damping_of`, > 0.
         bfloat16: whether inverses are kept in bfloat16; None: where that costs nothing
             (`kfac.inverses.form_of`).
-        kl_clip: limit of a step's predicted change, > 0, or a function of the step; None: no limit.
-        grafting: whose length a layer's preconditioned gradient has; with "layer" nothing limits
-            it.
-        factor_steps: the steps with factors.
-        inverse_steps: the steps with inversions.
+        kl_clip: limit of a step's predicted change, > 0; None: no limit.
+        grafting: whose length a layer's preconditioned gradient has.
+        factor_interval: from one step with factors to the next, >= 1.
+        inverse_interval: from one step with inversions to the next, >= 1.
         curvature: how factors are taken, averaged and damped.
     """
 
-    damping: float | OfStep
+    damping: float
     bfloat16: bool | None
-    kl_clip: float | OfStep | None
+    kl_clip: float | None
     grafting: Grafting
-    factor_steps: StepsApart
-    inverse_steps: StepsApart
+    factor_interval: int
+    inverse_interval: int
     curvature: Curvature
-
-    def damping_at(self, step: int) -> float:
-        """Raises `ConfigError` where a schedule's value is not allowed."""
-        return positive_at("damping", self.damping, step)
-
-    def kl_clip_at(self, step: int) -> float | None:
-        """Raises `ConfigError` where a schedule's value is not allowed."""
-        if self.kl_clip is None or self.grafting == "layer":
-            return None
-        return positive_at("kl_clip", self.kl_clip, step)
 
     def has_factors(self, step: int) -> bool:
         """Whether factors are averaged in `step`."""
-        return self.factor_steps.index(step) is not None or (
-            self.curvature.ramp and step < self.factor_steps.first_interval
+        return not step % self.factor_interval or (
+            self.curvature.ramp and step < self.factor_interval
         )
 
     def num_with_factors(self, step: int) -> int:
         """How many steps before `step`, which has factors, had them too."""
-        if self.curvature.ramp:
-            first = self.factor_steps.first_interval
-            return step if step < first else first - 1 + self.factor_steps.num_before(step)
-        return self.factor_steps.num_before(step)
+        if not self.curvature.ramp:
+            return step // self.factor_interval
+        return step if step < (first := self.factor_interval) else first - 1 + step // first
 
     def has_inversions(self, step: int) -> bool:
         """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2,
         4, 8, ...
         """
         is_power_of_two = not step & (step - 1)
-        return self.inverse_steps.index(step) is not None or (
-            self.curvature.ramp and is_power_of_two and step < self.inverse_steps.first_interval
+        return not step % self.inverse_interval or (
+            self.curvature.ramp and is_power_of_two and step < self.inverse_interval
         )
-
-
-def positive_at(name: str, value: float | OfStep, step: int) -> float:
-    """The value of an option at `step`.
-
-    Raises:
-        ConfigError: its schedule has none that is greater than 0.
-    """
-    if not callable(value):
-        return value
-    found = value(step)
-    number = _number_of(found)
-    if not 0 < number < inf:
-        raise ConfigError(
-            f"{name} must be greater than 0, got {found!r} of its schedule at step {step}"
-        )
-    return number
-
-
-def _number_of(value: object) -> float:
-    """What a user's function has returned; nan, which no option may be, where it is no number."""
-    return float(value) if isinstance(value, SupportsFloat) else nan

@@ -322,7 +322,7 @@ def form_of(
         same_devices: whether all ranks compute on devices of one kind.
     """
     device = slots[0].device
-    usual = usual_form(device, settings.inverse_steps.first_interval)
+    usual = usual_form(device, settings.inverse_interval)
     rounds = settings.bfloat16
     if rounds is None:
         rounds = (

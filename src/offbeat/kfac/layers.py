@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ class RowsBlock(LayerBlock):
 
     def num_positions(self, inputs: torch.Tensor) -> int:
         dim = self.example_dim(inputs)
-        if dim is None or self._curvature.sharing == "reduce":
+        if dim is None:
             return 1
         return inputs.shape[: -self._num_mapped].numel() // max(inputs.shape[dim], 1)
 
@@ -71,12 +71,10 @@ class RowsBlock(LayerBlock):
             else super().num_terms(inputs)
         )
 
-    def _rows(self, tensor: torch.Tensor, how: Literal["mean", "sum"]) -> torch.Tensor:
-        """Shape (rows, d): positions expanded, or reduced to one for each example."""
-        if self._curvature.sharing == "expand" or tensor.ndim < 3:
-            return as_real(tensor.reshape(-1, tensor.shape[-1]))
-        positions = as_real(tensor).movedim(min(self._batch_dim, tensor.ndim - 2), 0).flatten(1, -2)
-        return positions.mean(dim=1) if how == "mean" else positions.sum(dim=1)
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """All positions of all examples, shape (rows, d)."""
+    return as_real(tensor.reshape(-1, tensor.shape[-1]))
 
 
 class LinearBlock(RowsBlock):
@@ -120,11 +118,11 @@ class LinearBlock(RowsBlock):
         return self.keeps_shape() and inputs.shape[-1] == self._num_inputs
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
-        rows = self._rows(inputs, "mean")
+        rows = _rows(inputs)
         return Moment(moment_of(rows[None], self.inputs, ones=self.has_bias), rows.shape[0])
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = self._rows(gradient, "sum")
+        rows = _rows(gradient)
         grouped = rows.unflatten(1, self.matrix_shape[:2]).movedim(1, 0)
         return Moment(moment_of(grouped, self.outputs), rows.shape[0])
 
@@ -155,11 +153,11 @@ class BiasBlock(RowsBlock):
         return self.keeps_shape()
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
-        rows = self._rows(inputs, "mean")
+        rows = _rows(inputs)
         return Moment(rows.new_full((1, 1), rows.shape[0]), rows.shape[0])
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = self._rows(gradient, "sum")
+        rows = _rows(gradient)
         return Moment(moment_of(rows[None], self.outputs), rows.shape[0])
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
@@ -312,7 +310,7 @@ class EmbeddingBlock(LayerBlock):
         return Moment(counts[None], inputs.numel())
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = as_real(gradient.reshape(-1, gradient.shape[-1]))
+        rows = _rows(gradient)
         if inputs is not None and self._padding is not None:
             rows = rows * (inputs != self._padding).reshape(-1, 1)
         return Moment(moment_of(rows[None], self.outputs), rows.shape[0])
@@ -383,11 +381,11 @@ class LastDimsNormBlock(RowsBlock):
         return self.keeps_shape() and inputs.shape[-len(dims) :] == dims
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
-        rows = self._rows(self._flat(self._normalise(as_real(inputs))), "mean")
+        rows = _rows(self._flat(self._normalise(as_real(inputs))))
         return _moment_of_inputs(rows, (0,), has_bias=self.has_bias)
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = self._rows(self._flat(gradient), "sum")
+        rows = _rows(self._flat(gradient))
         return Moment(_squares(rows, (0,))[:, None], rows.shape[0])
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:

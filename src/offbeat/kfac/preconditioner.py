@@ -151,16 +151,16 @@ class Preconditioner:
             inverter=self._inverter,
         )
 
-    def precondition(self, retired: Collection[int], step: int) -> None:
-        """In `step`, replace the gradients of all blocks but the `retired` ones by preconditioned
+    def precondition(self, retired: Collection[int]) -> None:
+        """Replace the gradients of all blocks but the `retired` ones by preconditioned
         gradients. Collective where owners send them.
         """
         began_s = time.perf_counter()
-        self._precondition(retired, step)
+        self._precondition(retired)
         self.precondition_s += time.perf_counter() - began_s
 
-    def _precondition(self, retired: Collection[int], step: int) -> None:
-        kl_clip = self._settings.kl_clip_at(step)
+    def _precondition(self, retired: Collection[int]) -> None:
+        kl_clip = self._settings.kl_clip
         lr_of = {
             id(parameter): float(group["lr"])
             for group in self._optimizer.param_groups

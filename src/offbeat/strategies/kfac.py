@@ -46,7 +46,7 @@ from offbeat.kfac.blocks import slots_of
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.costs import gather_plan_inputs
 from offbeat.kfac.curvature import Curvature as Curvature
-from offbeat.kfac.curvature import KFACSettings, StepsApart, positive_at
+from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.plans import (
     KFACPlanner,
     block_owners,
@@ -64,7 +64,6 @@ from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.gtopk import GTopK
 from offbeat.strategies.options import require_at_least, require_one_of, require_positive
 from offbeat.strategies.powersgd import PowerSGD
-from offbeat.strategies.schedules import Schedule
 from offbeat.strategies.topk import TopK
 from offbeat.torch_private import unscales_gradients_itself
 
@@ -82,8 +81,7 @@ class KFACStrategy(Strategy):
 
     Args:
         damping: what is added before inversion, > 0: to the eigenvalues of the product of A and G,
-            or to those of each, as `pi` says. This, `kl_clip` and both intervals may be functions
-            of the step, such as an `offbeat.Schedule`.
+            or to those of each, as `pi` says.
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
         kl_clip: limit of the change that a step may make by its own estimate, > 0; None: no limit.
@@ -105,28 +103,21 @@ class KFACStrategy(Strategy):
     planner: ClassVar[KFACPlanner]
     """What the strategy is."""
 
-    damping: float | Callable[[int], float] = 0.01
-    factor_interval: int | Callable[[int], float] = 10
-    inverse_interval: int | Callable[[int], float] = 100
-    kl_clip: float | Callable[[int], float] | None = 0.001
+    damping: float = 0.01
+    factor_interval: int = 10
+    inverse_interval: int = 100
+    kl_clip: float | None = 0.001
     grafting: Literal["auto", "none", "floor", "layer"] = "auto"
     inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk", "powersgd"] = "allreduce"
     curvature: Curvature = USUAL_CURVATURE
 
     def __post_init__(self) -> None:
-        for name in ("factor_interval", "inverse_interval"):
-            interval = getattr(self, name)
-            if not callable(interval):
-                require_at_least(name, interval, 1)
-            for step in _steps_to_check(interval):
-                StepsApart(name, interval).check(step)
-        for name in ("damping", "kl_clip"):
-            value = getattr(self, name)
-            if not callable(value) and value is not None:
-                require_positive(name, value)
-            for step in _steps_to_check(value):
-                positive_at(name, value, step)
+        require_at_least("factor_interval", self.factor_interval, 1)
+        require_at_least("inverse_interval", self.inverse_interval, 1)
+        require_positive("damping", self.damping)
+        if self.kl_clip is not None:
+            require_positive("kl_clip", self.kl_clip)
         require_one_of("grafting", self.grafting, ("auto", "none", "floor", "layer"))
         require_one_of("inverse_dtype", self.inverse_dtype, ("auto", "float32", "bfloat16"))
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
@@ -151,10 +142,10 @@ class KFACStrategy(Strategy):
         return KFACSettings(
             damping=self.damping,
             bfloat16=None if self.inverse_dtype == "auto" else self.inverse_dtype == "bfloat16",
-            kl_clip=self.kl_clip,
+            kl_clip=None if self.grafting == "layer" else self.kl_clip,
             grafting="none" if self.grafting == "auto" else self.grafting,
-            factor_steps=StepsApart("factor_interval", self.factor_interval),
-            inverse_steps=StepsApart("inverse_interval", self.inverse_interval),
+            factor_interval=self.factor_interval,
+            inverse_interval=self.inverse_interval,
             curvature=self.curvature,
         )
 
@@ -250,15 +241,6 @@ class KFACStrategy(Strategy):
         )
         exchange.add_listener(kfac.scheduler)
         return [exchange, *others, kfac]
-
-
-def _steps_to_check(option: object) -> list[int]:
-    """Steps at which the value of an option is looked at beforehand: of a function the first one,
-    of a `Schedule` those of its points.
-    """
-    if isinstance(option, Schedule):
-        return [step for step, _ in option.points]
-    return [0] if callable(option) else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,9 +90,7 @@ class StrategySteps(Method):
             period = strategy.schedule.period(_LATE, strategy.schedule.initial_state())
         if isinstance(strategy, KFACStrategy):
             settings = strategy.settings()
-            period = max(
-                settings.factor_steps.first_interval, settings.inverse_steps.first_interval
-            )
+            period = max(settings.factor_interval, settings.inverse_interval)
         self.steps_in_a_period, self.kind_of = period, strategy.step_kinds()
         self.extra_bytes = extra_bytes
 
