@@ -18,7 +18,6 @@ from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError
-from offbeat.session.session import Session
 from offbeat.simulation.measured import MeasuredRun, Predicted, predict
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies import auto
@@ -77,7 +76,7 @@ class Changing(Strategy):
         return [*self.begins_as().build(context), Switcher(context)]
 
 
-def take_over(session: Session, strategy: Strategy, step: Callable[[], None]) -> int:
+def take_over(session: offbeat.Session, strategy: Strategy, step: Callable[[], None]) -> int:
     """Take steps until `strategy` is at work. Returns how many."""
     switcher = session.callbacks[-1]
     assert isinstance(switcher, Switcher)
