@@ -219,5 +219,6 @@ def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(
     assert summary.status == "stopped"
     assert [loss.rank for loss in summary.losses] == [0]
     manifest = latest(tmp_path / "run" / "checkpoint")
-    assert manifest.step == summary.steps
+    # It is of its first writer's step, and survivors do not keep step.
+    assert 10 < manifest.step <= summary.steps
     assert 1 <= manifest.world_size <= 2

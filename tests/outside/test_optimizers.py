@@ -163,12 +163,12 @@ def error_of(case: Case, label: str, rank: int, world_size: int, alone: dist.Pro
 
 def failures(rank: int, world_size: int, *, labels: list[str], whole: bool) -> list[str]:
     """What is not as it should be, a line for each case. `whole`: as in `cases`, and each of them
-    with every strategy; else an optimizer has three strategies, and a strategy many optimizers.
+    with every strategy; else an optimizer has two strategies, and a strategy many optimizers.
     """
     alone = [dist.new_group([each]) for each in range(world_size)][rank]
     found = []
     for number, case in enumerate(cases(whole=whole)):
-        some = [labels[(number + each) % len(labels)] for each in (0, 3, 5)]
+        some = [labels[(number + each) % len(labels)] for each in (0, 3)]
         for label in labels if whole else some:
             reason = REFUSED.get((case.kind.__name__, label))
             try:

@@ -171,7 +171,7 @@ CORRECTED = ("SGD", "Nesterov", "AdamW")
 they train the same model with correction and without.
 """
 
-IN_SHORT = ("gtopk", "ef21", "spdkfac over topk")
+IN_SHORT = ("gtopk", "spdkfac over topk")
 """Strategies of the only cell that `make test` has."""
 
 

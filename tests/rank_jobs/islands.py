@@ -98,7 +98,6 @@ def make_model(dtype: torch.dtype = torch.float64, seed: int = 1) -> torch.nn.Se
     return torch.nn.Sequential(
         torch.nn.Linear(5, 7),
         Block(7),
-        Block(7),
         torch.nn.Linear(7, 1),
         torch.nn.Softplus(),  # FSDP warns of a root that returns a view, as Linear does
     ).to(dtype)
@@ -244,7 +243,7 @@ def poisoned(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
         if step == 2 and rank == world_size - 1:
             parameter.grad.to_local().fill_(float("nan"))
 
-    model[3].weight.register_post_accumulate_grad_hook(poison)
+    model[2].weight.register_post_accumulate_grad_hook(poison)
     model[1].mixed.weight.register_post_accumulate_grad_hook(poison)
     optimizer = make_optimizer(model, how)
     with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:

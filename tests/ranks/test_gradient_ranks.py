@@ -12,7 +12,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.errors import OffbeatError
 from offbeat.strategies.base import Strategy
 from rank_jobs.gradients import (
     exception_in_backward,
@@ -244,7 +243,7 @@ def diverged(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any
                 with torch.no_grad():
                     model[0].weight[0, 0] += 1e-6
             train(model, optimizer, rank, range(1, 3))
-    except OffbeatError as error:
+    except offbeat.OffbeatError as error:
         return {"heard": type(error).__name__, "message": str(error)}
     return {"heard": "", "message": ""}
 
@@ -283,7 +282,7 @@ def more_passes_on_one_rank(rank: int, world_size: int, *, strategy: Strategy) -
             optimizer.step()
             if rank != 1:
                 return {"heard": "", "message": ""}
-    except OffbeatError as error:
+    except offbeat.OffbeatError as error:
         return {"heard": type(error).__name__, "message": str(error)}
     return {"heard": "", "message": ""}
 
@@ -308,7 +307,7 @@ def attach_error(rank: int, world_size: int, *, fault: str) -> dict[str, Any]:
     strategy = offbeat.GTopK(density=0.5 if odd and fault == "strategy" else 0.1)
     try:
         offbeat.attach(model, optimizer, strategy)
-    except OffbeatError as error:
+    except offbeat.OffbeatError as error:
         return {"kind": type(error).__name__, "message": str(error)}
     return {"kind": "none", "message": ""}
 

@@ -50,28 +50,24 @@ ADAM: dict[str, Any] = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_de
 LOCALSGD = offbeat.LocalSGD(period=2, warmup=0)
 EQUAL: dict[str, Training] = {
     "allreduce, accumulated by FSDP, not resharded": Training(
-        strategy=ALLREDUCE, num_passes=3, by_fsdp=True, reshard=False
+        strategy=ALLREDUCE, num_passes=2, by_fsdp=True, reshard=False
     ),
-    "allreduce, accumulated, clipped": Training(strategy=ALLREDUCE, num_passes=3, clip="session"),
     "allreduce, AdamW, offloaded, clipped by torch": Training(
         strategy=ALLREDUCE, offload=True, clip="torch", **ADAM
     ),
     "topk of everything, clipped": Training(
         strategy=offbeat.TopK(**EVERYTHING, clip_norm=0.5), clip="session"
     ),
-    "gtopk of everything": Training(
-        strategy=offbeat.GTopK(**EVERYTHING, collective="reduce_scatter")
-    ),
     "gtopk of everything, accumulated": Training(
-        strategy=offbeat.GTopK(**EVERYTHING, collective="all_gather"), num_passes=2
+        strategy=offbeat.GTopK(**EVERYTHING, collective="reduce_scatter"), num_passes=2
     ),
     "ef21 of everything": Training(strategy=offbeat.EF21(**EVERYTHING)),
     "localsgd, not resharded, clipped": Training(strategy=LOCALSGD, reshard=False, clip="session"),
-    "localsgd, accumulated, AdamW, clipped by torch": Training(
-        strategy=LOCALSGD, num_passes=2, clip="torch", **ADAM
-    ),
-    "localsgd after allreduce": Training(
-        strategy=offbeat.LocalSGD(period=2, warmup=0, start_step=2)
+    "localsgd after allreduce, accumulated, AdamW, clipped by torch": Training(
+        strategy=offbeat.LocalSGD(period=2, warmup=0, start_step=2),
+        num_passes=2,
+        clip="torch",
+        **ADAM,
     ),
     "diloco": Training(strategy=offbeat.LocalSGD(period=2, outer="diloco"), **ADAM),
     "localsgd, by drift": Training(strategy=offbeat.LocalSGD(period="adaptive"), num_steps=8),
@@ -81,10 +77,8 @@ EQUAL: dict[str, Training] = {
 """What concerns an optimizer, its gradients or shards, each with gradients and with weights."""
 
 
-@pytest.mark.parametrize("first", [0, 7])
-def test_islands_train_as_whole_replicas_do(run_ranks: RunRanks, first: int) -> None:
-    some = dict(list(EQUAL.items())[first : first + 7])
-    for result in run_ranks(for_each, 4, job=against_whole, trainings=some):
+def test_islands_train_as_whole_replicas_do(run_ranks: RunRanks) -> None:
+    for result in run_ranks(for_each, 4, job=against_whole, trainings=EQUAL):
         for label, value in result.items():
             assert value["apart"] < 1e-9, label
             assert value["moved"] > 1e-2, label
@@ -197,12 +191,10 @@ def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks
 @pytest.mark.parametrize(
     ("strategy", "at"),
     [
-        (ALLREDUCE, "backward"),
         (ALLREDUCE, "raise"),
-        (offbeat.GTopK(**FEW), "step"),
+        (offbeat.GTopK(**FEW), "backward"),
         (LOCALSGD, "step"),
-        (ALLREDUCE, "stopped in a step"),
-        (LOCALSGD, "stopped in backward"),
+        (ALLREDUCE, "stopped in backward"),
     ],
 )
 def test_a_death_is_named_on_every_rank_of_every_island(
@@ -275,12 +267,12 @@ def test_a_run_is_resumed_by_other_islands(run_ranks: RunRanks, tmp_path: Path, 
     same = run_ranks(resumed, 4, how=how, directory=where, num_shards=2)
     for old, new in zip(before, same, strict=True):
         assert new == {key: old[key] for key in new}
-    for world_size, num_shards in ((4, 4), (3, 1)) if label in ("gtopk", "diloco") else ((2, 1),):
-        others = run_ranks(resumed, world_size, how=how, directory=where, num_shards=num_shards)
-        for result in others:
-            assert result["half"] == before[0]["half"]
-            if label != "ef21":
-                assert result["owed"] == pytest.approx(before[0]["owed"], rel=1e-9, abs=1e-12)
+    world_size, num_shards = {"gtopk": (4, 4), "diloco": (3, 1), "ef21": (2, 1)}[label]
+    others = run_ranks(resumed, world_size, how=how, directory=where, num_shards=num_shards)
+    for result in others:
+        assert result["half"] == before[0]["half"]
+        if label != "ef21":
+            assert result["owed"] == pytest.approx(before[0]["owed"], rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -300,8 +292,8 @@ def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunR
 @pytest.mark.parametrize(
     ("strategy", "steps", "tolerance", "flags"),
     [
-        ("allreduce", 5, 1e-3, []),
-        ("allreduce", 5, 1e-3, ["--hsdp"]),
+        ("allreduce", 3, 1e-3, []),
+        ("allreduce", 3, 1e-3, ["--hsdp"]),
         pytest.param("localsgd", 60, 1e-2, [], marks=pytest.mark.slow),
     ],
 )

@@ -19,9 +19,19 @@ from typing import NoReturn
 import offbeat
 from offbeat_lab.forking import serve
 
-PRELOADED = ("torch._dynamo", "scipy.optimize", "offbeat_lab.native", "pytest")
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "scipy.optimize",
+    "offbeat_lab.native",
+    "pytest",
+    "ranks_support.process",
+)
 """What most ranks import sooner or later, beside offbeat: optimizers the first in their first step,
-K-FAC the second where it fits what links cost.
+K-FAC `scipy.optimize` where it fits what links cost, islands and checkpoints parts of
+`torch.distributed`, and jobs of tests what starts ranks.
 """
 
 NOT_PRELOADED = ("integrations", "triton_kernels", "__main__")

@@ -16,7 +16,6 @@ import offbeat
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError
-from offbeat.session.session import Session
 from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
@@ -75,7 +74,7 @@ class Changing(Strategy):
         return [*self.begins_as().build(context), Switcher(context)]
 
 
-def take_over(session: Session, strategy: Strategy, step: Callable[[], None]) -> int:
+def take_over(session: offbeat.Session, strategy: Strategy, step: Callable[[], None]) -> int:
     """Take steps until `strategy` is at work. Returns how many."""
     switcher = session.callbacks[-1]
     assert isinstance(switcher, Switcher)
