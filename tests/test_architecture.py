@@ -44,6 +44,10 @@ STORES = frozenset({f"torch.distributed.{name}" for name in ("Store", "HashStore
 """Types of stores, which other rooms are handed by `transport`."""
 
 MAY_BLOCK = {
+    **{
+        f"offbeat/integrations/{name}.py": {"torch.distributed"}
+        for name in ("accelerate", "lightning", "state_files")
+    },
     "offbeat/torch_private.py": {
         "torch.distributed"
     },  # makes gloo's and NCCL's groups for transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -21,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 import offbeat
 from integrations_support.ranks import as_launched, only_ours_are_errors
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.integrations.accelerate import IslandsConfig, attach
+from offbeat.integrations.accelerate import IslandsConfig, across_islands, attach
 from offbeat.integrations.lightning import OffbeatModelParallelStrategy
 from offbeat.integrations.transformers import OffbeatCallback
 from ranks_support.launch import RunRanks
@@ -186,7 +187,8 @@ def with_accelerate(rank: int, world_size: int, *, directory: str) -> dict[str, 
             cpu=True,
             gradient_accumulation_steps=2,
             fsdp_plugin=FullyShardedDataParallelPlugin(
-                fsdp_version=2, state_dict_type=options.get("kind", "FULL_STATE_DICT")
+                fsdp_version=2,
+                state_dict_type=options.get("kind", "FULL_STATE_DICT"),
             ),
             parallelism_config=config(dp_replicate_size=2, dp_shard_size=2),
         )
@@ -238,6 +240,12 @@ def test_accelerate(run_ranks: RunRanks, tmp_path: Path) -> None:
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         assert first[f"{kind} resumed"]["model"] == first[f"{kind} at once"]["model"], kind
     assert "IslandsConfig" in first["refused"]
+
+
+def test_fsdp1_of_accelerate_is_refused() -> None:
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    with pytest.raises(UnsupportedError, match="fsdp_version=2"):
+        across_islands(Regression(), state, offbeat.AllReduce())
 
 
 def with_transformers(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:

@@ -70,6 +70,12 @@ def across_islands(model: torch.nn.Module, state: Any, strategy: Strategy) -> De
     Raises:
         UnsupportedError: it is divided so that nothing is left to be exchanged between islands.
     """
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1:
+        raise UnsupportedError(
+            "Accelerate has divided the model by FSDP1, which hides its shards; pass"
+            " fsdp_version=2 to the FSDP plugin, or {'version': 2} as fsdp_config"
+        )
     if not is_sharded(model):
         return None
     if not isinstance(state.parallelism_config, IslandsConfig) or (
@@ -79,7 +85,7 @@ def across_islands(model: torch.nn.Module, state: Any, strategy: Strategy) -> De
             f"Accelerate has divided the model among all ranks, so {strategy.name} has nothing to"
             " exchange; pass Accelerator, or TrainingArguments, parallelism_config="
             "offbeat.integrations.accelerate.IslandsConfig(dp_replicate_size=..., dp_shard_size="
-            "...) with at least two islands, and fsdp_version 2"
+            "...) with at least two islands"
         )
     mesh: DeviceMesh = state.device_mesh["dp_replicate"]
     return mesh

@@ -51,7 +51,6 @@ from offbeat.strategies.base import Strategy
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from lightning.fabric.utilities.load import _METADATA_FILENAME
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -314,18 +313,13 @@ class OffbeatModelParallelStrategy(_FitStrategy, ModelParallelStrategy):
         """
         path = Path(self.broadcast(filepath))
         self._save_state(checkpoint, path)
-        path.mkdir(parents=True, exist_ok=True)
-        states = enumerate(checkpoint.pop("optimizer_states", []))
-        dcp.save(
-            {
-                "state_dict": checkpoint.pop("state_dict"),
-                **{f"optimizer_{number}": state for number, state in states},
-            },
-            checkpoint_id=path,
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-        )
-        if self.global_rank == 0:
-            torch.save(checkpoint, path / _METADATA_FILENAME)  # noqa: TID251 - Lightning's format
+        parts = {"state_dict": checkpoint["state_dict"]}
+        for number, state in enumerate(checkpoint.get("optimizer_states", [])):
+            parts[f"optimizer_{number}"] = state
+        super().save_checkpoint(checkpoint, path, storage_options)
+        if self._strategy.replicas_differ:
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+            dcp.save(parts, checkpoint_id=path, planner=planner)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:

@@ -23,7 +23,6 @@ from offbeat.integrations.framework import FrameworkSession, as_strategy
 from offbeat.integrations.state_files import load_state, save_state
 from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
-from offbeat.session.sharded import is_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 
@@ -88,12 +87,10 @@ class OffbeatCallback(TrainerCallback):
             self._running.close(RuntimeError("training begins anew"))
         scaler = getattr(optimizer, "scaler", None)
         strategy = as_strategy(self._strategy, clip_norm=args.max_grad_norm or None)
-        mesh = None
-        if is_sharded(model):
-            accelerate_state = AcceleratorState()
-            mesh = across_islands(model, accelerate_state, strategy)
-            if args.save_strategy != "no":
-                refuse_mixed_files(accelerate_state, strategy)
+        accelerate_state = AcceleratorState()
+        mesh = across_islands(model, accelerate_state, strategy)
+        if args.save_strategy != "no":
+            refuse_mixed_files(accelerate_state, strategy)
         session = offbeat.attach(
             model, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
         )
