@@ -10,8 +10,9 @@ The ranks end with models that differ, so that closing has a mean to make. Besid
 with 12.6 million parameters and with 100.7 million: a step should cost in proportion.
 
     python benchmarks/memory.py [--json] [--layers N,...] [--strategies NAME,...] [--results DIR]
+        [--dtype bfloat16]
 
-A layer has 4.2 million parameters: 24 layers are 100.7 million, 72 are 302 million.
+A layer has 4.2 million parameters: 24 layers are 100.7 million, 72 are 302 million, 238 a billion.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ STRATEGIES: Final[Mapping[str, Contestant]] = {
     "TopK": Contestant(make=partial(offbeat.TopK, density=0.001), needed=4),
     "GTopK": Contestant(make=partial(offbeat.GTopK, density=0.001), needed=4),
     "LocalSGD": Contestant(make=partial(offbeat.LocalSGD, period=2), needed=0),
+    "LocalSGD in 16 fragments": Contestant(
+        make=partial(offbeat.LocalSGD, period=32, exchange="16x1"), needed=4, num_steps=9
+    ),
     "DiLoCo": Contestant(make=partial(offbeat.LocalSGD, period=2, outer="diloco"), needed=8),
     "WAGMA": Contestant(make=partial(offbeat.WAGMA, period=4), needed=8),
     "SPDKFAC": Contestant(make=offbeat.SPDKFAC, needed=16, num_steps=2),
@@ -77,7 +81,8 @@ class Peak:
     step_s: float
 
 
-def measure(rank: int, world_size: int, name: str, num_layers: int) -> Peak:
+def measure(rank: int, world_size: int, name: str, num_layers: int, dtype: str) -> Peak:
+    torch.set_default_dtype(getattr(torch, dtype))
     num_steps = STRATEGIES[name].num_steps if name in STRATEGIES else 5
     train(name, 1, 64, num_steps)
     gc.collect()
@@ -106,7 +111,9 @@ def train(name: str, num_layers: int, width: int, num_steps: int) -> tuple[int, 
         parameter.detach().copy_(weight)
     del weight
     trained: torch.nn.Module = model
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    # Without momentum in half precision, so that a billion parameters fit twice on one machine.
+    momentum = 0.9 if torch.get_default_dtype() == torch.float32 else 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=momentum)
     session = None
     samples = torch.randn(2 * WORLD_SIZE * num_steps, width)
     batches: Any = samples.split(2)
@@ -140,19 +147,21 @@ def resident(kind: str) -> int:
 
 
 @cache
-def peak(name: str, num_layers: int) -> Peak:
-    found: Peak = run_ranks(measure, WORLD_SIZE, name, num_layers)
+def peak(name: str, num_layers: int, dtype: str = "float32") -> Peak:
+    found: Peak = run_ranks(measure, WORLD_SIZE, name, num_layers, dtype)
     return found
 
 
-def memory(name: str, num_layers: int) -> Iterator[Row]:
+def memory(name: str, num_layers: int, dtype: str) -> Iterator[Row]:
     table = f"{num_layers * WIDTH * WIDTH / 1e6:.0f} million parameters"
-    ddp = peak("DDP", num_layers)
+    if dtype != "float32":
+        table += f", {dtype}"
+    ddp = peak("DDP", num_layers, dtype)
     if name == "DDP":
         case = "DDP, in all"
         yield Figure(table=table, case=case, column="training", value=ddp.training, decimals=1)
         return
-    mine, needed = peak(name, num_layers), STRATEGIES[name].needed
+    mine, needed = peak(name, num_layers, dtype), STRATEGIES[name].needed
     over = mine.closed - ddp.closed
     for column, value in (("needed", needed), ("training", mine.training - ddp.training)):
         yield Figure(table=table, case=name, column=column, value=value, decimals=1)
@@ -183,16 +192,18 @@ def main() -> None:
     add_output_options(parser)
     parser.add_argument("--layers", default=str(LARGE), help="default: %(default)s")
     parser.add_argument("--strategies", default=",".join(["DDP", *STRATEGIES]), help="default: all")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     asked = parser.parse_args()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # of the processes that are started
     names = asked.strategies.split(",")
+    of_dtype = "" if asked.dtype == "float32" else f", {asked.dtype}"
     cells = {
-        f"{name}, {layers} layers": partial(memory, name, int(layers))
+        f"{name}, {layers} layers{of_dtype}": partial(memory, name, int(layers), asked.dtype)
         for layers in asked.layers.split(",")
         if layers
         for name in names
     }
-    timed = [name for name in ("DDP", "AllReduce", "GTopK") if name in names]
+    timed = [name for name in ("DDP", "AllReduce", "GTopK") if name in names and not of_dtype]
     present(cells | {f"{name}, step": partial(growth, name) for name in timed}, asked)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from offbeat.errors import NonFiniteError
@@ -105,6 +106,27 @@ def test_what_is_laid_out_is_read_and_written_piece_by_piece(step: int) -> None:
         np.testing.assert_array_equal(mine[span], whole[span])
         into[span] = whole[span]
     torch.testing.assert_close(new, tensors, rtol=0, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements that an operation returned."""
+
+    num_elements = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.num_elements = max(self.num_elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_copy_is_made_of_a_model_that_is_laid_out(dtype: torch.dtype) -> None:
+    tensors = [torch.ones(64, 64, dtype=dtype) for _ in range(4)]
+    with Largest() as largest:
+        assert Staging(tensors).laid_out(tensors)[100:110].tolist() == [1.0] * 10
+    assert largest.num_elements <= 64 * 64
 
 
 def test_a_long_mean_is_made_of_many_sums(monkeypatch: pytest.MonkeyPatch) -> None:

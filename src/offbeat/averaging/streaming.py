@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,9 +95,30 @@ class _Fragment:
     ) -> None:
         self.parameters = parameters
         self.rule = OuterOptimizer(parameters, make=outer)
-        self.changes = EncodedChanges(self.rule.anchor, by_codec(codec), peers)
+        self._make_changes = partial(EncodedChanges, reduce_by=by_codec(codec), peers=peers)
+        # Without a codec nothing is owed, so memory for changes is held only while they travel.
+        self._owes = codec is not None
+        self.changes = self._make_changes(self.rule.anchor) if self._owes else None
         self.begun: list[torch.Tensor] = []
         self.means: list[torch.Tensor] = []  # once they have come, for a state that is saved
+
+    def launch(self) -> None:
+        self.begun = [each.detach().clone() for each in self.parameters.values()]
+        self.changes = self.changes or self._make_changes(self.rule.anchor)
+        self.changes.launch(self.rule.changes())
+
+    def arrived(self) -> list[torch.Tensor]:
+        """The mean changes. All ranks have launched them, so they come."""
+        if not self.means:
+            assert self.changes is not None, "nothing was launched"
+            self.means = self.changes.mean()
+        return self.means
+
+    def forget(self) -> None:
+        """Nothing of it is under way."""
+        self.begun, self.means = [], []
+        if not self._owes:
+            self.changes = None
 
 
 class StreamingMean(WeightExchange):
@@ -140,9 +162,7 @@ class StreamingMean(WeightExchange):
     def launch(self, number: int) -> None:
         begin_s = time.perf_counter()
         self._under_way = number % len(self._fragments)
-        fragment = self._fragments[self._under_way]
-        fragment.begun = [each.detach().clone() for each in fragment.parameters.values()]
-        fragment.changes.launch(fragment.rule.changes())
+        self._fragments[self._under_way].launch()
         self.encode_s += time.perf_counter() - begin_s
 
     @override
@@ -157,7 +177,8 @@ class StreamingMean(WeightExchange):
                     statistics, statistics, driver=driver, stream=stream, weight=1.0
                 )
             self._weights.average_counters_(driver, stream)
-        means, fragment = self._arrived(), self._fragments[place]
+        fragment = self._fragments[place]
+        means = fragment.arrived()
         begin_s = time.perf_counter()
         own = [each.detach().clone() for each in fragment.parameters.values()]
         fragment.rule.merge_(means)  # the parameters hold the anchor now
@@ -170,28 +191,23 @@ class StreamingMean(WeightExchange):
                 parameter.detach().add_(mine.sub_(begun))
             else:
                 parameter.detach().lerp_(mine, self._mix)
-        fragment.begun, fragment.means, self._under_way = [], [], None
+        fragment.forget()
+        self._under_way = None
         self.encode_s += time.perf_counter() - begin_s
         return Drift()
-
-    def _arrived(self) -> list[torch.Tensor]:
-        """The mean changes of the fragment under way; none where nothing is."""
-        if self._under_way is None:
-            return []
-        fragment = self._fragments[self._under_way]
-        fragment.means = fragment.means or fragment.changes.mean()
-        return fragment.means
 
     @override
     def state(self) -> CallbackState:
         state: dict[str, Any] = {"additive": {}, "local": {}, "replicated": {}}
-        means = self._arrived()  # all ranks have launched it, so it comes
         for place, fragment in enumerate(self._fragments):
+            # What comes decides what is owed.
+            means = fragment.arrived() if place == self._under_way else []
             state["replicated"] |= fragment.rule.state()
-            owed = fragment.changes.state()
-            state["additive"] |= owed["additive"]
-            state["local"] |= owed["local"]
-            if place == self._under_way:
+            if fragment.changes is not None:
+                owed = fragment.changes.state()
+                state["additive"] |= owed["additive"]
+                state["local"] |= owed["local"]
+            if means:
                 for name, mean, begun in zip(
                     fragment.parameters, means, fragment.begun, strict=True
                 ):
@@ -206,14 +222,15 @@ class StreamingMean(WeightExchange):
         replicated, local = state["replicated"], state["local"]
         arrived = {key for key in replicated if key.startswith("arrived/")}
         for place, fragment in enumerate(self._fragments):
-            fragment.changes.load(state)
+            if fragment.changes is not None:
+                fragment.changes.load(state)
             mine = {
                 key: value
                 for key, value in replicated.items()
                 if key.rpartition("/")[2] in fragment.parameters
             }
             fragment.rule.load(mine)
-            fragment.begun, fragment.means = [], []
+            fragment.forget()
             if arrived and arrived == {f"arrived/{name}" for name in fragment.parameters}:
                 self._under_way = place
                 for name, parameter in fragment.parameters.items():

@@ -307,7 +307,7 @@ class Staging:
             if any(piece.dtype == torch.float64 for piece in pieces)
             else torch.float32
         )
-        self._device_sizes = [vector.numel() for vector in self._pack.vectors(like)]
+        self._device_sizes = [sum(self._pack.sizes(piece)) for piece in pieces]
         num_whole, self.scale, self._sizes = sum(self._device_sizes), 1.0, self._device_sizes
         is_weightless = any(tensor.is_meta for tensor in like)
         self._is_weightless = is_weightless and not in_miniature
