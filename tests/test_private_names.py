@@ -28,6 +28,7 @@ ALLOWED = {
     "conformance/test_gradient_strategies.py": HOOKS,
     "conformance/test_weight_strategies.py": HOOKS,
     "integrations/test_scripts_ranks.py": {"_reset_state"},  # accelerate's own tests do so, too
+    "integrations/test_islands_ranks.py": {"_reset_state", "_shared_state"},
     "kfac/test_capture.py": HOOKS,
     "session/test_events.py": HOOKS,
     # The only way in which PyTorch lets a script name what DDP is to ignore.

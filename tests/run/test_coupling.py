@@ -288,6 +288,19 @@ def test_a_model_that_is_wrapped_anew_gets_a_new_session(
         first.log(loss=1.0)
 
 
+def test_a_model_that_is_wrapped_anew_is_stepped_by_the_newer_optimizer(stack: ExitStack) -> None:
+    """Whether the older one still lives may differ between ranks."""
+    script = Script(offbeat.AllReduce(), stack)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizers = []
+    for frozen in (True, False, True):
+        model[0].requires_grad_(not frozen)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizers.append(torch.optim.SGD(trained, lr=0.1))
+        step(DistributedDataParallel(model), optimizers[-1])
+    assert script.heard.optimizers == optimizers
+
+
 def test_two_models_have_a_session_each(stack: ExitStack) -> None:
     script = Script(offbeat.AllReduce(), stack)
     models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]

@@ -152,8 +152,11 @@ class ScriptSessions(ScriptListener):
         self.trains_without_session = self.trains_without_ddp = False
         self._recipe = recipe
         self._listener = listener
-        # In the order in which the script has made them.
+        # In the order in which the script has made them: what wraps an optimizer is made before the
+        # one inside. The first so many are older than the last
+        # coupling, and may live or not, which differs between ranks.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._num_older = 0
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._carried = CarriedStates()
         self._adopted: weakref.WeakKeyDictionary[DistributedDataParallel, Adopted] = (
@@ -320,7 +323,8 @@ class ScriptSessions(ScriptListener):
             return  # of several wrappers around each other the innermost one has the model
         self._listener.samples_seen(args)
         coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
-        living = (reference() for reference in self._optimizers)
+        older, newer = self._optimizers[: self._num_older], self._optimizers[self._num_older :]
+        living = (reference() for reference in newer + older)
         candidates = [optimizer for optimizer in living if optimizer is not None]
         if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
             candidates = coupled.stepped
@@ -362,6 +366,7 @@ class ScriptSessions(ScriptListener):
             evaluation=None,
         )
         self._coupled.append(coupled)
+        self._num_older = len(self._optimizers)
         if optimizer is None:
             self.num_attached += not self._recipe.needs_optimizer
             if self._recipe.needs_optimizer:
@@ -433,9 +438,7 @@ def _with_gradient(parameters: Iterable[torch.Tensor]) -> set[int]:
 def _optimizer_of(
     module: torch.nn.Module, candidates: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer | None:
-    """The one that has most of the model's trainable parameters; of several the first, since what
-    wraps an optimizer is made before the one inside.
-    """
+    """The one that has most of the model's trainable parameters; of several the first."""
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
     def shared(optimizer: torch.optim.Optimizer) -> int:
