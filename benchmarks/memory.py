@@ -106,7 +106,8 @@ def train(name: str, num_layers: int, width: int, num_steps: int) -> tuple[int, 
             *(torch.nn.Linear(width, width, bias=False) for _ in range(num_layers))
         )
     model.to_empty(device="cpu")
-    weight = torch.randn(width, width) * width**-0.5
+    # Orthogonal, so that gradients stay finite however many layers there are.
+    weight, _ = torch.linalg.qr(torch.randn(width, width, dtype=torch.float32))
     for parameter in model.parameters():
         parameter.detach().copy_(weight)
     del weight
