@@ -205,7 +205,12 @@ def until_it_is_back(
         was_away = (
             was_away
             or not is_here
-            or any("was away for so long" in notice for notice in session.notices)
+            # It may be in the first merge here again, of which these have told already.
+            or any(
+                said in notice
+                for notice in session.notices
+                for said in ("was away for so long", "with worker 2")
+            )
         )
         if was_away and is_here:
             session.finish()
