@@ -225,7 +225,7 @@ def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Ro
             reached = (each.seconds for each in seen if sign * (each.metric - target) >= 0)
             seconds = next(reached, None)
             yield Figure(
-                table=f"seconds to AllReduce's metric, {case.name}, 100 Mbit/s",
+                table=f"seconds to AllReduce's metric, {case.name}",
                 case=one.label,
                 column="seconds",
                 value="not reached" if seconds is None else seconds,
