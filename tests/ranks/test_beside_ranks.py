@@ -48,9 +48,13 @@ def strategies() -> dict[str, AveragingStrategy]:
     return {
         "wagma": offbeat.WAGMA(period=4),
         "wagma in 4 bits": offbeat.WAGMA(period=4, values="e3m0"),
+        "wagma, strict": offbeat.WAGMA(period=3, quorum=1.0),
         "wagma, waiting": offbeat.WAGMA(period=4, overlap=False, quorum=1.0),
         "wagma, pairs, every third step": offbeat.WAGMA(group_size=2, period=6, interval=3),
+        "wagma, no groups": offbeat.WAGMA(period=3, interval=3),
         "adpsgd": offbeat.ADPSGD(),
+        "adpsgd in bfloat16": offbeat.ADPSGD(values="bfloat16"),
+        "eagersgd, solo": offbeat.EagerSGD(mode="solo", period=7),
         "eagersgd": offbeat.EagerSGD(period=7),
     }
 

@@ -15,11 +15,13 @@ from ranks_support.templates import Templates
 pytestmark = pytest.mark.ranks
 
 CELLS = (
+    ("killed", "GTopK"),
     ("killed-in-exchange", "LocalSGD"),
     ("killed-in-exchange", "LocalSGD with a quorum"),
     ("killed-while-saving", "WAGMA"),
     ("stopped-short", "AllReduce"),
     ("exception", "EagerSGD"),
+    ("nan", "SPDKFAC"),
     ("other-option", "AdaptiveSGD"),
     ("fewer-steps", "DPSGD"),
 )
@@ -33,6 +35,10 @@ LIMIT_S = 6.0
 def test_what_is_promised_under_faults_is_kept(templates: Templates, tmp_path: Path) -> None:
     make = partial(Cell, slack=SLACK, limit_s=LIMIT_S)
     cells = [make(strategy=strategy, fault=fault) for fault, strategy in CELLS]
+    cells += [
+        make(strategy=strategy, fault="killed", ranks=4, shards=2)
+        for strategy in ("LocalSGD", "WAGMA")
+    ]
     with Stage(tmp_path, templates) as stage, ThreadPoolExecutor(3) as pool:
         outcomes = pool.map(stage.play, cells)
         broken = {

@@ -153,8 +153,8 @@ class ScriptSessions(ScriptListener):
         self._recipe = recipe
         self._listener = listener
         # In the order in which the script has made them: what wraps an optimizer is made before the
-        # one inside. The first so many are older than the last
-        # coupling, and may live or not, which differs between ranks.
+        # one inside. The first `_num_older` were made before the last coupling. Whether they still
+        # live depends on the garbage collector, so it may differ between ranks.
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._num_older = 0
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
@@ -438,7 +438,9 @@ def _with_gradient(parameters: Iterable[torch.Tensor]) -> set[int]:
 def _optimizer_of(
     module: torch.nn.Module, candidates: Sequence[torch.optim.Optimizer]
 ) -> torch.optim.Optimizer | None:
-    """The one that has most of the model's trainable parameters; of several the first."""
+    """The one that has most of the model's trainable parameters; of several the first of the
+    candidates.
+    """
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
     def shared(optimizer: torch.optim.Optimizer) -> int:
