@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -32,8 +35,10 @@ from offbeat.transport.rendezvous import Presence, refused
 from offbeat.transport.sockets import (
     SocketAddresses,
     closed_in_children,
+    finish_sending,
     listening_at,
     of_service,
+    second_handle,
     shut_down,
 )
 from transport_support.ports import free_ports, relay
@@ -335,3 +340,61 @@ def test_a_child_does_not_stand_in_for_its_parent() -> None:
         here.send("end")
         child.join()
         child.close()
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of one on loopback."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as end,
+        server.accept()[0] as other,
+    ):
+        yield end, other
+
+
+def test_all_that_was_sent_arrives_when_the_peer_answers_after_the_owner_has_closed(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    owner, peer = connection
+    handle = second_handle(owner.fileno(), peer.getsockname())
+    assert handle is not None
+    owner.setblocking(False)
+    num_sent = 0
+    with suppress(BlockingIOError):
+        while True:
+            num_sent += owner.send(bytes(1 << 16))
+    owner.close()
+    peer.sendall(b"an answer to a heartbeat")
+    num_received = 0
+    with ThreadPoolExecutor(1) as pool:
+        finishing = pool.submit(finish_sending, handle, time.monotonic() + 60)
+        while part := peer.recv(1 << 16):
+            num_received += len(part)
+        finishing.result()
+    assert num_received == num_sent
+    assert handle.fileno() == -1
+
+
+def test_finishing_waits_neither_for_a_peer_that_only_does_not_read_nor_past_its_deadline(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    owner, peer = connection
+    owner.sendall(b"all of it is with the peer's kernel")
+    handle = second_handle(owner.fileno(), peer.getsockname())
+    assert handle is not None
+    finish_sending(handle, math.inf)
+    stuck = second_handle(owner.fileno(), peer.getsockname())
+    assert stuck is not None
+    finish_sending(stuck, time.monotonic())
+    assert handle.fileno() == stuck.fileno() == -1
+
+
+def test_there_is_no_second_handle_of_what_is_another_connection_or_none(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    owner, peer = connection
+    assert second_handle(owner.fileno(), ("127.0.0.1", 1)) is None
+    with open(os.devnull) as file:
+        assert second_handle(file.fileno(), peer.getsockname()) is None
+    assert second_handle(1 << 20, peer.getsockname()) is None

@@ -8,8 +8,9 @@ import contextlib
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from offbeat.transport.envelope import Envelope, EnvelopeKind, pack, parse
 from offbeat.transport.interface import on_free_port, reachable_address
 from offbeat.transport.operations import Payload
 from offbeat.transport.protection import Admission, Protection
-from offbeat.transport.sockets import parsed_address
+from offbeat.transport.sockets import finish_sending, parsed_address, second_handle
 from offbeat.transport.threads import new_context
 
 SILENCE_VARIABLE: Final = "OFFBEAT_SILENCE_S"
@@ -34,7 +35,12 @@ FRAME_BYTES = 1 << 20
 """Payloads travel in frames of this size, since a receiver keeps one frame of each connection in
 memory before it knows who sends it; the last frame is shorter."""
 
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
 
 # As integers, because operations on pyzmq's flags take long, and each message needs some.
 _READABLE = int(zmq.POLLIN)
@@ -162,6 +168,8 @@ class Link:
         self.ever_connected = False
         self._disconnected_since_s: float | None = now_s
         self._refused = False
+        self._descriptor: int | None = None
+        self._endpoint = endpoint
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
         self._socket.linger = round(limits.linger_s * 1000)
@@ -217,8 +225,11 @@ class Link:
     def watch(self, now_s: float) -> None:
         """Read what ZeroMQ reports of the connection. Never blocks."""
         while has_message(self._monitor):
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            report = recv_monitor_message(self._monitor)
+            event = report["event"]
+            if event == zmq.EVENT_CONNECTED:
+                self._descriptor = report["value"]
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._disconnected_since_s = None
                 if self.ever_connected:
                     # Its sequence number shows the peer whether messages were lost with the
@@ -251,14 +262,23 @@ class Link:
             f" was silent for {self._limits.heartbeat_timeout_s:g} s (stopped, or its host cut off)"
         )
 
-    def close(self, now_s: float, *, linger: bool) -> None:
+    def close(self, now_s: float, *, linger: bool) -> Callable[[], None]:
         """Close the socket. With `linger`, what was sent goes on being delivered for a while, until
         the context ends.
+
+        Returns:
+            What must be called once the context has ended, so that the last messages arrive.
         """
         linger_s = min(self._limits.linger_s, self._remaining_grace_s(now_s)) if linger else 0.0
+        connection = None
+        if linger and not self.is_disconnected and self._descriptor is not None:
+            connection = second_handle(self._descriptor, parsed_address(self._endpoint))
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=math.ceil(linger_s * 1000))
+        if connection is None:
+            return lambda: None
+        return partial(finish_sending, connection, now_s + linger_s)
 
     def _remaining_grace_s(self, now_s: float) -> float:
         """How much longer the connection may stay lost; infinite while it is there."""

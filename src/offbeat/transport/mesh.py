@@ -320,10 +320,13 @@ class Mesh:
         thread.
         """
         now_s = time.monotonic()
+        closings = []
         for peer, link in self._links.items():
             link.watch(now_s)
-            link.close(now_s, linger=peer not in self.left)
+            closings.append(link.close(now_s, linger=peer not in self.left))
         self._sending.term()
+        for finish in closings:
+            finish()
         self.listener.close()
         self._forget()
 

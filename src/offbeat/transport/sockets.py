@@ -1,6 +1,6 @@
 """This process's TCP sockets, found by their addresses.
 
-gloo, ZeroMQ and the store of torch.distributed keep their sockets to themselves. Two things need
+gloo, ZeroMQ and the store of torch.distributed keep their sockets to themselves. Three things need
 them all the same:
 
 - gloo waits for ever for a peer that is frozen or cut off, and frees nothing when it is aborted.
@@ -10,17 +10,24 @@ them all the same:
   only when all copies are closed, so peers would take a rank that was killed for alive until its
   children have ended too. Sockets that are `closed_in_children` are closed there at once.
 
+- A kernel that gets anything on a connection after it was closed resets it, and drops what it has
+  not yet sent. ZeroMQ closes once the kernel has everything, and a peer's answer to a heartbeat may
+  come at any time, so the last messages would be lost now and then. `finish_sending` closes later.
+
 Descriptors are read from /dev/fd at that moment. A list made beforehand would be wrong: libraries
 close and open sockets as connections come and go, and the kernel uses descriptors again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import socket
 import stat
 import struct
+import termios
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +38,9 @@ Address: TypeAlias = tuple[str, int]
 """Numeric host, and port."""
 
 _DESCRIPTORS: Final = "/dev/fd"
+
+_CONFIRMED_INTERVAL_S: Final = 0.01
+"""How often to ask the kernel, which does not say by itself that a peer's host has everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +144,48 @@ def shut_down(which: SocketAddresses) -> None:
                         end.shutdown(socket.SHUT_RDWR)
             finally:
                 os.close(copy)
+
+
+def second_handle(descriptor: int, remote: Address) -> socket.socket | None:
+    """What keeps the connection to `remote` behind `descriptor` open when its owner closes it. None
+    where there is no such connection any more.
+    """
+    with suppress(OSError):
+        # The copy is looked at, since the number may come to mean something else.
+        copy = os.dup(descriptor)
+        try:
+            with _end(copy) as end:
+                if _address(end.getpeername) == remote:
+                    return end.dup()
+        finally:
+            os.close(copy)
+    return None
+
+
+def finish_sending(connection: socket.socket, deadline_s: float) -> None:
+    """Close a connection that nothing more will be sent on, once the peer's host has all that was
+    sent or has closed it too.
+
+    Args:
+        connection: to be closed. What it receives is dropped.
+        deadline_s: when to close it in any case, by the monotonic clock.
+    """
+    with connection, suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+        while _has_unconfirmed(connection) and (left_s := deadline_s - time.monotonic()) > 0:
+            connection.settimeout(min(left_s, _CONFIRMED_INTERVAL_S))
+            with suppress(TimeoutError):
+                if not connection.recv(1 << 16):
+                    return
+
+
+def _has_unconfirmed(connection: socket.socket) -> bool:
+    """Whether the peer's host may not yet have all that was sent; True where nobody knows."""
+    try:
+        unconfirmed = fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0))
+    except OSError:  # a platform that does not say so for sockets
+        return True
+    return struct.unpack("i", unconfirmed) != (0,)
 
 
 def keep_from_programs(which: SocketAddresses) -> None:
