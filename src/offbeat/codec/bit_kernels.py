@@ -111,6 +111,26 @@ def decode_rice(
 
 
 @kernel
+def _side_by_side(
+    codes: NDArray[np.uint8], count: int, bits: int, spare: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """What `pack` writes of the first `count` codes, of 1, 2, 4 or 8 bits, in one of the two
+    arrays. Pairs are joined until they are bytes, in loops that the compiler can vectorise.
+
+    Args:
+        codes: is overwritten; has a place more than codes, and so has `spare`.
+    """
+    while bits < 8:
+        codes[count] = 0  # beside the last of an odd number
+        count = (count + 1) // 2
+        for i in range(count):
+            spare[i] = codes[2 * i] | (codes[2 * i + 1] << bits)
+        codes, spare = spare, codes
+        bits *= 2
+    return codes[:count]
+
+
+@kernel
 def encode_linear(
     values: NDArray[np.floating],
     scales: NDArray[np.float32],
@@ -132,23 +152,24 @@ def encode_linear(
             serves all values, or as many as there are values.
         packed: takes the levels.
     """
-    each = 8 // bits
+    codes, spare = np.empty(block + 1, dtype=np.uint8), np.empty(block + 1, dtype=np.uint8)
     highest = float((1 << bits) - 1)
-    draw = draws[0] if draws.size else np.float32(0)
-    at_random = draws.size > 1
+    stride = 1 if draws.size > 1 else 0
+    end = 0
     for number in range(scales.size):
         scale = np.float64(scales[number])  # the inverse of a tiny one is no float32
         factor = highest / 2 / scale if scale > 0 else 0.0
-        end = min(values.size, (number + 1) * block)
-        for begin in range(number * block, end, each):
-            byte = 0
-            for place in range(min(each, end - begin)):
-                if at_random:
-                    draw = draws[begin + place]
-                level = values[begin + place] * factor + (highest / 2 + draw)
-                level = min(max(level, 0.0), highest)
-                byte |= int(level) << (place * bits)
-            packed[begin // each] = byte
+        part = values[number * block : (number + 1) * block]
+        drawn = draws[number * block * stride :]
+        for i in range(part.size):
+            level = part[i] * factor + (highest / 2 + drawn[i * stride])
+            # Neither `min` nor `max` of numbers would be vectorised.
+            level = level if level > 0.0 else 0.0
+            level = level if level < highest else highest
+            codes[i] = np.uint8(np.int32(level))
+        done = _side_by_side(codes, part.size, bits, spare)
+        packed[end : end + done.size] = done
+        end += done.size
 
 
 @kernel
@@ -164,30 +185,42 @@ def encode_exponents(
         block: values of a block, even.
         packed: takes the codes.
     """
+    codes, spare = np.empty(block + 1, dtype=np.uint8), np.empty(block + 1, dtype=np.uint8)
+    shares = np.empty(block, dtype=np.float32)
+    words = shares.view(np.int32)
+    smallest = np.array([2.0**-7], dtype=np.float32).view(np.int32)[0]
+    end = 0
     for number in range(scales.size):
         scale = np.float64(scales[number])
         factor = 1 / scale if scale > 0 else 0.0
-        end = min(values.size, (number + 1) * block)
-        for begin in range(number * block, end, 2):
-            byte = 0
-            for place in range(min(2, end - begin)):
-                share = np.float32(values[begin + place] * factor)
-                bits = int(share.view(np.uint32))
-                # Half a unit is added, so that cutting the fraction off rounds to nearest.
-                code = (((bits & 0x7FFF_FFFF) + 0x40_0000) >> 23) - 120
-                code = min(max(code, int(abs(share) >= np.float32(2.0**-7))), 7)
-                byte |= (code | (bits >> 28 & 8)) << (4 * place)
-            packed[begin // 2] = byte
+        part = values[number * block : (number + 1) * block]
+        for i in range(part.size):
+            shares[i] = np.float32(part[i] * factor)
+        for i in range(part.size):
+            magnitude = words[i] & np.int32(0x7FFF_FFFF)
+            # Half a unit is added, so that cutting the fraction off rounds to nearest.
+            code = ((magnitude + np.int32(0x40_0000)) >> np.int32(23)) - np.int32(120)
+            least = np.int32(magnitude >= smallest)
+            code = code if code > least else least
+            code = code if code < np.int32(7) else np.int32(7)
+            codes[i] = np.uint8(code | ((words[i] >> np.int32(28)) & np.int32(8)))
+        done = _side_by_side(codes, part.size, 4, spare)
+        packed[end : end + done.size] = done
+        end += done.size
 
 
 @kernel
-def encode_signs(values: NDArray[np.floating], packed: NDArray[np.uint8]) -> None:
-    """A bit for each value: whether it is above zero."""
-    for begin in range(0, values.size, 8):
-        byte = 0
-        for place in range(min(8, values.size - begin)):
-            byte |= int(values[begin + place] > 0) << place
-        packed[begin // 8] = byte
+def encode_signs(values: NDArray[np.floating], block: int, packed: NDArray[np.uint8]) -> None:
+    """A bit for each value: whether it is above zero. `block` is a multiple of 8."""
+    codes, spare = np.empty(block + 1, dtype=np.uint8), np.empty(block + 1, dtype=np.uint8)
+    end = 0
+    for begin in range(0, values.size, block):
+        part = values[begin : begin + block]
+        for i in range(part.size):
+            codes[i] = np.uint8(part[i] > 0)
+        done = _side_by_side(codes, part.size, 1, spare)
+        packed[end : end + done.size] = done
+        end += done.size
 
 
 @kernel
@@ -209,14 +242,24 @@ def decode_scaled(
         levels: what codes stand for, with a scale of 1.
         values: takes them.
     """
-    each, mask = 8 // bits, (1 << bits) - 1
+    codes, spare = np.empty(block + 8, dtype=np.uint8), np.empty(block + 8, dtype=np.uint8)
+    num_bytes = block * bits // 8
     for number in range(scales.size):
         scale = scales[number]
-        end = min(values.size, (number + 1) * block)
-        for begin in range(number * block, end, each):
-            byte = packed[begin // each]
-            for place in range(min(each, end - begin)):
-                values[begin + place] = levels[(byte >> (place * bits)) & mask] * scale
+        coded = packed[number * num_bytes : (number + 1) * num_bytes]
+        codes[: coded.size] = coded
+        count, width = coded.size, 8
+        while width > bits:  # halves, until they are codes
+            width //= 2
+            mask = np.uint8((1 << width) - 1)
+            for i in range(count):
+                spare[2 * i] = codes[i] & mask
+                spare[2 * i + 1] = codes[i] >> np.uint8(width)
+            codes, spare = spare, codes
+            count *= 2
+        part = values[number * block : (number + 1) * block]
+        for i in range(part.size):
+            part[i] = levels[codes[i]] * scale
 
 
 @kernel
@@ -254,5 +297,5 @@ def warm() -> None:
         block_scales(values, 8, True, scales)
         encode_linear(values, scales, 8, 1, scales, packed)
         encode_exponents(values, scales, 8, packed)
-        encode_signs(values, packed)
+        encode_signs(values, 8, packed)
     decode_scaled(packed, scales, 8, 1, scales, np.zeros(1, dtype=np.float32))

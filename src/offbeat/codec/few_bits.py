@@ -140,7 +140,7 @@ class SignValues(_ScaledValues):
     def _pack(
         self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
     ) -> None:
-        bit_kernels.encode_signs(values, packed)
+        bit_kernels.encode_signs(values, BLOCK, packed)
 
 
 class E3M0Values(_ScaledValues):
