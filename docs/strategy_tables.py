@@ -79,13 +79,16 @@ def _options(name: str, other: str | None) -> Iterator[str]:
     rows = _option_rows(name)
     elsewhere = _option_rows(other) if other else {}
     alike = [option for option, row in rows.items() if elsewhere.get(option) == row]
-    yield "| option | allowed | default | meaning |"
-    yield "|---|---|---|---|"
-    yield from (row for option, row in rows.items() if option not in alike)
+    own = [row for option, row in rows.items() if option not in alike]
+    if own:
+        yield "| option | allowed | default | meaning |"
+        yield "|---|---|---|---|"
+        yield from own
     if other and alike:
         entry = REGISTRY.entries[other]
         names = ", ".join(f"`{option}`" for option in alike)
-        yield ""
+        if own:
+            yield ""
         told = f"[`{entry.class_name}`]({other}.md#options) has these options, too: {names}."
         yield from textwrap.wrap(told, 100, break_on_hyphens=False)
 
