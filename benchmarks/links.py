@@ -10,7 +10,13 @@ Last, gTop-k as it comes, which chooses its density by links and steps, trains t
 
     a step of GTopK(), after the warm-up of its density, over the ideal: at most 1.15
 
-    python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only] [--rates MBIT,...]
+With `--paused-only` computing is replaced by a pause: four and eight workers exchange gradients of
+25 million parameters that are made up beforehand, so what is left of a step is the exchange, the
+selection and the optimizer. There Top-k S-SGD stands beside gTop-k S-SGD, and gTop-k at the
+densities of its warm-up.
+
+    python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only | --paused-only]
+    [--rates MBIT,...]
 """
 
 from __future__ import annotations
@@ -19,15 +25,23 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from _measure import Cells, Ratio, Row, add_output_options, present
+import offbeat
+from _measure import Cells, Ratio, Row, add_output_options, present, ratio
+from _ranks import run_ranks
 from _results import Figure
 from offbeat.run.coordination import serve_store
 from offbeat.run.progress import WorkerProgress
@@ -65,6 +79,23 @@ MANY, FAN_OUTS, FAN_OUT_S = 8, (1, 3, 7), 0.1
 LEAST_WITH_FAN_OUT = 0.7
 """Eight processes share the machine's cores, and the kernel carries their packets on the same ones.
 """
+PAUSED_WORKERS, PAUSE_S, PAUSED_STEPS = (4, 8), 0.1, {1e9: 20, 100e6: 8}
+PAUSED_BASE = "gtopk:density=0.001"
+PAUSED = {
+    "methods": ("allreduce", "topk:density=0.001", PAUSED_BASE),
+    "densities": (
+        PAUSED_BASE,
+        "gtopk:density=0.001:collective=tree",
+        "gtopk:density=0.01",
+        "gtopk:density=0.1",
+    ),
+}
+"""By round, what takes turns. The tree is the paper's collective; 0.1 is what the warm-up has, and
+0.01 what comes between it and 0.001.
+"""
+PAUSED_PARAMETERS, PAUSED_LAYERS, PAUSED_WARM_UP = 25_000_000, 8, 2
+PAUSED_TABLE = f"seconds a step, computing replaced by a pause of {PAUSE_S:g} s"
+PAUSED_RATIOS = f"the same over the step of {PAUSED_BASE}"
 
 _PROGRAM = """
 import os, sys, time, torch, torch.distributed as dist
@@ -293,6 +324,99 @@ def as_it_comes(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
     )
 
 
+class _Pause(torch.autograd.Function):
+    """A layer that takes its time in both directions, the backward pass twice as long."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, pause_s: float
+    ) -> torch.Tensor:
+        ctx.gradient, ctx.pause_s = gradient, pause_s
+        time.sleep(pause_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, of_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        time.sleep(2 * ctx.pause_s)
+        return of_x, ctx.gradient, None, None
+
+
+class Paused(nn.Module):
+    """Layers that compute nothing, and whose gradients are those given."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.gradients = gradients
+        self.weights = nn.ParameterList(torch.zeros_like(each) for each in gradients)
+
+    def forward(self) -> torch.Tensor:
+        x = torch.zeros(())
+        for weight, gradient in zip(self.weights, self.gradients, strict=True):
+            x = _Pause.apply(x, weight, gradient, PAUSE_S / 3 / len(self.gradients))
+        return x
+
+
+def paused_steps(
+    rank: int, world_size: int, specs: Sequence[str], steps: int, num_parameters: int
+) -> dict[str, list[tuple[float, float]]]:
+    """By strategy, of its steps, which take turns: seconds, and seconds of the processor."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (num_parameters // PAUSED_LAYERS,)
+    gradients = [torch.randn(shape, generator=generator) for _ in range(PAUSED_LAYERS)]
+    found: dict[str, list[tuple[float, float]]] = {spec: [] for spec in specs}
+    with ExitStack() as stack:
+        trained = {}
+        for spec in specs:
+            model = Paused(gradients)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            stack.enter_context(offbeat.attach(model, optimizer, spec))
+            trained[spec] = model, optimizer
+        for turn in range(PAUSED_WARM_UP + steps):
+            for spec in specs if turn % 2 else reversed(specs):
+                model, optimizer = trained[spec]
+                dist.barrier()
+                begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+                model().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                taken = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+                if turn >= PAUSED_WARM_UP:
+                    found[spec].append(taken)
+    return found
+
+
+def paused(
+    rate_bit_per_s: float, workers: int, specs: Sequence[str], steps: int, num_parameters: int
+) -> Iterator[Figure]:
+    """Steps without computing, in seconds and over those of gTop-k at the paper's density."""
+    found = run_ranks(
+        paused_steps,
+        workers,
+        specs,
+        steps,
+        num_parameters,
+        link=LinkSpec(rate_bit_per_s=rate_bit_per_s),
+    )
+    column = f"{rate_bit_per_s / 1e6:g} Mbit/s"
+    for spec, taken in found.items():
+        cell = partial(Figure, table=PAUSED_TABLE, case=f"{workers} workers, {spec}")
+        if spec != PAUSED_BASE or specs == PAUSED["methods"]:
+            yield cell(column=column, value=median(s for s, _ in taken), decimals=3)
+            busy_s = median(cpu_s for _, cpu_s in taken)
+            yield cell(column=f"of a processor, {column}", value=busy_s, decimals=3)
+        if spec != PAUSED_BASE:
+            pairs = [(a, b) for (a, _), (b, _) in zip(taken, found[PAUSED_BASE], strict=True)]
+            over = ratio("", pairs, at_least=1.0, bound=float("inf"))
+            yield Figure(
+                table=PAUSED_RATIOS,
+                case=f"{workers} workers, {spec}",
+                column=column,
+                value=over.value,
+                interval=over.interval,
+                decimals=2,
+            )
+
+
 def at_most(case: str, measured: Estimate, *, limit: float, unit: str, bound: float) -> Ratio:
     """Whether `measured` keeps to a limit.
 
@@ -316,6 +440,17 @@ def at_most(case: str, measured: Estimate, *, limit: float, unit: str, bound: fl
     )
 
 
+def paused_cells(rates: Sequence[float], *, steps: int | None, num_parameters: int) -> Cells:
+    return {
+        f"paused, {name}, {workers} workers, {rate / 1e6:g} Mbit/s": partial(
+            paused, rate, workers, specs, steps or PAUSED_STEPS[rate], num_parameters
+        )
+        for name, specs in PAUSED.items()
+        for rate in rates
+        for workers in PAUSED_WORKERS
+    }
+
+
 def cells(directory: Path, rates: Sequence[float], *, line_only: bool) -> Cells:
     found: Cells = {"several receivers": partial(fan_outs, 1e9)}
     for rate_bit_per_s in rates:
@@ -333,8 +468,16 @@ if __name__ == "__main__":
     parser.add_argument(
         "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
     )
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--line-only", action="store_true", help="only see whether links keep to their rates"
+    )
+    which.add_argument(
+        "--paused-only", action="store_true", help="only steps whose computing is a pause"
+    )
+    parser.add_argument("--steps", type=int, help="of each paused strategy")
+    parser.add_argument(
+        "--parameters", type=int, default=PAUSED_PARAMETERS, help="of what is paused"
     )
     parser.add_argument(
         "--rates",
@@ -347,4 +490,11 @@ if __name__ == "__main__":
         raise SystemExit(f"no rates: {unknown}; there are {list(GOALS)} bit/s")
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.keep or Path(temporary)
-        present(cells(directory, rates, line_only=arguments.line_only), arguments, seeds=1)
+        found_cells: Cells = {}
+        if not arguments.paused_only:
+            found_cells = cells(directory, rates, line_only=arguments.line_only)
+        if not arguments.line_only:
+            found_cells |= paused_cells(
+                rates, steps=arguments.steps, num_parameters=arguments.parameters
+            )
+        present(found_cells, arguments, seeds=1)

@@ -8,9 +8,9 @@ A page says where a table belongs, and everything between the two marks is writt
     <!-- table: NAME/TABLE -->
     <!-- end of table -->
 
-On `docs/benchmarks/NAME.md` the mark may leave `NAME/` out. `<!-- list of benchmarks -->` asks for
-the table of all of them. The last column of a table that people write otherwise is taken from the
-first column of another:
+On `docs/benchmarks/NAME.md` the mark may leave `NAME/` out, unless the table's own name begins with
+a word and a slash. `<!-- list of benchmarks -->` asks for the table of all of them. The last column
+of a table that people write otherwise is taken from the first column of another:
 
     <!-- last column: NAME/TABLE -->
     | [`Strategy`](...) | ... | is written here |
@@ -45,8 +45,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "benchmarks"
 WIDTH = 100
 _END = "<!-- end of table -->"
-_TABLE = re.compile(r"<!-- table: (?:(\w+)/)?([^/\n]+?) -->\n.*?" + _END, re.DOTALL)
-_COLUMN = re.compile(r"<!-- last column: (\w+)/([^/\n]+?) -->\n.*?" + _END, re.DOTALL)
+_TABLE = re.compile(r"<!-- table: (?:(\w+)/)?([^\n]+?) -->\n.*?" + _END, re.DOTALL)
+_COLUMN = re.compile(r"<!-- last column: (\w+)/([^\n]+?) -->\n.*?" + _END, re.DOTALL)
 _ROW = re.compile(r"^(\| \[`(\w+)`\].* \|) ?([^|]*)\|$", re.MULTILINE)
 _LIST = re.compile(r"<!-- list of benchmarks -->\n.*?" + _END, re.DOTALL)
 _TITLE = re.compile(r"^# (.*)$", re.MULTILINE)

@@ -12,11 +12,13 @@ up for nothing. Everything is printed to standard error; the cases are WAGMA's g
     is the ceiling where they meet as soon as one of them has done ten at most 2 N (S-1) / S bytes a
     rank and step, for a model of N bytes in groups of S, and S = 8 in every tenth step
 
-With `--to-target` it is about the time to an accuracy: the strategies as they come, two sizes of
-model, two random workers late. Three strategies and a seed are a cell, so the benchmark may be
-stopped between them.
+With `--to-target` it is about the time to several accuracies: the strategies as they come, two
+sizes of model, two random workers late. The last accuracy is the best that all strategies reach
+with a seed. Beside it stands what a rank's step takes of a processor, measuring the accuracy
+included, since eight ranks share cores here. Three strategies and a seed are a cell, so the
+benchmark may be stopped between them.
 
-    with 4 MB: WAGMA at least 0.85 of the ideal, and at the target before LocalSGD
+    with 4 MB: WAGMA at least 0.85 of the ideal, and at each accuracy before LocalSGD
 
     python benchmarks/stragglers.py [--json] [--quick] [--to-target] [--strategies SPEC,...]
     [--sizes SIZE,...] [--seeds N] [--keep DIRECTORY]
@@ -28,12 +30,14 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from _ceilings import (
@@ -44,9 +48,11 @@ from _ceilings import (
     with_neighbours,
 )
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
-from _results import Figure, ResultFile
+from _results import Figure, ResultFile, Value
 from links import Quiet
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
+from offbeat.run.progress import WorkerProgress
+from offbeat.strategies.registry import ALONE
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
@@ -90,14 +96,40 @@ RACERS = (
 )
 """As they come, but for LocalSGD: as published, with WAGMA's period."""
 RACED_SIZES = ("size=tiny", "size=small")
-TARGET, RACE_STEPS, EVAL_EVERY = 0.9, 140, 5
+TARGET, RACE_STEPS, EVAL_EVERY = 0.9, 240, 5
+LATER_TARGETS = (0.95, 0.98)
 OF_THE_IDEAL = 0.85
 AT_LEAST = 0.98
 _ONE_TURN_S = 1e6
+_SECONDS, _ACCURACIES = "measured after, s", "accuracies"
+_LATER = (*(f"s to {target:g}" for target in LATER_TARGETS), "s to the best that all reach")
 _AT_ONCE = 3
 """Strategies of a comparison on the way to the target. Those that wait for their turn take a share
 of the processors, 7% of two where three of them wait, that the ideal does not know of.
 """
+
+
+class Processors(Quiet):
+    """Notes what each worker's process has taken of the processors."""
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[str, int], list[tuple[int, float]]] = {}
+
+    def progress(self, label: str, progress: WorkerProgress) -> None:
+        if progress.step >= PERIOD:  # kernels are compiled by then
+            with suppress(psutil.NoSuchProcess):
+                times = psutil.Process(progress.pid).cpu_times()
+                seen = self._taken.setdefault((label, progress.rank), [])
+                seen[1:] = [(progress.step, times.user + times.system)]
+
+    def ms_per_step(self, label: str) -> float | None:
+        """Of a rank, the mean of all; None where they have not told often enough."""
+        found = [
+            (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+            for (of, _), seen in self._taken.items()
+            if of == label and len(seen) > 1 and seen[-1][0] > seen[0][0]
+        ]
+        return 1e3 * float(np.mean(found)) if found else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,8 +449,9 @@ class Races:
         )
         place = f"{size.replace(':', '-')}-{seed}-{self._specs.index(specs[0])}"
         plan = plan_comparison(request, out=self._keep / place)
+        processors = Processors()
         directory, comparison = run_comparison(
-            plan, Quiet(), command="python benchmarks/stragglers.py --to-target"
+            plan, processors, command="python benchmarks/stragglers.py --to-target"
         )
         alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
         _tell_ideal(alone, cluster)
@@ -431,6 +464,7 @@ class Races:
             step_s = float(settled.duration_s.mean())
             ideal = float(alone.duration_s.mean()) / step_s
             found = contestant.measures
+            evaluations = Record(directory / contestant.runs[0]).evaluations()
             cell = partial(
                 Figure, table=f"to the target, {size}, all runs", case=f"{spec}, seed {seed}"
             )
@@ -440,13 +474,27 @@ class Races:
                 cell(column="steps to the target", value=found["steps_to_target"].median),
                 cell(column="s to the target", value=found["time_to_target_s"].median, decimals=1),
                 cell(column="accuracy", value=found["final_metric"].median, decimals=4),
+                cell(
+                    column="of a processor, ms",
+                    value=processors.ms_per_step(contestant.label),
+                    decimals=1,
+                ),
+                cell(
+                    column="of a processor alone, ms",
+                    value=processors.ms_per_step(ALONE),
+                    decimals=1,
+                ),
+                cell(column=_SECONDS, value=tuple(each.seconds for each in evaluations)),
+                cell(column=_ACCURACIES, value=tuple(each.metric for each in evaluations)),
             ]
         self._rows.setdefault(self._name(size, seed), []).extend(rows)
         yield from rows
 
     def _table(self, size: str) -> Iterator[Row]:
         title = f"to the target, {size}"
-        by_spec = {spec: self._by_column(size, spec) for spec in self._specs}
+        by_spec = {
+            spec: self._by_column(size, spec) | self._later(size, spec) for spec in self._specs
+        }
         for spec, columns in by_spec.items():
             for column, values in columns.items():
                 found = estimate(values)
@@ -464,30 +512,67 @@ class Races:
         yield _against(
             f"{title}, wagma, of the ideal", by_spec["wagma"]["of the ideal"], at_least=OF_THE_IDEAL
         )
-        slower = by_spec.get(RACERS[2], {}).get("s to the target", [])
-        ratios = [
-            None if mine is None or its is None else mine / its
-            for mine, its in zip(by_spec["wagma"]["s to the target"], slower, strict=False)
-        ]
-        if ratios and None not in ratios:
-            yield _against(f"{title}, s of wagma over those of localsgd", ratios, at_most=1.0)
+        slower = by_spec.get(RACERS[2], {})
+        for column in ("s to the target", *_LATER):
+            ratios = [
+                None if mine is None or its is None else mine / its
+                for mine, its in zip(
+                    by_spec["wagma"].get(column, []), slower.get(column, []), strict=False
+                )
+            ]
+            if ratios and None not in ratios:
+                case = f"{title}, s of wagma over those of localsgd"
+                case += column.removeprefix("s") if column in _LATER else ""
+                yield _against(case, ratios, at_most=1.0)
 
     def _by_column(self, size: str, spec: str) -> dict[str, list[float | None]]:
         """By column, a value for each seed."""
         found: dict[str, list[float | None]] = {}
         for seed in self._seeds:
-            title = f"to the target, {size}, all runs"
-            kept = [] if self._kept is None else [each.figure for each in self._kept.results]
-            rows = [*self._rows.get(self._name(size, seed), []), *kept]
-            seen: set[str] = set()
-            for row in rows:
-                if row.table != title or row.column in seen:
-                    continue
-                if row.case == f"{spec}, seed {seed}":
-                    value = row.value if isinstance(row.value, float) else None
-                    found.setdefault(row.column, []).append(value)
-                    seen.add(row.column)
+            for column, value in self._row(size, spec, seed).items():
+                if not isinstance(value, tuple):
+                    found.setdefault(column, []).append(value if isinstance(value, float) else None)
         return found
+
+    def _later(self, size: str, spec: str) -> dict[str, list[float | None]]:
+        """The same of the seconds to later targets; empty where accuracies were not kept."""
+        found: dict[str, list[float | None]] = {}
+        for seed in self._seeds:
+            rows = {each: self._row(size, each, seed) for each in self._specs}
+            if _ACCURACIES not in rows[spec]:
+                return {}
+            best = min(
+                max(accuracies)  # type: ignore[type-var]
+                for row in rows.values()
+                if isinstance(accuracies := row.get(_ACCURACIES), tuple) and accuracies
+            )
+            for column, target in zip(_LATER, (*LATER_TARGETS, best), strict=True):
+                reached = _reached(rows[spec][_SECONDS], rows[spec][_ACCURACIES], target)
+                found.setdefault(column, []).append(reached)
+        return found
+
+    def _row(self, size: str, spec: str, seed: int) -> dict[str, Value]:
+        """By column, what was measured of a strategy with this seed."""
+        title = f"to the target, {size}, all runs"
+        kept = [] if self._kept is None else [each.figure for each in self._kept.results]
+        found: dict[str, Value] = {}
+        for row in (*self._rows.get(self._name(size, seed), []), *kept):
+            if row.table == title and row.case == f"{spec}, seed {seed}":
+                found.setdefault(row.column, row.value)
+        return found
+
+
+def _reached(seconds: Value, accuracies: Value, target: float | None) -> float | None:
+    """When, on a straight line between two measurements."""
+    assert isinstance(seconds, tuple)
+    assert isinstance(accuracies, tuple)
+    known = [(s, a) for s, a in zip(seconds, accuracies, strict=True) if s is not None]
+    before = known[:1] + known
+    for (begun_s, low), (ended_s, high) in zip(before, known, strict=False):
+        if target is not None and low is not None and high is not None and high >= target:
+            part = (target - low) / (high - low) if high > low else 1.0
+            return begun_s + part * (ended_s - begun_s)
+    return None
 
 
 def _against(
@@ -536,7 +621,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--to-target",
         action="store_true",
-        help=f"the time to an accuracy of {TARGET}, of {', '.join(RACERS)}",
+        help=f"the time to accuracies from {TARGET}, of {', '.join(RACERS)}",
     )
     parser.add_argument("--strategies", help=f"default: {','.join(STRATEGIES)}")
     parser.add_argument("--sizes", help=f"options of digits; default: {','.join(SIZES)}")

@@ -11,6 +11,8 @@ import pytest
 
 import prediction
 import run_deaths
+import stragglers
+from _results import Figure, Origin, ResultFile
 
 
 def test_a_comparison_that_was_stopped_is_measured_again(
@@ -70,3 +72,46 @@ def test_remarks_do_not_come_between_the_lines_of_results(
     with pytest.raises(KeyboardInterrupt):
         run_deaths.measure(seed=0, steps=16)
     assert capsys.readouterr() == ("", "worker 2 has died\n")
+
+
+def test_seconds_to_later_accuracies_are_read_off_what_a_race_has_kept(tmp_path: Path) -> None:
+    kept = ResultFile(tmp_path / "stragglers.jsonl")
+    races = {
+        "wagma": ((0.0, 10.0, 20.0), (0.0, 0.95, 1.0)),
+        stragglers.LOCAL: ((0.0, 20.0, 40.0), (0.0, 0.95, 0.97)),
+    }
+    table = "to the target, size=small, all runs"
+    rows = [
+        Figure(case=f"{spec}, seed 0", table=table, column=column, value=value)
+        for spec, (seconds, accuracies) in races.items()
+        for column, value in (
+            ("of the ideal", 0.9),
+            ("s to the target", seconds[1]),
+            ("measured after, s", seconds),
+            ("accuracies", accuracies),
+        )
+    ]
+    kept.replace(
+        f"to the target, size=small, seed 0, {', '.join(races)}", rows, Origin(recorded="")
+    )
+
+    cells = stragglers.Races(list(races), 1, 40, tmp_path, kept).cells(["size=small"])
+
+    (measure,) = cells.values()  # nothing is run again
+    found = list(measure())
+    shown = {(row.case, row.column): row.value for row in found if isinstance(row, Figure)}
+    seconds = {
+        column: [shown[spec, column] for spec in races]
+        for column in ("s to 0.95", "s to 0.98", "s to the best that all reach")
+    }
+    assert seconds == {
+        "s to 0.95": [10, 20],
+        "s to 0.98": [pytest.approx(16), "not by all seeds"],
+        "s to the best that all reach": [pytest.approx(14), 40],
+    }
+    ratios = {
+        row.case.partition("localsgd")[2]: row.value for row in found if row.case not in shown
+    }
+    assert ratios[" to 0.95"] == pytest.approx(0.5)
+    assert ratios[" to the best that all reach"] == pytest.approx(0.35)
+    assert " to 0.98" not in ratios

@@ -288,12 +288,22 @@ def test_an_origin_is_not_said_again_below_the_next_table(
     assert "offbeat 0.2" in text
 
 
-def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("title", ["nothing", "links/no/thing"])
+def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path, title: str) -> None:
     page = tmp_path / "links.md"
-    page.write_text("<!-- table: nothing -->\n<!-- end of table -->\n")
+    page.write_text(f"<!-- table: {title} -->\n<!-- end of table -->\n")
 
-    with pytest.raises(pages.PageError, match="links/nothing"):
+    with pytest.raises(pages.PageError, match=r"links/no"):
         pages.written(page)
+
+
+def test_the_name_of_a_table_may_have_a_slash(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "DIRECTORY", path.parent)
+    ResultFile(path).replace("cell", [Figure(case="a", table="mine/yours", value=1.0)], ORIGIN)
+    page = path.parent / "page.md"
+    page.write_text("<!-- table: any/mine/yours -->\n<!-- end of table -->\n")
+
+    assert "| a | 1 |" in pages.written(page)
 
 
 def test_a_table_without_a_name_of_its_own_holds_what_has_a_goal() -> None:
