@@ -58,6 +58,7 @@ class Trainer(VirtualThread):
         self.taken: list[tuple[Values, Counters]] = []
         self.pushes: list[Values] = []
         self.behind: list[int] = []
+        self.exchanges: list[float] = []
         self._plan = plan
         self._draw = np.random.default_rng([plan.seed, rank])
         self._model = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
@@ -93,7 +94,9 @@ class Trainer(VirtualThread):
             self.step_ends_s.append(self.now_s(0))
             average.on_before_step()
             average.on_after_step()
+            self.exchanges.append(average.counters()["exchanges"])
         average.on_finish()
+        self.exchanges.append(average.counters()["exchanges"])
         self._note()
         average.close()
 

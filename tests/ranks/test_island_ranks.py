@@ -143,18 +143,18 @@ MIXED: dict[str, Training] = {
 }
 
 
-@pytest.mark.parametrize("label", MIXED)
-def test_all_shards_of_an_island_are_of_the_same_average(run_ranks: RunRanks, label: str) -> None:
-    results = run_ranks(mixed, 4, how=MIXED[label])
-    for result in results:
-        assert [len(values) for values in result["seen"]] == [1] * 30
-        assert result["exchanges"] > 2
-        assert len(result["mean"]) == 1
-    for one, other in (results[:2], results[2:]):
-        assert one["seen"] == other["seen"]
-        assert one["exchanges"] == other["exchanges"]
-    assert results[0]["seen"] != results[2]["seen"]
-    assert len({repr(result["end"]) for result in results}) == 1
+def test_all_shards_of_an_island_are_of_the_same_average(run_ranks: RunRanks) -> None:
+    results = run_ranks(for_each, 4, job=mixed, trainings=MIXED, timeout_s=180.0)
+    for label in MIXED:
+        ranks = [result[label] for result in results]
+        for result in ranks:
+            assert {len(values) for values in result["seen"]} == {1}, label
+            assert len(result["mean"]) == 1, label
+        for one, other in (ranks[:2], ranks[2:]):
+            assert one["seen"] == other["seen"], label
+            assert one["exchanges"] == other["exchanges"], label
+        assert ranks[0]["seen"] != ranks[2]["seen"], label
+        assert len({repr(result["end"]) for result in ranks}) == 1, label
 
 
 WHY: dict[str, str] = {

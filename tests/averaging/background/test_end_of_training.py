@@ -16,7 +16,9 @@ NUM_STEPS = 24
 LATENCY_S = 1e-3
 
 
-def train(*, seed: int, rounds: bool = False, interval: int = 1) -> list[Trainer]:
+def train(
+    *, seed: int, rounds: bool = False, interval: int = 1, latency_s: float = LATENCY_S
+) -> list[Trainer]:
     """Of four ranks the last takes twice as long, and the third half as long again."""
 
     def compute_s(rank: int, step: int) -> float:
@@ -35,7 +37,7 @@ def train(*, seed: int, rounds: bool = False, interval: int = 1) -> list[Trainer
                 values="bfloat16" if rounds else "float32",
             ),
             compute_s=compute_s,
-            link=VirtualLink(latency_s=LATENCY_S),
+            link=VirtualLink(latency_s=latency_s),
         )
     )
 
@@ -52,6 +54,15 @@ def test_the_mean_of_all_models_has_all_steps(interval: int, seed: int, rounds: 
     ranks = train(seed=seed, rounds=rounds, interval=interval)
     pushes = [push for rank in ranks for push in rank.pushes]
     assert len(pushes) == 4 * NUM_STEPS
+    np.testing.assert_allclose(final_mean(ranks), np.sum(pushes, axis=0) / 4, atol=1e-9)
+
+
+def test_no_average_is_lost_that_takes_longer_than_the_training() -> None:
+    ranks = train(seed=0, latency_s=3 * NUM_STEPS)
+    for rank in ranks:
+        assert rank.exchanges[:NUM_STEPS] == [0] * NUM_STEPS
+        assert rank.exchanges[-1] > 0
+    pushes = [push for rank in ranks for push in rank.pushes]
     np.testing.assert_allclose(final_mean(ranks), np.sum(pushes, axis=0) / 4, atol=1e-9)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -91,6 +92,8 @@ class BackgroundAverager:
     ) -> None:
         # Compiling takes longer than peers wait for an answer, so it comes before the first.
         rounding_kernels.warm()
+        if changes is not None:
+            changes.encode(np.ones(1, staging.dtype), None, begin=staging.num_elements)
         self.weights, self.staging, self.model = weights, staging, model
         self.rank = context.driver.name_of(context.driver.rank)
         self.record_wait = context.record_wait

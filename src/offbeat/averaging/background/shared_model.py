@@ -66,13 +66,13 @@ before a generation changes: no version opens any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
 from offbeat.averaging.background.merge_rules import MergeRule
-from offbeat.codec.model_wire import Counters, Values, no_counters
+from offbeat.codec.model_wire import Counters, Note, Values, no_counters
 from offbeat.errors import PeerError
 from offbeat.transport.driver import Condition
 
@@ -172,6 +172,7 @@ class SharedModel:
         """The state of a new generation."""
         self._quiescing = False
         self._open: set[int] = set()
+        self._missed: set[int] = set()  # closed without an average, which may still arrive
         self._newest = -1
         self._invited: int | None = None
         self.arrival: TrainerArrival | None = None
@@ -432,11 +433,12 @@ class SharedModel:
         """The version is closed. The protocol does not need the contribution's values any more."""
         with self._changed:
             self._merge(result.version, result.pieces)
-            members, counts = result.members, self.counts
-            counts.made += bool(result.pieces)
-            counts.missed += not result.pieces
-            counts.contributions += len(members)
-            counts.stale += sum(not note.fresh for note in members.values())
+            members = result.members
+            if result.pieces:
+                self._count(members.values())
+            else:
+                self.counts.missed += 1
+                self._missed.add(result.version)
             for rank, note in members.items():
                 self._steps[rank] = max(note.step, self._steps.get(rank, 0))
             if self._steps:
@@ -454,12 +456,17 @@ class SharedModel:
         """
         with self._changed:
             self._merge(version, (piece,))
+            if version in self._missed:
+                self._missed.remove(version)
+                self.counts.missed -= 1
+                self._count([note for note in piece.notes if note.weight])
 
     def finalize_version(self, version: int) -> None:
         """No further piece of this closed version will arrive: what is missing of its average does
         not exist for this rank.
         """
         with self._changed:
+            self._missed.discard(version)
             self._finalize(version)
             self._changed.notify_all()
 
@@ -672,6 +679,12 @@ class SharedModel:
 
     def _finalize(self, version: int) -> None:
         """No further piece of `version` will come."""
+
+    def _count(self, members: Collection[Note]) -> None:
+        """An average of `members` has arrived."""
+        self.counts.made += 1
+        self.counts.contributions += len(members)
+        self.counts.stale += sum(not note.fresh for note in members)
 
     def _contribution(self, values: Values, *, fresh: bool) -> Contribution:
         return Contribution(
