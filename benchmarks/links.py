@@ -83,7 +83,10 @@ PAUSED_WORKERS, PAUSE_S, PAUSED_STEPS = (4, 8), 0.1, {1e9: 20, 100e6: 8}
 PAUSED_BASE = "gtopk:density=0.001"
 PAUSED = {
     "methods": ("allreduce", "topk:density=0.001", PAUSED_BASE),
-    "the paper's tree": (PAUSED_BASE, "gtopk:density=0.001:collective=tree"),
+    "collectives": (
+        PAUSED_BASE,
+        *(f"{PAUSED_BASE}:collective={name}" for name in ("tree", "reduce_scatter")),
+    ),
     "warm-up": (PAUSED_BASE, "gtopk:density=0.01", "gtopk:density=0.1"),
 }
 """By round, what takes turns, no more than three at a time, which take 1.8 GB in each rank. 0.1 is
