@@ -6,9 +6,9 @@ link is imitated in user space (`transport.wrappers.Delaying`). Computing is pad
 passes and an inversion sleep for as long as a device would compute, so that four workers do not
 compete for the machine's cores. What they really compute comes on top, and is printed.
 
-With `--rules` links are the kernel's and there are four and eight workers: SPD-KFAC by this
-package's rules against D-KFAC, MPD-KFAC, the paper's rules of fusion and of placement, each alone
-and both, and no pipelining.
+With `--rules`, and only so, links are the kernel's and there are four and eight workers: SPD-KFAC
+by this package's rules against D-KFAC, MPD-KFAC, the paper's rules of fusion and of placement, each
+alone and both, and no pipelining.
 
 The bound is arithmetic: D-KFAC's own step without what it waits for factors, and with its
 inversions divided among the ranks as evenly as the largest one allows.
@@ -458,7 +458,7 @@ if __name__ == "__main__":
     found_cells = cells(
         arguments.models.split(","),
         arguments.turns,
-        with_rules=is_all or arguments.rules,
+        with_rules=arguments.rules,
         with_schedules=is_all or arguments.schedules,
         with_fusions=is_all or arguments.fusion,
         with_ablations=is_all or arguments.ablations,
