@@ -10,10 +10,10 @@ Last, gTop-k as it comes, which chooses its density by links and steps, trains t
 
     a step of GTopK(), after the warm-up of its density, over the ideal: at most 1.15
 
-With `--paused-only` computing is replaced by a pause: four and eight workers exchange gradients of
-25 million parameters that are made up beforehand, so what is left of a step is the exchange, the
-selection and the optimizer. There Top-k S-SGD stands beside gTop-k S-SGD, and gTop-k at the
-densities of its warm-up.
+With `--paused-only`, and only so, computing is replaced by a pause. Four and eight workers, in
+network namespaces, exchange gradients of 25 million parameters that are made up beforehand, so what
+is left of a step is the exchange, the selection and the optimizer. There Top-k S-SGD stands beside
+gTop-k S-SGD, and gTop-k at the densities of its warm-up.
 
     python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only | --paused-only]
     [--rates MBIT,...]
@@ -83,15 +83,14 @@ PAUSED_WORKERS, PAUSE_S, PAUSED_STEPS = (4, 8), 0.1, {1e9: 20, 100e6: 8}
 PAUSED_BASE = "gtopk:density=0.001"
 PAUSED = {
     "methods": ("allreduce", "topk:density=0.001", PAUSED_BASE),
-    "densities": (
+    "collectives": (
         PAUSED_BASE,
-        "gtopk:density=0.001:collective=tree",
-        "gtopk:density=0.01",
-        "gtopk:density=0.1",
+        *(f"{PAUSED_BASE}:collective={name}" for name in ("tree", "reduce_scatter")),
     ),
+    "warm-up": (PAUSED_BASE, "gtopk:density=0.01", "gtopk:density=0.1"),
 }
-"""By round, what takes turns. The tree is the paper's collective; 0.1 is what the warm-up has, and
-0.01 what comes between it and 0.001.
+"""By round, what takes turns, no more than three at a time, which take 1.8 GB in each rank. 0.1 is
+what the warm-up has, and 0.01 what comes between it and 0.001.
 """
 PAUSED_PARAMETERS, PAUSED_LAYERS, PAUSED_WARM_UP = 25_000_000, 8, 2
 PAUSED_TABLE = f"seconds a step, computing replaced by a pause of {PAUSE_S:g} s"
@@ -490,11 +489,9 @@ if __name__ == "__main__":
         raise SystemExit(f"no rates: {unknown}; there are {list(GOALS)} bit/s")
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.keep or Path(temporary)
-        found_cells: Cells = {}
-        if not arguments.paused_only:
-            found_cells = cells(directory, rates, line_only=arguments.line_only)
-        if not arguments.line_only:
-            found_cells |= paused_cells(
-                rates, steps=arguments.steps, num_parameters=arguments.parameters
-            )
+        found_cells = (
+            paused_cells(rates, steps=arguments.steps, num_parameters=arguments.parameters)
+            if arguments.paused_only
+            else cells(directory, rates, line_only=arguments.line_only)
+        )
         present(found_cells, arguments, seeds=1)

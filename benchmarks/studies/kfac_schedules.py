@@ -6,11 +6,15 @@ link is imitated in user space (`transport.wrappers.Delaying`). Computing is pad
 passes and an inversion sleep for as long as a device would compute, so that four workers do not
 compete for the machine's cores. What they really compute comes on top, and is printed.
 
+With `--rules`, and only so, links are the kernel's and there are four and eight workers: SPD-KFAC
+by this package's rules against D-KFAC, MPD-KFAC, the paper's rules of fusion and of placement, each
+alone and both, and no pipelining.
+
 The bound is arithmetic: D-KFAC's own step without what it waits for factors, and with its
 inversions divided among the ranks as evenly as the largest one allows.
 
     python benchmarks/studies/kfac_schedules.py [--json] [--turns 12] [--models cnn,transformer]
-        [--fusion | --schedules | --ablations]
+        [--fusion | --schedules | --ablations | --rules]
 """
 
 from __future__ import annotations
@@ -31,16 +35,26 @@ from torch import nn
 import _benchmarks  # noqa: F401
 import offbeat
 from _measure import Cells, Ratio, Row, add_output_options, present, ratio
+from _models.kfac_iteration import fuse_by_rule
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.kfac import costs as factor_costs
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.inverses import InversionTask, Inverter
-from offbeat.kfac.plans import KFACPlanner, every_rank, two_messages
+from offbeat.kfac.placement import Owner, place_by_rule
+from offbeat.kfac.plans import (
+    Groups,
+    KFACPlanner,
+    PlanInputs,
+    every_rank,
+    split_kinds,
+    two_messages,
+)
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
+from offbeat_lab.cluster import LinkSpec
 from offbeat_lab.emulation.delaying import Delaying
 
 WORLD_SIZE = 4
@@ -76,6 +90,39 @@ class Unfused(offbeat.SPDKFAC):
     )
 
 
+def published_groups(inputs: PlanInputs) -> Groups:
+    """As `planned_messages`, by the paper's rule of fusion."""
+    if inputs.ready_s is None or inputs.costs is None:
+        return two_messages(inputs)
+    ready_s, sizes = inputs.ready_s, inputs.sizes_bytes
+    order = sorted(range(len(ready_s)), key=lambda slot: (ready_s[slot], slot))
+    groups = fuse_by_rule(
+        [ready_s[slot] for slot in order], [sizes[slot] for slot in order], inputs.costs.all_reduce
+    )
+    return split_kinds([[order[place] for place in group] for group in groups], inputs.kinds)
+
+
+def published_owners(inputs: PlanInputs) -> tuple[Owner, ...]:
+    """As `shortest_phase`, by the paper's rule of placement. Inverses of one owner share messages
+    as with this package's.
+    """
+    if inputs.costs is None:
+        return every_rank(inputs)
+    return place_by_rule(inputs.dims, inputs.world_size, inputs.costs.inverse)
+
+
+class PublishedFusion(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(PLANNER, groups=published_groups)
+
+
+class PublishedPlacement(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(PLANNER, owners=published_owners)
+
+
+class PublishedRules(offbeat.SPDKFAC):
+    planner: ClassVar[KFACPlanner] = replace(PublishedFusion.planner, owners=published_owners)
+
+
 SCHEDULES: dict[str, KFACStrategy] = {
     "dkfac": offbeat.DKFAC(factor_interval=1, inverse_interval=1),
     "mpdkfac": offbeat.MPDKFAC(factor_interval=1, inverse_interval=1),
@@ -92,6 +139,16 @@ FUSIONS: dict[str, KFACStrategy] = {
     "unfused": Unfused(factor_interval=1, inverse_interval=1),
     "fully fused": FullyFused(factor_interval=1, inverse_interval=1),
 }
+
+PUBLISHED = "the paper's rules"
+RULES: dict[str, KFACStrategy] = {
+    **SCHEDULES,
+    PUBLISHED: PublishedRules(factor_interval=1, inverse_interval=1),
+    "the paper's fusion": PublishedFusion(factor_interval=1, inverse_interval=1),
+    "the paper's placement": PublishedPlacement(factor_interval=1, inverse_interval=1),
+    "no pipelining": ABLATIONS["no pipelining"],
+}
+RULES_WORKERS, RULES_RATES_BIT_PER_S = (4, 8), (1e9, 2.5e9)
 
 
 class Pause(torch.autograd.Function):
@@ -188,9 +245,8 @@ def pad_inversions(s_per_cube: float) -> None:
         return invert(self, tasks, **more)
 
     Inverter.invert = padded  # type: ignore[method-assign]
-    factor_costs.inversion_clock = lambda device: (
-        time.perf_counter
-    )  # a processor's time does not see who sleeps
+    # A processor's time does not see who sleeps.
+    factor_costs.inversion_clock = lambda device, now_s: now_s
 
 
 def part_of(session: Session) -> KFACCallback:
@@ -202,19 +258,20 @@ def measure(
     world_size: int,
     name: str,
     strategies: Mapping[str, KFACStrategy],
-    rate_bit_per_s: float,
+    rate_bit_per_s: float | None,
     turns: int,
 ) -> dict[str, object]:
     """Of each strategy's steps, by turns: seconds, processor seconds and counters; and the largest
-    inversion's share.
+    inversion's share. Without a rate no link is imitated.
     """
     bench = BENCHES[name]
     pad_inversions(bench.invert_s / bench.cubes)
 
     def slow(driver: Driver) -> Driver:
-        return Delaying(
-            driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate_bit_per_s
-        )
+        rate = rate_bit_per_s
+        if rate is None:
+            return driver
+        return Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate)
 
     batch = torch.randn(bench.shape, generator=torch.Generator().manual_seed(rank))
     steps: dict[str, list[dict[str, float]]] = {label: [] for label in strategies}
@@ -321,10 +378,37 @@ def ablations(name: str, turns: int) -> Iterator[Ratio]:
         yield ratio(case, pairs, at_least=NO_SLOWER, bound=float("inf"), table="ablations")
 
 
+def rules(name: str, workers: int, rate: float, turns: int) -> Iterator[Figure]:
+    """The steps of all over those of SPD-KFAC by this package's rules, behind the kernel's links;
+    and MPD-KFAC's over those by the paper's.
+    """
+    link = LinkSpec(rate_bit_per_s=rate)
+    steps = run_ranks(measure, workers, name, RULES, None, turns, link=link)["steps"]
+    cell = partial(
+        Figure,
+        table="rules behind links of the kernel",
+        column=f"{name}, {workers} workers, {rate / 1e6:g} Mbit/s",
+    )
+    pairs = [(other, "spdkfac") for other in RULES if other != "spdkfac"]
+    for other, base in [*pairs, ("mpdkfac", PUBLISHED)]:
+        found = ratio(
+            "",
+            [(a["step_s"], b["step_s"]) for a, b in zip(steps[other], steps[base], strict=True)],
+            at_least=1.0,
+            bound=float("inf"),
+        )
+        yield cell(case=f"{other} over {base}", value=found.value, interval=found.interval)
+    ours = sorted(step["step_s"] for step in steps["spdkfac"])
+    yield cell(case="a step of spdkfac", value=ours[len(ours) // 2], unit="s")
+    busy = [step["cpu_s"] / step["step_s"] for step in steps["spdkfac"]]
+    yield cell(case="of it not padded", value=100 * sum(busy) / len(busy), unit="%", decimals=0)
+
+
 def cells(
     models: Sequence[str],
     turns: int,
     *,
+    with_rules: bool,
     with_schedules: bool,
     with_fusions: bool,
     with_ablations: bool,
@@ -335,6 +419,10 @@ def cells(
             found[f"ablations, {name}"] = partial(ablations, name, turns)
         if with_schedules:
             found[f"schedules, {name}"] = partial(schedules, name, turns)
+        for workers in RULES_WORKERS if with_rules else ():
+            for rate in RULES_RATES_BIT_PER_S:
+                cell = f"rules, {name}, {workers} workers, {rate / 1e6:g} Mbit/s"
+                found[cell] = partial(rules, name, workers, rate, turns)
         for rate in FUSION_RATES_BIT_PER_S if with_fusions else ():
             cell = f"fusion, {name}, {rate / 1e6:g} Mbit/s"
             found[cell] = partial(fusions, name, rate, turns)
@@ -360,11 +448,17 @@ if __name__ == "__main__":
         action="store_true",
         help="only SPD-KFAC without pipelining, without load balancing, without both",
     )
+    which.add_argument(
+        "--rules",
+        action="store_true",
+        help="only all of them and the paper's rules, behind the kernel's links",
+    )
     arguments = parser.parse_args()
-    is_all = not (arguments.fusion or arguments.schedules or arguments.ablations)
+    is_all = not (arguments.fusion or arguments.schedules or arguments.ablations or arguments.rules)
     found_cells = cells(
         arguments.models.split(","),
         arguments.turns,
+        with_rules=arguments.rules,
         with_schedules=is_all or arguments.schedules,
         with_fusions=is_all or arguments.fusion,
         with_ablations=is_all or arguments.ablations,
