@@ -44,7 +44,7 @@ __all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
 BASE: dict[str, Any] = {"replica_check_interval": 1}
-ALLREDUCE = offbeat.AllReduce(**BASE, bucket_mib=1e-3, first_bucket_mib=1e-4)
+ALLREDUCE = offbeat.AllReduce(**BASE, bucket_mib=1e-3)
 EVERYTHING: dict[str, Any] = {**BASE, "density": 1.0}
 ADAM: dict[str, Any] = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}}
 LOCALSGD = offbeat.LocalSGD(period=2, warmup=0)
