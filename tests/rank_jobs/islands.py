@@ -177,10 +177,15 @@ def whole(model: torch.nn.Module) -> torch.Tensor:
 
 
 def for_each(
-    rank: int, world_size: int, *, job: Callable[..., Any], trainings: dict[str, Training]
+    rank: int,
+    world_size: int,
+    *,
+    job: Callable[..., Any],
+    trainings: dict[str, Training],
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Run a job with one way to train after the other."""
-    return {label: job(rank, world_size, how=how) for label, how in trainings.items()}
+    return {label: job(rank, world_size, how=how, **arguments) for label, how in trainings.items()}
 
 
 def against_whole(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
@@ -489,7 +494,7 @@ def saved(rank: int, world_size: int, *, how: Training, directory: str) -> dict[
             optimizer_key(rank // SHARDS): get_optimizer_state_dict(model, optimizer),
             "session": session.state_dict(),
         }
-        dcp.save(state, checkpoint_id=directory)
+        dcp.save(state, checkpoint_id=f"{directory}/{how.strategy.name}")
         at_half = whole(model)
         owed = summed(session)
         own = session.state_dict()
@@ -526,9 +531,10 @@ def resumed(
     key = optimizer_key(rank // num_shards % 2)  # there were two islands
     state = {"model": model.state_dict(), key: get_optimizer_state_dict(model, optimizer)}
     with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
-        metadata = dcp.FileSystemReader(directory).read_metadata()
+        checkpoint = f"{directory}/{how.strategy.name}"
+        metadata = dcp.FileSystemReader(checkpoint).read_metadata()
         state["session"] = session.state_to_load(metadata)
-        dcp.load(state, checkpoint_id=directory)
+        dcp.load(state, checkpoint_id=checkpoint)
         set_optimizer_state_dict(model, optimizer, state[key])
         session.load_state_dict(state["session"])
         at_half = whole(model)
@@ -650,7 +656,7 @@ def mixed(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
     seen = []
     with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
         for step in range(how.num_steps):
-            for _ in range(int(torch.randint(0, 60, (1,), generator=drawn))):
+            for _ in range(int(torch.randint(0, 20, (1,), generator=drawn))):
                 torch.randn(90, 90) @ torch.randn(90, 90)
             model(torch.tensor(0.1 * (1 + island) + 0.01 * step).double()).backward()
             optimizer.step()
