@@ -81,7 +81,7 @@ def gtopk() -> Iterator[MeasuredCell]:
                 cluster=Cluster(name="1 GbE", workers=nodes, link=ETHERNET),
                 payload_share=1.0,
             )
-            spec = "allreduce:bucket_mib=1e6:first_bucket_mib=1e6"
+            spec = "allreduce:bucket_mib=1e6"
             yield cell("gTop-k", spec, setting, one.batch_size / samples_per_s)
 
 

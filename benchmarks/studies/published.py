@@ -141,7 +141,7 @@ def throughputs() -> Iterator[Row]:
     for network, one in GTOPK.items():
         profile = profile_of(one)
         methods = {
-            "dense": ("allreduce:bucket_mib=1e6:first_bucket_mib=1e6", one.dense),
+            "dense": ("allreduce:bucket_mib=1e6", one.dense),
             "top-k": (f"topk:density={one.density}", one.topk),
             "gTop-k": (f"gtopk:density={one.density}:collective=tree", one.gtopk),
         }

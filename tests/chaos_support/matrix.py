@@ -183,9 +183,9 @@ _DAMPING = {"damping": 0.02}
 
 STRATEGIES: Final = {
     "AllReduce": Contestant(
-        strategy=offbeat.AllReduce(bucket_mib=1e-3), other={"max_skipped_steps": 7}
+        strategy=offbeat.AllReduce(bucket_mib=1e-3), other={"bucket_mib": 2e-3}
     ),
-    "DeAR": Contestant(strategy=offbeat.DeAR(bucket_mib=1e-3), other={"max_skipped_steps": 7}),
+    "DeAR": Contestant(strategy=offbeat.DeAR(bucket_mib=1e-3), other={"bucket_mib": 2e-3}),
     "TopK": Contestant(strategy=offbeat.TopK(density=0.1), other={"density": 0.2}),
     "GTopK": Contestant(
         strategy=offbeat.GTopK(density=0.1, collective="reduce_scatter"), other={"density": 0.2}
@@ -200,8 +200,8 @@ STRATEGIES: Final = {
     "LocalSGD with a quorum": Contestant(
         strategy=offbeat.LocalSGD(period=2, exchange="60%+0.1s"), other={"period": 3}
     ),
-    "DPSGD": Contestant(strategy=offbeat.DPSGD(), other={"buffers": "local"}),
-    "SGP": Contestant(strategy=offbeat.SGP(), other={"buffers": "local"}),
+    "DPSGD": Contestant(strategy=offbeat.DPSGD(), other={"codec": "sign"}),
+    "SGP": Contestant(strategy=offbeat.SGP(), other={"codec": "sign"}),
     "Crossbow": Contestant(strategy=offbeat.Crossbow(), other={"period": 2}),
     "Crossbow in 4 bits": Contestant(
         strategy=offbeat.Crossbow(codec="linear4"), other={"period": 2}

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no loader of this session")
 
 EXCHANGE_GRADIENTS: dict[str, Strategy] = {
     "allreduce": offbeat.AllReduce(replica_check_interval=1),
-    "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),
+    "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4),
     "topk": offbeat.TopK(density=1.0),
     "gtopk": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
     "ef21": offbeat.EF21(density=1.0),

@@ -47,7 +47,7 @@ class NotingReduction(DenseReduction):
 
 
 def made(
-    launch_order: LaunchOrder | None = None, *, max_skipped_steps: int = 1
+    launch_order: LaunchOrder | None = None,
 ) -> tuple[nn.Module, GradientExchange, Noting]:
     """A model of two parameters, each with a bucket of its own."""
     model = nn.Linear(2, 3)
@@ -62,7 +62,6 @@ def made(
         counts=ExchangeCounts(),
         grad_scale=lambda: 1.0,
         has_scaler=False,
-        max_skipped_steps=max_skipped_steps,
         notify=lambda notice: None,
         launch_order=launch_order,
     )
@@ -88,8 +87,11 @@ def test_each_bucket_is_sealed_before_it_is_launched_and_then_all_is_settled() -
     ]
 
 
-def test_a_step_that_is_skipped_is_settled_as_bad_also_when_it_is_one_too_many() -> None:
-    model, exchange, listener = made(max_skipped_steps=0)
+def test_a_step_that_is_skipped_is_settled_as_bad_also_when_it_is_one_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offbeat.gradients.exchange.MAX_SKIPPED_STEPS", 0)
+    model, exchange, listener = made()
     fill(model, float("nan"))
     with pytest.raises(NonFiniteError):
         exchange.on_join()

@@ -20,7 +20,7 @@ from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 WORLD_SIZE, STEPS, K = 3, 6, 4
-SPARSE = offbeat.GTopK(density=K / 30, collective="all_gather", warmup=None, max_skipped_steps=1)
+SPARSE = offbeat.GTopK(density=K / 30, collective="all_gather", warmup=None)
 Between = Callable[[torch.nn.Module, int], None]
 
 

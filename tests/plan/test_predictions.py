@@ -655,7 +655,7 @@ def test_gloos_processors_add_to_each_byte_where_nothing_was_measured() -> None:
     cluster = from_flags(workers=2, link="10gbit")
     usual, measured = (
         predict_step(
-            "allreduce:bucket_mib=100",
+            "allreduce",
             Setting(profile=MODEL, cluster=cluster.model_copy(update={"gloo_ns_per_byte": ns})),
             Band(),
         ).step_s

@@ -177,10 +177,15 @@ def whole(model: torch.nn.Module) -> torch.Tensor:
 
 
 def for_each(
-    rank: int, world_size: int, *, job: Callable[..., Any], trainings: dict[str, Training]
+    rank: int,
+    world_size: int,
+    *,
+    job: Callable[..., Any],
+    trainings: dict[str, Training],
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Run a job with one way to train after the other."""
-    return {label: job(rank, world_size, how=how) for label, how in trainings.items()}
+    return {label: job(rank, world_size, how=how, **arguments) for label, how in trainings.items()}
 
 
 def against_whole(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
@@ -489,7 +494,7 @@ def saved(rank: int, world_size: int, *, how: Training, directory: str) -> dict[
             optimizer_key(rank // SHARDS): get_optimizer_state_dict(model, optimizer),
             "session": session.state_dict(),
         }
-        dcp.save(state, checkpoint_id=directory)
+        dcp.save(state, checkpoint_id=f"{directory}/{how.strategy.name}")
         at_half = whole(model)
         owed = summed(session)
         own = session.state_dict()
@@ -526,9 +531,10 @@ def resumed(
     key = optimizer_key(rank // num_shards % 2)  # there were two islands
     state = {"model": model.state_dict(), key: get_optimizer_state_dict(model, optimizer)}
     with offbeat.attach(model, optimizer, how.strategy, mesh=mesh["replicate"]) as session:
-        metadata = dcp.FileSystemReader(directory).read_metadata()
+        checkpoint = f"{directory}/{how.strategy.name}"
+        metadata = dcp.FileSystemReader(checkpoint).read_metadata()
         state["session"] = session.state_to_load(metadata)
-        dcp.load(state, checkpoint_id=directory)
+        dcp.load(state, checkpoint_id=checkpoint)
         set_optimizer_state_dict(model, optimizer, state[key])
         session.load_state_dict(state["session"])
         at_half = whole(model)

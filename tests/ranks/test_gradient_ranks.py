@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ranks
 
 Strategies = dict[str, Strategy]
 BASE: dict[str, Any] = {"replica_check_interval": 1}
-SMALL_BUCKETS = BASE | {"bucket_mib": 1e-3, "first_bucket_mib": 1e-4}
+SMALL_BUCKETS = BASE | {"bucket_mib": 1e-3}
 SPARSE = BASE | {"density": 0.1}
 GTOPK = offbeat.GTopK(**SPARSE)
 STRATEGIES: Strategies = {

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,15 @@ from rank_jobs.islands import (
     survived,
     trained,
 )
-from ranks_support.launch import RunRanks
+from ranks_support.launch import RunRanks, launch
 from ranks_support.process import ExpectNewcomer, expect_newcomer
+from ranks_support.templates import Templates
 
 __all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
 BASE: dict[str, Any] = {"replica_check_interval": 1}
-ALLREDUCE = offbeat.AllReduce(**BASE, bucket_mib=1e-3, first_bucket_mib=1e-4)
+ALLREDUCE = offbeat.AllReduce(**BASE, bucket_mib=1e-3)
 EVERYTHING: dict[str, Any] = {**BASE, "density": 1.0}
 ADAM: dict[str, Any] = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}}
 LOCALSGD = offbeat.LocalSGD(period=2, warmup=0)
@@ -261,21 +264,31 @@ RESUMED: dict[str, Training] = {
 }
 
 
-@pytest.mark.parametrize("label", RESUMED)
-def test_a_run_is_resumed_by_other_islands(run_ranks: RunRanks, tmp_path: Path, label: str) -> None:
-    how, where = replace(RESUMED[label], num_steps=8), str(tmp_path / "checkpoint")
-    before = run_ranks(saved, 4, how=how, directory=where)
-    for result in before:
-        assert "this rank needs that of" in result["said"]
-    same = run_ranks(resumed, 4, how=how, directory=where, num_shards=2)
+def test_a_run_is_resumed_by_other_islands(run_ranks: RunRanks, tmp_path: Path) -> None:
+    def in_ranks(world_size: int, job: Callable[..., Any], labels: str, **options: Any) -> Any:
+        trainings = {label: replace(RESUMED[label], num_steps=8) for label in labels.split()}
+        where = str(tmp_path / "checkpoint")
+        return run_ranks(
+            for_each, world_size, job=job, trainings=trainings, directory=where, **options
+        )
+
+    before = in_ranks(4, saved, "gtopk diloco ef21")
+    same = in_ranks(4, resumed, "gtopk diloco ef21", num_shards=2)
     for old, new in zip(before, same, strict=True):
-        assert new == {key: old[key] for key in new}
-    for world_size, num_shards in ((4, 4), (3, 1)) if label in ("gtopk", "diloco") else ((2, 1),):
-        others = run_ranks(resumed, world_size, how=how, directory=where, num_shards=num_shards)
-        for result in others:
-            assert result["half"] == before[0]["half"]
-            if label != "ef21":
-                assert result["owed"] == pytest.approx(before[0]["owed"], rel=1e-9, abs=1e-12)
+        for label in RESUMED:
+            assert "this rank needs that of" in old[label]["said"]
+            assert new[label] == {key: old[label][key] for key in new[label]}
+    for world_size, num_shards, labels in (
+        (4, 4, "gtopk diloco"),
+        (3, 1, "gtopk diloco"),
+        (2, 1, "ef21"),
+    ):
+        for result in in_ranks(world_size, resumed, labels, num_shards=num_shards):
+            for label, other in result.items():
+                first = before[0][label]
+                assert other["half"] == first["half"]
+                if label != "ef21":
+                    assert other["owed"] == pytest.approx(first["owed"], rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -292,6 +305,28 @@ def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunR
     assert all("rank" in each and "no longer finite" in each for each in said), said
 
 
+@pytest.fixture(scope="module")
+def natively(
+    templates: Templates, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], float]:
+    """The held-out loss of the script with native HSDP, after so many steps."""
+
+    @cache
+    def loss(steps: int) -> float:
+        found = launch(
+            example,
+            4,
+            templates=templates,
+            directory=tmp_path_factory.mktemp("natively"),
+            timeout_s=60.0,
+            may_die=(),
+            arguments={"arguments": {"shards": 2, "steps": steps, "hsdp": True}},
+        )
+        return float(found[0])
+
+    return loss
+
+
 @pytest.mark.parametrize(
     ("strategy", "steps", "tolerance", "flags"),
     [
@@ -301,7 +336,7 @@ def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunR
     ],
 )
 def test_a_sharded_script_trains_as_with_native_hsdp(
-    run_ranks: RunRanks,
+    natively: Callable[[int], float],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     strategy: str,
@@ -309,7 +344,6 @@ def test_a_sharded_script_trains_as_with_native_hsdp(
     tolerance: float,
     flags: list[str],
 ) -> None:
-    expected = run_ranks(example, 4, arguments={"shards": 2, "steps": steps, "hsdp": True})
     script = Path(__file__).parents[2] / "examples" / "sharded_gpt.py"
     command = script_command([str(script), "--shards", "2", "--steps", str(steps), *flags])
     outcome = run_script(
@@ -321,6 +355,6 @@ def test_a_sharded_script_trains_as_with_native_hsdp(
     )
     said = capfd.readouterr().out
     loss = float(said.partition("held-out loss ")[2].split()[0])
-    assert loss == pytest.approx(expected[0], rel=tolerance)
+    assert loss == pytest.approx(natively(steps), rel=tolerance)
     assert outcome.summary is not None
     assert outcome.summary.replicas_identical

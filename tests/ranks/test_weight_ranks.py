@@ -262,7 +262,7 @@ def like_allreduce(rank: int, world_size: int) -> float:
     in the gradient.
     """
     nets = []
-    for strategy in (offbeat.LocalSGD(period=1, buffers="local"), offbeat.AllReduce()):
+    for strategy in (offbeat.LocalSGD(period=1), offbeat.AllReduce()):
         net = make_net()
         optimizer = sgd(net, momentum=0.0)
         with offbeat.attach(net, optimizer, strategy):

@@ -117,10 +117,16 @@ class Reference:
     [(True, False, False), (False, True, False), (False, True, True)],
 )
 def test_steps_are_those_of_the_paper(
-    num_ranks: int, lossless: bool, decoupled: bool, maximize: bool
+    num_ranks: int,
+    lossless: bool,
+    decoupled: bool,
+    maximize: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kind = Lossless if lossless else offbeat.OneBitAdam
-    strategy = kind(freeze_step=FREEZE, bucket_mib=1e-4)  # a bucket for each parameter
+    strategy = kind(freeze_step=FREEZE)
+    # A bucket for each parameter:
+    monkeypatch.setattr("offbeat.strategies.onebitadam.BUCKET_BYTES", 100)
 
     def job(driver: ThreadDriver) -> list[torch.Tensor]:
         net = Net()

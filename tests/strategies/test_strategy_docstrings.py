@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from offbeat import strategies
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.docstrings import describe_options, first_sentence, option_texts
 from offbeat.strategies.registry import REGISTRY
 
@@ -44,19 +44,17 @@ def test_the_text_of_an_inherited_option_stands_once_in_the_source() -> None:
         for name, text in option_texts(kind).items()
     }
     counts = Counter({(name, text): source.count(f" {name}: {text}") for name, text in texts})
-    # Strategies that exchange gradients and those that average weights each skip steps.
-    twice = {name for (name, _), count in counts.items() if count != 1}
-    assert twice == {"max_skipped_steps"}
+    assert not {name for (name, _), count in counts.items() if count != 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toy(AveragingStrategy):
+class Toy(AllReduce):
     """A strategy of somebody else. It does nothing.
 
     Args:
         strength: of nothing at all, with a text that is long enough to need
             a second line.
-        buffers: this one says it in its own words.
+        codec: this one says it in its own words.
 
     Raises:
         ConfigError: never.
@@ -69,7 +67,7 @@ class Toy(AveragingStrategy):
 
 
 def test_a_strategy_outside_the_package_shows_inherited_options_too() -> None:
-    assert list(option_texts(Toy)) == ["strength", "buffers", "max_skipped_steps"]
+    assert list(option_texts(Toy)) == ["strength", "codec", "bucket_mib", "replica_check_interval"]
     lines = (Toy.__doc__ or "").splitlines()
     assert lines[:3] == ["A strategy of somebody else. It does nothing.", "", "Args:"]
     assert lines[4] == "        a second line."
@@ -79,8 +77,8 @@ def test_a_strategy_outside_the_package_shows_inherited_options_too() -> None:
 
 def test_an_option_without_a_text_is_listed_without_a_meaning() -> None:
     described = {option.name: option for option in describe_options(Toy)}
-    assert list(described) == ["strength", "buffers", "max_skipped_steps", "label"]
+    assert list(described) == ["strength", "codec", "bucket_mib", "replica_check_interval", "label"]
     assert described["label"].meaning == ""
     assert described["strength"].default is dataclasses.MISSING
     assert described["strength"].hint is float
-    assert described["buffers"].meaning == "this one says it in its own words."
+    assert described["codec"].meaning == "this one says it in its own words."

@@ -43,6 +43,7 @@ from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
+from offbeat.gradients.gradient_guard import MAX_SKIPPED_STEPS
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import Reduction, wait_for
 from offbeat.membership.island import Island
@@ -269,7 +270,6 @@ class GradientExchange(Callback):
         has_scaler: a GradScaler decides about skipping: it must find a non-finite gradient on every
             rank. Without one, a skipped step leaves every `param.grad` None, which torch.optim's
             optimizers pass over.
-        max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
         notify: for remarks.
         launch_order: decides when a bucket that is ready is launched, where other collectives are
             under way beside the buckets; None: at once.
@@ -290,7 +290,6 @@ class GradientExchange(Callback):
         counts: ExchangeCounts,
         grad_scale: Callable[[], float],
         has_scaler: bool,
-        max_skipped_steps: int,
         notify: Callable[[str], None],
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
@@ -311,7 +310,6 @@ class GradientExchange(Callback):
         self._pairs = list(pairs)
         self._grad_scale = grad_scale
         self._has_scaler = has_scaler
-        self._max_skipped_steps = max_skipped_steps
         self._notify = notify
         self._num_samples: int | None = None
         self._counts_samples = self._is_idle = False
@@ -655,11 +653,11 @@ class GradientExchange(Callback):
             f"exchange {self.counts.exchanges}: skipped on all ranks, since {num_nonfinite} of them"
             " had a non-finite gradient"
         )
-        if self.counts.skipped_in_a_row > self._max_skipped_steps:
+        if self.counts.skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise NonFiniteError(
                 f"{self.counts.skipped_in_a_row} steps in a row were skipped because of non-finite"
-                f" gradients; at most {self._max_skipped_steps} are allowed (max_skipped_steps)."
-                " Lower the learning rate or look at the data"
+                f" gradients; at most {MAX_SKIPPED_STEPS} are allowed. Lower the learning rate or"
+                " look at the data"
             )
         if self._has_scaler:
             for b, (bucket, _) in enumerate(self._pairs):

@@ -5,7 +5,7 @@ averaged, everybody's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from typing_extensions import override
@@ -14,6 +14,11 @@ from offbeat.callbacks.callback import Callback
 from offbeat.errors import NonFiniteError
 from offbeat.membership.island import Island
 from offbeat.torch_private import stored_entries
+
+MAX_SKIPPED_STEPS: Final = 20
+"""A session that has skipped more steps in a row for gradients that are not finite ends. A
+GradScaler that begins with its usual scale skips fewer.
+"""
 
 
 class GradientGuard(Callback):
@@ -25,7 +30,6 @@ class GradientGuard(Callback):
 
     Args:
         parameters: by name.
-        max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
         notify: for remarks.
         rank: for the remarks.
         island: the ranks that skip a step together; None: this one alone.
@@ -37,14 +41,12 @@ class GradientGuard(Callback):
         self,
         parameters: Mapping[str, torch.Tensor],
         *,
-        max_skipped_steps: int,
         notify: Callable[[str], None],
         rank: int,
         island: Island | None = None,
     ) -> None:
         self._island = island or Island()
         self._parameters = parameters
-        self._max_skipped_steps = max_skipped_steps
         self._notify = notify
         self._rank = rank
         self._num_steps = 0
@@ -68,11 +70,11 @@ class GradientGuard(Callback):
             f"step {self._num_steps}: skipped on rank {self._rank} alone, since its gradient was"
             " not finite"
         )
-        if self._num_in_a_row > self._max_skipped_steps:
+        if self._num_in_a_row > MAX_SKIPPED_STEPS:
             raise NonFiniteError(
                 f"rank {self._rank} skipped {self._num_in_a_row} steps in a row because of"
-                f" non-finite gradients; at most {self._max_skipped_steps} are allowed"
-                " (max_skipped_steps). Lower the learning rate or look at its data"
+                f" non-finite gradients; at most {MAX_SKIPPED_STEPS} are allowed. Lower the"
+                " learning rate or look at its data"
             )
 
     @override

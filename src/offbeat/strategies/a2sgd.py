@@ -64,11 +64,7 @@ class A2SGD(AveragingStrategy):
 
     @property
     def _gradients(self) -> _TwoMeans:
-        return _TwoMeans(
-            max_skipped_steps=self.max_skipped_steps,
-            replica_check_interval=0,
-            bucket_mib=self.bucket_mib,
-        )
+        return _TwoMeans(replica_check_interval=0, bucket_mib=self.bucket_mib)
 
     @override
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:

@@ -40,8 +40,8 @@ class AllReduce(GradientStrategy):
     """Dense all-reduce of gradients.
 
     Args:
-        bucket_mib: gradients are fused into buckets of at most this size, > 0.
-        first_bucket_mib: the first bucket is smaller, to have something on the wire early, > 0.
+        bucket_mib: gradients are fused into buckets of at most this size, > 0. The first one is
+            smaller where they are larger than 1 MiB, to have something on the wire early.
         codec: how values travel: a name of `codec.topk_codec.VALUE_CODECS`, such as "linear8" or
             "sign", or a `ValueCodec`; None: as they are.
     """
@@ -51,7 +51,6 @@ class AllReduce(GradientStrategy):
     needs_optimizer: ClassVar[bool] = False
 
     bucket_mib: float = 25.0
-    first_bucket_mib: float = 1.0
     codec: ValueCodec | str | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +58,6 @@ class AllReduce(GradientStrategy):
         if self.codec is not None:
             TopKCodec(values=self.codec)  # which refuses what is no codec of values
         require_positive("bucket_mib", self.bucket_mib)
-        require_positive("first_bucket_mib", self.first_bucket_mib)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -75,9 +73,11 @@ class AllReduce(GradientStrategy):
     def reductions(
         self, context: Context, counts: ExchangeCounts, transform: GradientTransform
     ) -> Reductions:
-        cap_bytes, first_cap_bytes = int(self.bucket_mib * MIB), int(self.first_bucket_mib * MIB)
+        first_mib = min(self.bucket_mib, max(1.0, self.bucket_mib / 25))
         buckets = make_buckets(
-            context.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes
+            context.parameters,
+            cap_bytes=int(self.bucket_mib * MIB),
+            first_cap_bytes=int(first_mib * MIB),
         )
         driver = context.driver
         if self.codec is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from offbeat.averaging.led_island import led_by_first_rank
 from offbeat.callbacks.callback import Callback
@@ -16,9 +16,9 @@ from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.gradient_guard import GradientGuard
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.strategies.options import require_one_of
 from offbeat.strategies.registry import WEIGHT_CODECS
-from offbeat.weights.model_weights import BufferNames, ModelWeights, choose_buffers
+from offbeat.weights.model_weights import ModelWeights, choose_buffers
 from offbeat.weights.optimizer_state import divides_by_squares
 
 
@@ -26,24 +26,13 @@ from offbeat.weights.optimizer_state import divides_by_squares
 class AveragingStrategy(Strategy):
     """Every rank steps by its own gradient, and weights are averaged afterwards.
 
-    Args:
-        buffers: "averaged": floating-point buffers, such as BatchNorm's running statistics, are
-            averaged with the weights; "local": they are left alone.
-        max_skipped_steps: raise `NonFiniteError` after more than this many steps in a row were
-            skipped for non-finite gradients, >= 0.
+    Floating-point buffers, such as BatchNorm's running statistics, are averaged with the weights.
     """
 
     replicas_differ: ClassVar[bool] = True
     acts_at_steps: ClassVar[bool] = True
     changes_gradients: ClassVar[bool] = False
     """Whether what is exchanged besides weights is gradients, before a step."""
-
-    buffers: Literal["averaged", "local"] = "averaged"
-    max_skipped_steps: int = 20
-
-    def __post_init__(self) -> None:
-        require_one_of("buffers", self.buffers, ("averaged", "local"))
-        require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
 
     @abstractmethod
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
@@ -59,13 +48,10 @@ class AveragingStrategy(Strategy):
         weights = ModelWeights(
             parameters=context.parameters,
             buffers=context.buffers,
-            chosen=(
-                choose_buffers(context.buffers()) if self.buffers == "averaged" else BufferNames()
-            ),
+            chosen=choose_buffers(context.buffers()),
         )
         guard = GradientGuard(
             context.parameters,
-            max_skipped_steps=self.max_skipped_steps,
             notify=context.notices.notify,
             rank=context.driver.name_of(context.driver.rank),
             island=context.island,

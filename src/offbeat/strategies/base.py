@@ -76,6 +76,9 @@ class Strategy(ABC):
         super().__init_subclass__(**options)
         complete_docstring(cls)
 
+    def __post_init__(self) -> None:  # noqa: B027 - some have no options
+        """Raise `ConfigError` for options that cannot be."""
+
     @property
     def survives_death(self) -> bool:
         """Whether the other workers go on when one dies."""

@@ -30,6 +30,11 @@ from offbeat.strategies.options import require_at_least, require_dense_optimizer
 
 MIB = 1 << 20
 
+BUCKET_BYTES = 25 * MIB
+"""At most so much of gradients leaves at once, where a strategy has no option for it: as with
+DistributedDataParallel.
+"""
+
 
 class Reductions(NamedTuple):
     """What a strategy exchanges.
@@ -55,19 +60,15 @@ class GradientStrategy(Strategy):
     """Synchronous: every rank applies the same gradient in every step.
 
     Args:
-        max_skipped_steps: raise `NonFiniteError` after more than this many steps in a row were
-            skipped for non-finite gradients, >= 0.
         replica_check_interval: compare the ranks' parameters after the first, the tenth, and every
             this many steps; 0 never does.
     """
 
     weighs_samples: ClassVar[bool] = True
 
-    max_skipped_steps: int = 20
     replica_check_interval: int = 100
 
     def __post_init__(self) -> None:
-        require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
         require_at_least("replica_check_interval", self.replica_check_interval, 0)
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -137,7 +138,6 @@ class GradientStrategy(Strategy):
             counts=counts,
             grad_scale=context.grad_scale,
             has_scaler=context.has_scaler,
-            max_skipped_steps=self.max_skipped_steps,
             notify=context.notices.notify,
             launch_order=launch_order,
             clipping=self.clipping(driver.world_size),

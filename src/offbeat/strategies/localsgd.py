@@ -354,7 +354,7 @@ class LocalSGD(AveragingStrategy):
         """What the first steps are. There is no check of replicas, which part afterwards."""
         start = self.start
         if isinstance(start, str):
-            gradients = AllReduce(max_skipped_steps=self.max_skipped_steps)
+            gradients = AllReduce()
             kind: type[Any] = REGISTRY[start]
             start = gradients if start == gradients.name else kind(exchange=gradients)
         first = start.as_first_steps()

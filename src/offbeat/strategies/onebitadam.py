@@ -43,8 +43,8 @@ from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.gradients.reductions import DenseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
-from offbeat.strategies.options import require_at_least, require_positive
+from offbeat.strategies.gradient import BUCKET_BYTES, GradientStrategy, Reductions
+from offbeat.strategies.options import require_at_least
 from offbeat.strategies.sparse_gradient import require_real
 
 
@@ -55,18 +55,15 @@ class OneBitAdam(GradientStrategy):
     Args:
         freeze_step: second moments are frozen once the optimizer has taken so many steps, >= 1: a
             sixth to a quarter of all steps is usual.
-        bucket_mib: gradients or momenta leave in buckets of at most this size, > 0.
     """
 
     name: ClassVar[str] = "onebitadam"
 
     freeze_step: int = 1000
-    bucket_mib: float = 25.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("freeze_step", self.freeze_step, 1)
-        require_positive("bucket_mib", self.bucket_mib)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -93,7 +90,7 @@ class OneBitAdam(GradientStrategy):
     ) -> Reductions:
         assert isinstance(transform, FrozenAdam)
         pairs = []
-        for bucket in make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB)):
+        for bucket in make_buckets(context.parameters, cap_bytes=BUCKET_BYTES):
             transform.init(bucket, None)
             pairs.append((bucket, _MomentumReduction(bucket, self.values(), context, transform)))
         return Reductions(pairs)

@@ -34,8 +34,7 @@ from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
-from offbeat.strategies.options import require_positive
+from offbeat.strategies.gradient import BUCKET_BYTES, GradientStrategy, Reductions
 from offbeat.strategies.sparse_gradient import require_real
 
 
@@ -45,19 +44,16 @@ class QGenX(GradientStrategy):
 
     Args:
         codec: how values travel: a name of `codec.topk_codec.VALUE_CODECS`, or a `ValueCodec`.
-        bucket_mib: gradients leave in buckets of at most this size, > 0.
     """
 
     name: ClassVar[str] = "qgenx"
     acts_at_steps: ClassVar[bool] = True
 
     codec: ValueCodec | str = "stochastic4"
-    bucket_mib: float = 25.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         TopKCodec(values=self.codec)  # which refuses what is no codec of values
-        require_positive("bucket_mib", self.bucket_mib)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +68,7 @@ class QGenX(GradientStrategy):
         return Reductions(
             [
                 (bucket, CodedReduction(bucket, values, driver, context.new_stream()))
-                for bucket in make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
+                for bucket in make_buckets(context.parameters, cap_bytes=BUCKET_BYTES)
             ]
         )
 

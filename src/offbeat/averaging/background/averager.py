@@ -206,7 +206,7 @@ class BackgroundCallback(Callback):
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         self._publish()
-        # Peers have sent what they average: with buffers="local" the buffers are not in it.
+        # Peers have sent the buffers that were chosen when the average began, after `attach`.
         weights = replace(weights, chosen=self._averager.weights.chosen)
         with self._averager.staging.written(weights.tensors()) as into:
             counters, missing = self._averager.progress.mean(into)

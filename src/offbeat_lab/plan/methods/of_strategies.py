@@ -74,7 +74,6 @@ class LowRankSteps(AllReduce):
     name: ClassVar[str] = "ddp-powersgd"
 
     bucket_mib: float = 1 << 20
-    first_bucket_mib: float = 1 << 20
     rank: int = 1
     start_step: int = 0
 
