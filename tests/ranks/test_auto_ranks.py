@@ -36,15 +36,13 @@ def choosing(to: str) -> Iterator[None]:
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         seen = float(run.computed_s.max(axis=1).mean())
-        return Predicted(seen / 1e3 if strategy.name == to else seen, 0)
+        return Predicted(seen / 1e3 if strategy.name == to else seen, 0, 1.0)
 
     with (
         patch.object(auto, "predict", predicted),
         patch.object(choice, "FIRST_LOOK", LOOK),
         # However little of a step is waiting.
         patch.object(choice, "LEAST_MARGIN", float("-inf")),
-        # However small the model is, an average takes longer than a step of it.
-        patch.object(choice, "STEPS_OF_AN_AVERAGE", 1e9),
         patch.object(choice, "CORES_BESIDE", 0.0),
         # Its ranks may say that they would look again.
         patch.object(choice, "EVERY", 20 if to == "wagma" else choice.EVERY),

@@ -64,6 +64,17 @@ def test_fewer_bytes_are_predicted_to_take_less() -> None:
     assert few < dense / 10
 
 
+def test_averages_beside_training_come_as_often_as_links_carry_them() -> None:
+    """Of 10 MB, half of which travel: in 125 MB/s within a step of 200 ms, and else in several."""
+    found = [
+        predict(offbeat.WAGMA(), run_of([[0.2] * 4] * 20, rate=rate)).exchanges
+        for rate in (RATE, RATE / 10, RATE / 100)
+    ]
+    assert found[0] > 0.9
+    assert found[1] < found[0] / 2
+    assert found[2] < found[1] / 2
+
+
 # Unlike links
 
 FAST = VirtualLink(latency_s=1e-4, bytes_per_s=RATE)

@@ -218,8 +218,9 @@ def choosing(
     """
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        assert period == CANDIDATES[strategy.name].period
-        return Predicted(costs(strategy.name, run), 0)
+        is_beginning = strategy == offbeat.LocalSGD(period=1)
+        assert period == (1 if is_beginning else CANDIDATES[strategy.name].period)
+        return Predicted(costs("beginning" if is_beginning else strategy.name, run), 0, 1.0)
 
     monkeypatch.setattr(auto, "predict", predicted)
     # However little of a step is waiting.
@@ -246,7 +247,7 @@ def choosing(
 
 
 def fastest(name: str) -> Costs:
-    return lambda strategy, run: 1e-9 if strategy == name else 1.0
+    return lambda strategy, run: 1e-9 if strategy in (name, "beginning") else 1.0
 
 
 @pytest.mark.parametrize("name", ["gtopk", "powersgd", "localsgd"])
@@ -274,6 +275,20 @@ def test_what_is_hardly_faster_does_not(monkeypatch: pytest.MonkeyPatch) -> None
         assert any("stays with allreduce" in notice for notice in notices)
 
 
+@pytest.mark.parametrize(("beginning", "chosen"), [(1.0, "localsgd"), (4.0, "allreduce")])
+def test_what_is_slow_at_first_has_to_be_worth_that(
+    monkeypatch: pytest.MonkeyPatch, beginning: float, chosen: str
+) -> None:
+    """In 500 steps LocalSGD takes .4 + .25 x 3.6 of AllReduce's time where it begins so slowly."""
+
+    def costs(strategy: str, run: MeasuredRun) -> float:
+        seen = float(run.computed_s.max(axis=1).mean())
+        return seen * {"localsgd": 0.4, "beginning": beginning}.get(strategy, 1.0)
+
+    for at_work, _, _ in choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 2):
+        assert at_work[-1] == chosen
+
+
 def test_a_prediction_that_was_wrong_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """`gtopk` takes far longer than a nanosecond, and AllReduce is predicted to take less."""
 
@@ -297,7 +312,9 @@ def test_a_prediction_that_fails_ends_no_run(
         if strategy == fails:
             raise ValueError("no such shape")
         seen = float(run.computed_s.mean())
-        return {"gtopk": seen / 1e3, "localsgd": seen / 1e2}.get(strategy, seen)
+        return {"gtopk": seen / 1e3, "localsgd": seen / 1e2, "beginning": seen / 1e2}.get(
+            strategy, seen
+        )
 
     ranks = choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 3)
     assert [at_work[-1] for at_work, _, _ in ranks] == [chosen] * 2
@@ -386,7 +403,7 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
             return made, copy.deepcopy(session.state_dict())
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 0)
+        return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 0, 1.0)
 
     monkeypatch.setattr(auto, "predict", predicted)
     monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from offbeat import LocalSGD
 from offbeat.strategies.choice import (
+    AVERAGES_IN_A_STEP,
     BETWEEN_CHANGES,
     CANDIDATES,
     EVERY,
@@ -74,6 +76,26 @@ def test_a_pause_is_no_step_unless_all_steps_have_one() -> None:
     assert len(SeenSteps.of("allreduce", one_sided, one_sided).computed_s) == 4
 
 
+def test_the_coming_steps_count_and_later_ones_are_expected() -> None:
+    predicted_s, seen = {"allreduce": 1.0, "localsgd": 0.2}, seen_of("allreduce", 1.0)
+    choice = choose(seen, predicted_s, STEPS, {"localsgd": 0.5})
+    assert choice.name == "localsgd"
+    assert choice.step_s == pytest.approx(0.2)
+    assert "localsgd 500 ms" in choice.why
+    assert choose(seen, predicted_s, STEPS, {"localsgd": 0.9}).name == "allreduce"
+
+
+def test_local_sgd_begins_with_as_many_averages_as_are_counted() -> None:
+    """Of 500 steps some are like those with an average in each, the others as later ones."""
+    schedule, averages, since = LocalSGD().schedule, 0, 0
+    for step in range(1, BETWEEN_CHANGES + 1):
+        since += 1
+        if since >= schedule.period(step, {}):
+            averages, since = averages + 1, 0
+    share, period = CANDIDATES["localsgd"].beginning, CANDIDATES["localsgd"].period
+    assert averages == pytest.approx(BETWEEN_CHANGES * (share + (1 - share) / period), rel=0.01)
+
+
 def test_looks_are_at_fixed_steps() -> None:
     due = [n for n in range(2 * EVERY + 1) if Standing(num_steps=n).is_due()]
     assert due == [FIRST_LOOK, EVERY, 2 * EVERY]
@@ -96,8 +118,9 @@ def test_what_does_not_fit_is_no_candidate() -> None:
     assert not gtopk.fits(1000, free_bytes=10_000, cores=1)
     assert wagma.fits(1000, free_bytes=1e6, cores=2)
     assert not wagma.fits(1000, free_bytes=1e6, cores=1.5)
-    assert gtopk.averages_in_time(2.0, 1.0)
-    assert not wagma.averages_in_time(2.0, 1.0)
+    assert gtopk.stays_near(0.0)
+    assert wagma.stays_near(AVERAGES_IN_A_STEP)
+    assert not wagma.stays_near(AVERAGES_IN_A_STEP / 2)
 
 
 @pytest.mark.parametrize(("name", "said"), [("gtopk", "looks again"), ("wagma", "will not look")])

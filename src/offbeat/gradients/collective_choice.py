@@ -61,6 +61,9 @@ TENSOR_BYTES = (64, 1 << 22)
 REPEATS: Final = 5
 """How often each is measured; the fastest counts, since everything else is disturbance."""
 
+_LEAST_BYTES: Final = 1 << 16
+"""Of the larger size: with fewer, latency hides what bytes cost."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketKind:
@@ -130,6 +133,7 @@ class CheapestCollective(Callback):
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
         repeats: int = REPEATS,
+        most_bytes: int = TENSOR_BYTES[1],
     ) -> CheapestCollective:
         """Probe the links. Collective.
 
@@ -139,7 +143,7 @@ class CheapestCollective(Callback):
             sample: any tensor of the gradients' dtype and device.
             selector: picks entries.
             among, notify, inform: as of the class.
-            repeats: measurements of each kind.
+            repeats, most_bytes: as of `probe`.
         """
         work = probe(
             driver.rank,
@@ -149,6 +153,7 @@ class CheapestCollective(Callback):
             ),
             device=sample.device,
             repeats=repeats,
+            most_bytes=most_bytes,
         )
         return cls(
             driver.run(work, stream.next()),
@@ -252,6 +257,7 @@ def probe(
     select_s_per_element: float,
     device: torch.device,
     repeats: int = REPEATS,
+    most_bytes: int = TENSOR_BYTES[1],
 ) -> Collective[NetworkCosts]:
     """The network as the slowest rank sees it; the same on every rank. About 35 MiB each way at the
     default.
@@ -263,17 +269,20 @@ def probe(
         device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of
             CPU tensors.
         repeats: measurements of each kind.
+        most_bytes: of what is sent at once, such as those of a model: where links are slow, more
+            would take as long as many of its steps.
     """
+    message_bytes, tensor_bytes = _at_most(most_bytes, MESSAGE_BYTES, TENSOR_BYTES)
     small_s, large_s = yield from _fastest(
-        repeats, [partial(_pass_on, rank, world_size, n) for n in MESSAGE_BYTES]
+        repeats, [partial(_pass_on, rank, world_size, n) for n in message_bytes]
     )
-    messages = fit_cost(small_s, large_s, *MESSAGE_BYTES)
+    messages = fit_cost(small_s, large_s, *message_bytes)
     small_s, large_s = yield from _fastest(
-        repeats, [partial(_reduce, n, device) for n in TENSOR_BYTES]
+        repeats, [partial(_reduce, n, device) for n in tensor_bytes]
     )
     hops = max(2 * (world_size - 1), 1)
     dense = fit_cost(
-        small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in TENSOR_BYTES)
+        small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in tensor_bytes)
     )
     mine = (
         messages.alpha_s,
@@ -293,20 +302,26 @@ def probe(
     )
 
 
-def probe_pairs(rank: int, world_size: int, *, repeats: int) -> Collective[dict[int, LinkCost]]:
+def _at_most(most_bytes: int, *sizes: tuple[int, int]) -> list[tuple[int, int]]:
+    return [(small, min(large, max(most_bytes, _LEAST_BYTES))) for small, large in sizes]
+
+
+def probe_pairs(
+    rank: int, world_size: int, *, repeats: int, most_bytes: int = MESSAGE_BYTES[1]
+) -> Collective[dict[int, LinkCost]]:
     """What a message costs to this rank, by the rank that it comes from: those 1, 2, 4, ... before
-    it. Every rank receives one from as far away at once. Repeats as of `probe`.
+    it. Every rank receives one from as far away at once. The rest is as of `probe`.
     """
-    found = {}
+    found, (sizes,) = {}, _at_most(most_bytes, MESSAGE_BYTES)
     for distance in (1 << bit for bit in range((world_size - 1).bit_length())):
-        fastest_s = dict.fromkeys(MESSAGE_BYTES, float("inf"))
-        for num_bytes in MESSAGE_BYTES * repeats:
+        fastest_s = dict.fromkeys(sizes, float("inf"))
+        for num_bytes in sizes * repeats:
             yield AllGather(b".")  # nobody is at another message any more
             begin_s = yield Now()
             yield from _pass_on(rank, world_size, num_bytes, distance)
             fastest_s[num_bytes] = min(fastest_s[num_bytes], (yield Now()) - begin_s)
         small_s, large_s = fastest_s.values()
-        found[(rank - distance) % world_size] = fit_cost(small_s, large_s, *MESSAGE_BYTES)
+        found[(rank - distance) % world_size] = fit_cost(small_s, large_s, *sizes)
     return found
 
 

@@ -281,12 +281,14 @@ class SimulatedRank(VirtualThread):
         encode_s: computed because of the exchange, so far, in seconds of a device that is alone.
         kept_bytes: memory that callbacks hold after the last step, less what the optimizer does not
             hold any more.
+        exchanges: those that have ended in a step, in the mean.
     """
 
     def __init__(self, inner: Driver, machine: Machine) -> None:
         super().__init__(inner)
         self.encode_s = 0.0
         self.kept_bytes = 0
+        self.exchanges = 0.0
         self.machine = machine
         self.step = 0
         self._published = -1
@@ -457,6 +459,8 @@ class SimulatedRank(VirtualThread):
                     take_step()
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
             self.kept_bytes += optimizer.num_bytes - states_bytes
+            ended = sum(callback.counters().get("exchanges", 0.0) for callback in callbacks)
+            self.exchanges = ended / len(steps)
             if policy is None and strategy.replicas_differ:
                 for callback in callbacks:  # of ranks that go on, none must wait for this one
                     callback.on_finish()

@@ -7,7 +7,8 @@ done first.
     for each candidate: predict its step, by its own callbacks on a virtual cluster of what was
         measured (`simulation.measured`), each rank some of them
     correct what is not computing by what the prediction of the strategy at work was wrong by
-    cost = predicted step x steps to equal quality, with the uncertainty of both
+    cost = predicted step, in the mean of the coming 500, x steps to equal quality, with the
+        uncertainty of both
     the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
     every 250 steps: look again if steps take another time than expected, at least 500 steps after
         the last change
@@ -21,8 +22,9 @@ A change happens between two steps. What a strategy owes is sent in the step bef
 models that differ become one, with rank 0's state of the optimizer. Then the optimizer is the
 user's for a moment, and the next strategy begins as if it had just been attached.
 
-Cost: the links are probed with 14 MiB each way, and 2 MiB more each time the ranks double. The
-candidates are predicted by the ranks together, in about one second of a processor for each.
+Cost: the links are probed with 14 MiB each way, and 2 MiB more each time the ranks double; of a
+model of less than 4 MiB with about 3.5 times its bytes, and .5 times. The candidates are predicted
+by the ranks together, in less than a second of a processor for each.
 
 Where WAGMA has taken over nobody looks again: its ranks do not keep step, and go on when one dies.
 A rank says so if its steps take another time than expected.
@@ -249,12 +251,12 @@ class Chooser(Callback):
         seen = SeenSteps.of(standing.at_work, whole_s, computed_s)
         if not standing.is_news(seen.step_s):
             return
-        measured, predicted_s = str(seen), {}
+        measured, predicted_s, coming_s = str(seen), dict[str, float](), dict[str, float]()
         if not seen.hardly_waits():
             run = self._measured(said, seen)
             measured += f"; {run.links()}"
-            predicted_s = self._predict(run, said)
-        choice = choose(seen, predicted_s, self._auto.steps(self._context.optimizer))
+            predicted_s, coming_s = self._predict(run, said)
+        choice = choose(seen, predicted_s, self._auto.steps(self._context.optimizer), coming_s)
         verb = "stays with" if choice.name == seen.at_work else "goes over to"
         for remark in (
             f"auto, step {standing.num_steps}: {measured}",
@@ -291,12 +293,12 @@ class Chooser(Callback):
         """Probes links and device. Collective."""
         context = self._context
         parameters = list(context.parameters.values())
-        sample = parameters[0]
+        sample, driver = parameters[0], context.driver
+        most_bytes = sum(p.nbytes for p in parameters)
         costs = CheapestCollective.measure(
-            context.driver, self._stream, sample=sample, repeats=_REPEATS
+            driver, self._stream, sample=sample, repeats=_REPEATS, most_bytes=most_bytes
         )
-        driver = context.driver
-        work = probe_pairs(driver.rank, driver.world_size, repeats=_REPEATS)
+        work = probe_pairs(driver.rank, driver.world_size, repeats=_REPEATS, most_bytes=most_bytes)
         heard = [
             (rank, *astuple(cost)) for rank, cost in driver.run(work, self._stream.next()).items()
         ]
@@ -339,14 +341,17 @@ class Chooser(Callback):
             ),
         )
 
-    def _predict(self, run: MeasuredRun, said: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Seconds of a step, by candidate. Collective: each rank simulates some of them."""
+    def _predict(
+        self, run: MeasuredRun, said: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of a step, by candidate, and of the coming ones where these differ. Collective:
+        each rank simulates some of them.
+        """
         context = self._context
         free_bytes, cores = (min(each[key] for each in said) for key in ("free_bytes", "cores"))
         num_elements = sum(tensor.num_elements for tensor in run.tensors)
         possible = self._auto.candidates(context)
-        average_s = run.network.messages.time_s(num_messages=2, num_bytes=4 * num_elements)
-        mine: dict[str, float] = {}
+        mine: dict[str, tuple[float, float]] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
             fits = candidate.fits(num_elements, free_bytes=free_bytes, cores=cores)
@@ -354,16 +359,22 @@ class Chooser(Callback):
                 fits or name == self._standing.at_work
             ):
                 try:
-                    step_s = predict(strategy, run, period=candidate.period).step_s
+                    predicted = predict(strategy, run, period=candidate.period)
+                    coming_s = step_s = predicted.step_s
+                    if candidate.begins_as and name != self._standing.at_work:
+                        begins_s = predict(built(candidate.begins_as), run).step_s
+                        coming_s += candidate.beginning * (begins_s - step_s)
                 except Exception as error:  # noqa: BLE001 - a prediction must not end a run
                     context.notices.notify(
                         f"auto leaves {name} out, since predicting failed: {error!r}"
                     )
                     continue
-                if candidate.averages_in_time(average_s, step_s):
-                    mine[name] = step_s
-        found = {name: step_s for theirs in self._gather(mine) for name, step_s in theirs.items()}
-        return {name: found[name] for name in possible if name in found}
+                if candidate.stays_near(predicted.exchanges):
+                    mine[name] = step_s, coming_s
+        found = {name: both for theirs in self._gather(mine) for name, both in theirs.items()}
+        ordered = {name: found[name] for name in possible if name in found}
+        later, coming = ({name: both[n] for name, both in ordered.items()} for n in (0, 1))
+        return later, coming
 
     def _change(self) -> None:
         standing = self._standing
