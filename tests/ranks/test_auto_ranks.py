@@ -31,11 +31,13 @@ LOOK = 6
 
 
 @contextmanager
-def choosing(to: str) -> Iterator[None]:
-    """`to` is predicted to be far faster than all others."""
+def choosing(to: str, *, back: bool = False) -> Iterator[None]:
+    """`to` is predicted to be far faster than all others. `back`: AllReduce is too, next to it."""
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         seen = float(run.computed_s.max(axis=1).mean())
+        if back:
+            return Predicted({to: 1e-12, "allreduce": 1e-9}.get(strategy.name, 1.0), 0, 1.0)
         return Predicted(seen / 1e3 if strategy.name == to else seen, 0, 1.0)
 
     with (
@@ -44,7 +46,6 @@ def choosing(to: str) -> Iterator[None]:
         # However little of a step is waiting.
         patch.object(choice, "LEAST_MARGIN", float("-inf")),
         patch.object(choice, "CORES_BESIDE", 0.0),
-        # Its ranks may say that they would look again.
         patch.object(choice, "EVERY", 20 if to == "wagma" else choice.EVERY),
         patch.object(choice, "BETWEEN_CHANGES", 10),
     ):
@@ -52,7 +53,7 @@ def choosing(to: str) -> Iterator[None]:
 
 
 def changes(
-    rank: int, world_size: int, *, to: str, make: str = "SGD", dies: bool = False
+    rank: int, world_size: int, *, to: str, make: str = "SGD", dies_at: int = LOOK + 40
 ) -> dict[str, Any]:
     """After a few steps `to` is predicted to be far faster, and takes over. The last rank may be
     killed later.
@@ -66,10 +67,10 @@ def changes(
             with offbeat.attach(model, optimizer, "auto") as session:
                 train(model, optimizer, rank, range(LOOK + 1))
                 found["at_work"] = session.acting.name
-                train(model, optimizer, rank, range(LOOK + 1, LOOK + 25))
-                if dies and rank == world_size - 1:
+                train(model, optimizer, rank, range(LOOK + 1, dies_at))
+                if dies_at < LOOK + 40 and rank == world_size - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
-                train(model, optimizer, rank, range(LOOK + 25, LOOK + 40))
+                train(model, optimizer, rank, range(dies_at, LOOK + 40))
                 found["notices"] = list(session.notices)
         except PeerError as error:
             found["blamed"] = error.rank
@@ -90,17 +91,45 @@ def test_the_strategy_takes_over_and_all_ranks_end_alike(
 
 
 def test_a_death_is_named_by_what_took_over(run_ranks: RunRanks) -> None:
-    results = run_ranks(changes, 3, to="gtopk", dies=True, may_die=[2])
+    results = run_ranks(changes, 3, to="gtopk", dies_at=LOOK + 25, may_die=[2])
     assert [result["blamed"] for result in results[:2]] == [2, 2]
 
 
-def test_the_others_go_on_where_what_took_over_survives(run_ranks: RunRanks) -> None:
-    results = run_ranks(changes, 3, to="wagma", dies=True, may_die=[2])
+@pytest.mark.parametrize("dies_at", [LOOK + 25, 39])
+def test_the_others_go_on_where_what_took_over_survives(run_ranks: RunRanks, dies_at: int) -> None:
+    """Long before they would look again, or just before, when they may wait for it already."""
+    results = run_ranks(changes, 3, to="wagma", dies_at=dies_at, may_die=[2])
     assert [result["blamed"] for result in results[:2]] == [None, None]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
-    # It takes a thousand times as long as was predicted.
+    # After 20 steps they look again, and stay; after 40 they cannot.
     for result in results[:2]:
-        assert sum("wagma stays" in notice for notice in result["notices"]) == 1
+        assert sum("stays with wagma" in notice for notice in result["notices"]) == 1
+        assert sum("wagma stays, since a worker" in notice for notice in result["notices"]) == 1
+
+
+def goes_back(rank: int, world_size: int) -> dict[str, Any]:
+    """WAGMA takes over, is left for AllReduce, and takes over once more. One rank is late."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    at_work: list[str] = []
+    models: list[str] = []
+    with choosing("wagma", back=True), offbeat.attach(model, optimizer, "auto") as session:
+        for step in range(LOOK + 40):
+            if rank == 1:
+                torch.randn(200, 200).matmul(torch.randn(200, 2000))
+            train(model, optimizer, rank, range(step, step + 1))
+            at_work.append(session.acting.name)
+            if step in (21, 22):
+                models.append(fingerprint(model))
+    return {"at_work": at_work, "models": [*models, fingerprint(model)]}
+
+
+def test_wagma_is_left_again_where_it_takes_longer_than_predicted(run_ranks: RunRanks) -> None:
+    results = run_ranks(goes_back, 3)
+    expected = ["allreduce"] * LOOK + ["wagma"] * 14 + ["allreduce"] * 20 + ["wagma"] * 6
+    for result in results:
+        assert result["at_work"] == expected
+        assert result["models"] == results[0]["models"]  # AllReduce's, and at the end
 
 
 class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -106,6 +107,7 @@ class Context:
         island: the ranks that hold this replica together; parameters are this rank's shards, and
             the driver connects those who have the same ones.
         waited_s: seconds for which this rank's trainer has waited for its peers so far.
+        resting: inside, no peer waits for the end of this rank's step.
         switch: lets a strategy take the place of the one at work, for a callback that stays.
             Collective: called after the same step on all ranks, and after each further one until it
             returns True. What is owed is sent in the step between, and models that differ become
@@ -128,6 +130,7 @@ class Context:
     on_merge: Sequence[Callable[[], object]] = ()
     island: Island = field(default_factory=Island)
     waited_s: Callable[[], float] = float
+    resting: Callable[[], AbstractContextManager[None]] = nullcontext
     switch: Callable[[Any, Callback], bool] = lambda strategy, stays: True
 
 

@@ -13,12 +13,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
+from torch.distributed import PrefixStore
 from torch.utils.data import DataLoader
 
 from offbeat.callbacks.callback import Callback, Decision
@@ -209,9 +211,10 @@ class Session:
             record_wait=self._traffic.counting.record_wait,
             on_merge=self._on_merge,
             waited_s=self._traffic.counting.waited_s,
+            resting=self.resting,
             switch=self._switch,
         )
-        self._is_last_step, self._skipped_before = False, 0
+        self._is_last_step, self._skipped_before, self._num_entered = False, 0, count()
         self._max_norm: float | None = None
         self._counted_before: defaultdict[str, float] = defaultdict(float)
         self.acting = strategy.begins_as()
@@ -975,7 +978,10 @@ class Session:
         if self._network is None:
             host.begin(Generation.of_founders(1), 0, SingleRank())
             return None
-        generations = Generations(self._network, host)
+        network = self._network
+        if num_before := next(self._num_entered):  # whose entries say that they are over
+            network = replace(network, store=PrefixStore(str(num_before), network.store))
+        generations = Generations(network, host)
         try:
             if self._returns:
                 generations.join(self._description)

@@ -22,12 +22,12 @@ A change happens between two steps. What a strategy owes is sent in the step bef
 models that differ become one, with rank 0's state of the optimizer. Then the optimizer is the
 user's for a moment, and the next strategy begins as if it had just been attached.
 
-Cost: the links are probed with 14 MiB each way, and 2 MiB more each time the ranks double; of a
-model of less than 4 MiB with about 3.5 times its bytes, and .5 times. The candidates are predicted
-by the ranks together, in less than a second of a processor for each.
+Cost: the links are probed with 14 MiB each way, and 2 MiB more each time the ranks double; a model
+of less than 1 MiB with 5 times its bytes, and 2 times more. The candidates are predicted by the
+ranks together, in less than a second of a processor for each.
 
-Where WAGMA has taken over nobody looks again: its ranks do not keep step, and go on when one dies.
-A rank says so if its steps take another time than expected.
+WAGMA's ranks wait for each other at a look, which is the only time. They go on when one has died,
+with WAGMA, since they have lost the connections over which they would choose.
 With more than 64 ranks nothing is predicted, and AllReduce stays. Adaptive SGD is no candidate:
 its ranks take unequal numbers of steps, which schedulers of a loop that is under way cannot follow.
 """
@@ -51,7 +51,7 @@ from offbeat.arithmetic.costs import LinkCost
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError, OffbeatError, PeerError
 from offbeat.gradients.collective_choice import CheapestCollective, probe_pairs
 from offbeat.simulation.measured import MeasuredRun, predict, unlike_ports
 from offbeat.simulation.training import TensorProfile
@@ -181,7 +181,8 @@ class Chooser(Callback):
         self._auto, self._context = auto, context
         self._stream = context.new_stream()
         self._clock = partial(context.driver.now_s, context.new_stream().next())
-        self._standing, self._has_said = Standing(), False
+        self._standing = Standing()
+        self._is_connected = 1 < context.driver.world_size <= _MOST_RANKS
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
         self._ready_s = [0.0] * len(context.parameters)
         # The end of the last step on both clocks; when the backward pass and the optimizer's step
@@ -222,14 +223,29 @@ class Chooser(Callback):
         self._standing.num_steps += 1
         if self._standing.wanted:
             self._change()
-        elif 1 < self._context.driver.world_size <= _MOST_RANKS and self._standing.is_due():
-            if CANDIDATES[self._standing.at_work].keeps_step:
-                self._look()
-            else:
-                self._watch()
+        elif self._standing.is_due() and self._may_look(self._standing.at_work):
+            self._look_or_stay()
         self._ended = self._clock(), self._worked_s()
 
     # Choosing
+
+    def _may_look(self, at_work: str) -> bool:
+        """Not all columns of islands that go on without each other would hear of a death."""
+        is_alone = self._context.island.size == 1
+        return self._is_connected and (is_alone or CANDIDATES[at_work].keeps_step)
+
+    def _look_or_stay(self) -> None:
+        """Collective, unless one of ranks that go on without it has died. They may be at other
+        steps, and whoever comes first waits here.
+        """
+        try:
+            with self._context.resting():
+                self._look()
+        except PeerError:
+            if CANDIDATES[self._standing.at_work].keeps_step:
+                raise
+            self._is_connected = False
+            self._context.notices.notify(in_vain(self._standing))
 
     def _look(self) -> None:
         """Collective."""
@@ -261,7 +277,7 @@ class Chooser(Callback):
         for remark in (
             f"auto, step {standing.num_steps}: {measured}",
             f"auto {verb} {choice.name}; {choice.why}",
-            outlook(choice),
+            outlook(choice, looks_again=self._may_look(choice.name)),
         ):
             self._context.notices.inform(remark)
         standing.expected_s = choice.step_s
@@ -276,13 +292,6 @@ class Chooser(Callback):
         if choice.name != seen.at_work:
             standing.wanted = choice.name
             self._change()
-
-    def _watch(self) -> None:
-        """Say it once if it would be time for another choice, where none can be made."""
-        step_s = median(step.whole_s for step in self._seen)
-        if self._standing.is_news(step_s) and not self._has_said:
-            self._has_said = True
-            self._context.notices.notify(in_vain(self._standing, step_s))
 
     def _gather(self, mine: Any) -> list[Any]:
         """What every rank says; of an island, what the ranks like its first one do."""
@@ -369,7 +378,7 @@ class Chooser(Callback):
                         f"auto leaves {name} out, since predicting failed: {error!r}"
                     )
                     continue
-                if candidate.stays_near(predicted.exchanges):
+                if name == self._standing.at_work or candidate.stays_near(predicted.exchanges):
                     mine[name] = step_s, coming_s
         found = {name: both for theirs in self._gather(mine) for name, both in theirs.items()}
         ordered = {name: found[name] for name in possible if name in found}
