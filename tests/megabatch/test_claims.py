@@ -150,7 +150,7 @@ def test_where_each_has_a_share_of_its_own_all_of_them_have_everything(
     shares: list[int] = []
     for place in range(num_workers):
         log = ClaimLog(HashStore())
-        log.open(0, spans, share=(place, num_workers), smallest=min(size, 2))
+        log.open(0, spans, share=(place, (1,) * num_workers), smallest=min(size, 2))
         before = len(taken)
         while batches := log.claim_batches(size, largest=size + 1, samples_of_all=size):
             taken += [p for batch in batches for p in positions(batch.spans)]

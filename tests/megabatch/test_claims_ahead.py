@@ -139,6 +139,10 @@ class Policy(MegaBatchCallback):
         return (None, 4, 7)[samples_before % 3]
 
     @override
+    def steps_together(self, samples_before: int, num_samples: int) -> bool:
+        return False
+
+    @override
     def mega_batches_merged(self, count: int) -> None:
         self.num_merged += count
 

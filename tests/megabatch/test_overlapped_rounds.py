@@ -1,7 +1,7 @@
 """Rounds of claims while merges are under way: loaders of several ranks, in threads of which one
 runs at a time, in an order that is drawn from a seed. Ranks die and join anywhere, and their peers
 hear of one that is to join, each at a time of its own. In some orders claims take long, and are of
-several batches.
+several batches. In some the first rounds are steps that ranks take together.
 """
 
 from __future__ import annotations
@@ -100,12 +100,15 @@ class Run:
         # Or the merges of whole mega-batches alone.
         self.overlaps_all = seed % 4 < 2
         self.claims_take_long = seed % 8 >= 4
+        self.steps_together = seed % 3 > 0
         self.store = HashStore()
         self.living = set(range(size))
         self.joining: set[int] = set()
         self.is_over = False
         self.merges: list[Merge] = [Merge()]
         self.rounds: list[MergedRound] = []
+        self.num_steps = 0
+        self.awaited: set[int] = set()  # steps at which a rank waits to join, by number
 
     def propose(self, rank: int, number: int, proposal: Any) -> None:
         while len(self.merges) <= number:
@@ -119,12 +122,17 @@ class Run:
                 alive = {rank: merge.proposals[rank] for rank in sorted(self.living)}
                 kinds = {proposal[0] for proposal in alive.values()}
                 assert len(kinds) == 1, kinds
-                merge.outcome = alive if kinds == {"agree"} else self._merged(alive)
+                merge.outcome = alive if kinds == {"agree"} else self._merged(alive, *kinds)
 
-    def _merged(self, alive: Mapping[int, Any]) -> MergedRound:
+    def _merged(self, alive: Mapping[int, Any], kind: str) -> MergedRound:
         ((claim_round, following),) = {proposal[2:] for proposal in alive.values()}
-        self.living |= self.joining
-        self.joining = set()
+        if kind == "step":
+            self.num_steps += 1
+            if self.joining:
+                self.awaited.add(sum(each.outcome is not None for each in self.merges))
+        else:
+            self.living |= self.joining
+            self.joining = set()
         shares = tuple(proposal[1] for proposal in alive.values())
         ranks = tuple(sorted(self.living))
         self.rounds.append(
@@ -165,6 +173,7 @@ class Policy(MegaBatchCallback):
         self.group, self.device = Group(self), torch.device("cpu")
         self.shares_equally = False
         self.batch_sizes = (2,) * len(run.living)
+        self.may_step = True
         self.ranks = tuple(sorted(run.living))
         self.joined_by: MergedRound | None = None
         self.told = self.num_taken = 0
@@ -227,6 +236,21 @@ class Policy(MegaBatchCallback):
         return 2 * len(self.ranks) if self.warmup and samples_before < 30 else None
 
     @override
+    def steps_together(self, samples_before: int, num_samples: int) -> bool:
+        is_first = self.run.steps_together and self.may_step and samples_before < 20
+        return self.warmup and is_first and num_samples == sum(self.batch_sizes)
+
+    @override
+    def step_together(
+        self, share: MegaBatchShare, claim_round: ClaimRound, *, takes_step: bool
+    ) -> MergedRound | None:
+        # Whoever waits to join does so by a merge of models, which is the next round's.
+        self.begin_merge(share, claim_round, None, kind="step")
+        merged = self.end_merge()
+        self.may_step = merged is None or self._number - 1 not in self.run.awaited
+        return merged
+
+    @override
     def on_batch_claimed(self, num_samples: int) -> None: ...
 
     @override
@@ -236,13 +260,19 @@ class Policy(MegaBatchCallback):
 
     @override
     def begin_merge(
-        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound | None
+        self,
+        share: MegaBatchShare,
+        claim_round: ClaimRound,
+        following: ClaimRound | None,
+        *,
+        kind: str = "merge",
     ) -> None:
         assert not self._under_way
+        self.may_step = True
         self._under_way = not self.was_stopped
         if self._under_way:
             self._check(share, claim_round)
-            self._propose(("merge", share, claim_round, following))
+            self._propose((kind, share, claim_round, following))
 
     @property
     @override
@@ -385,6 +415,7 @@ def train(trainer: Trainer, *, passes: int = 3) -> None:
                 trainer.policy.stop()
             trainer.policy.computed += batch
             trainer.num_batches += 1
+            loader.on_before_update()
             loader.on_after_step()
             trainer.at_batch(trainer)
     run.is_over = True
@@ -435,6 +466,7 @@ def test_every_sample_is_merged_once_in_whatever_order_ranks_go(
         assert all(over.spans == (whole_of(over),) and not over.later for over in beside)
     for rank in run.living:
         assert trainers[rank].policy.told == 9
+    assert bool(run.num_steps) == (warmup and run.steps_together)
 
 
 @pytest.mark.parametrize("by_pass", [True, False])

@@ -68,7 +68,9 @@ class MegaBatchPlan:
         merges_optimizer_state: whether momenta and second moments are merged as the weights are.
         rate_scaling: how learning rates follow batch sizes.
         warmup: so many steps of all ranks together let the updates that a rank makes between merges
-            grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
+            grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does. With
+            the rule "proportional" and no codec, the first 2 `warmup` of them are steps with the
+            mean of all ranks' gradients, in the place of merges after one update and after two.
         overlap: the merges while which ranks go on training: all of them, those of whole
             mega-batches, or none.
         codec: how changes of weights travel; None: weights travel whole.
@@ -107,8 +109,16 @@ class MegaBatchPlan:
         if not self.warmup:
             return None
         step = num_ranks * base
-        samples = (1 + samples_before // (self.warmup * step)) * step
+        updates = 1 + samples_before // (self.warmup * step)
+        is_step = self.averages_gradients(samples_before, num_ranks, base)
+        samples = step if is_step else updates * step
         return samples if samples < self.mega_batch * base else None
+
+    def averages_gradients(self, samples_before: int, num_ranks: int, base: int) -> bool:
+        """Whether the round after `samples_before` is a step with the mean of all gradients."""
+        if self.rule != "proportional" or self.codec is not None:
+            return False
+        return samples_before < 2 * self.warmup * num_ranks * base
 
     def smallest_claim(self, base: int) -> int:
         """In samples. A layer that normalises over the batch cannot train on a single one."""
@@ -206,7 +216,7 @@ class MegaBatchCallback(Callback):
         self._set_batch_sizes([1] * world_size)
         self._learning_rate = ScaledLearningRate(optimizer, plan.rate_scaling)
         self._num_claimed = 0
-        self._has_loader = self._has_finished = False
+        self._has_loader = self._has_finished = self._has_newcomers = False
         self._num_steps = self._merged_at_step = 0
         self._under_way: _MergeUnderWay | None = None
         self._taken: MergedRound | None = None
@@ -349,6 +359,46 @@ class MegaBatchCallback(Callback):
             samples_before: that were merged in the run before, over all passes.
         """
         return self._plan.samples_of_round(samples_before, len(self.ranks), self._base)
+
+    def steps_together(self, samples_before: int, num_samples: int) -> bool:
+        """Whether the coming round of `num_samples` is one batch of each rank, and a step with the
+        mean of their gradients; not where somebody waits for a merge of models. The same on all
+        ranks.
+        """
+        num_ranks = len(self.ranks)
+        return (
+            self._plan.averages_gradients(samples_before, num_ranks, self._base)
+            and num_samples == sum(self.batch_sizes) == num_ranks * self._base
+            and not self._has_newcomers
+        )
+
+    def step_together(
+        self, share: MegaBatchShare, claim_round: ClaimRound, *, takes_step: bool
+    ) -> MergedRound | None:
+        """Average gradients with all ranks that live, which ends the round. Collective.
+
+        Args:
+            share: what this rank has computed of it.
+            claim_round: the round.
+            takes_step: whether this rank has a gradient of it, and takes a step with what is now in
+                its place.
+
+        Returns:
+            The round. None: the peers have gone on without this rank, and `joined_by` is what they
+            merged then. It has no gradient any more.
+        """
+        if self._num_steps:  # In the first step much is loaded and compiled.
+            self._pace = self._pace.plus(share)
+        begin_s = time.monotonic()
+        encode_s = self._protocol.encode_s
+        with torch.no_grad():
+            outcome = self._protocol.step(self._report(share, claim_round), takes_step=takes_step)
+        spent_s = self._protocol.encode_s - encode_s
+        self._record_wait(begin_s, max(begin_s, time.monotonic() - spent_s))
+        if outcome.kind == "merge":
+            for parameter in self._weights.parameters.values():
+                parameter.grad = None
+        return self._adopt(outcome, self._num_steps)
 
     def overlaps_merge(self, *, is_whole: bool) -> bool:
         """Whether ranks may go on while a round is merged; the same on all ranks.
@@ -564,7 +614,7 @@ class MegaBatchCallback(Callback):
         by_rank = {
             member.rank: proposal
             for member, proposal in zip(outcome.generation.members, outcome.proposals, strict=True)
-            if proposal.kind == "merge"
+            if proposal.kind == outcome.kind
         }
         self.ranks = tuple(sorted(by_rank))
         staying = [by_rank[rank] for rank in self.ranks]
@@ -575,8 +625,13 @@ class MegaBatchCallback(Callback):
         merged = self._merged_round(outcome, reference)
         has_rest = merged is not None and (bool(merged.claim_round.later) or merged.is_cut_short)
         ends = merged is None or (merged.claim_round.retry == 0 and not has_rest)
-        if ends:
+        # Of those who wait for a merge of models.
+        is_step = outcome.kind == "step"
+        self._has_newcomers = is_step and any(each.is_new for each in outcome.proposals)
+        if ends or is_step:
+            before = self.batch_size
             self._resize(staying)
+            self._pace = self._pace.in_batches(self.batch_size, before=before)
         else:
             # What departed workers had claimed is given out again in small rounds, which say
             # nothing about speeds. Where models are merged within a mega-batch, all of it tells
@@ -590,7 +645,8 @@ class MegaBatchCallback(Callback):
             self._missed_rounds = is_late or has_rest
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = reference.num_steps
-        self._merged_at_step = self._num_steps if outcome.mine.is_new else at_step
+        if not is_step:
+            self._merged_at_step = self._num_steps if outcome.mine.is_new else at_step
         self._went_on = reference.following is not None
         self._num_claimed = 0
         self.joined_by = merged if outcome.mine.is_new else self.joined_by

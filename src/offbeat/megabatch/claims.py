@@ -381,7 +381,7 @@ class ClaimLog:
         number: int,
         spans: Sequence[SampleRange],
         *,
-        share: tuple[int, int] | None = None,
+        share: tuple[int, Sequence[int]] | None = None,
         smallest: int = 1,
         sweeps: bool = False,
         peers_are_behind: bool = False,
@@ -392,8 +392,9 @@ class ClaimLog:
             number: of the round, the same on all workers, and above the number before; or that
                 number, for a worker that was left out and is back.
             spans: that it gives out, the same on all workers.
-            share: this worker's place and how many workers there are, where each of them claims
-                from an equal part of its own; None: all claim from the same spans.
+            share: this worker's place, and how large the parts of all workers are beside each
+                other, where each claims from a part of its own; None: all claim from the same
+                spans.
             smallest: no claim has fewer samples, unless the whole round has; the same on all
                 workers, >= 1.
             sweeps: True on one worker, which deletes the store's entries of earlier rounds.
@@ -411,8 +412,9 @@ class ClaimLog:
         self.round, self._spans, self._smallest = number, tuple(spans), smallest
         self._num_of_own = None
         if share is not None:
-            (place, count), total = share, num_positions(spans)
-            self._spans = part_of(spans, total * place // count, total * (place + 1) // count)
+            (place, parts), total = share, num_positions(spans)
+            begin, end, all_parts = sum(parts[:place]), sum(parts[: place + 1]), sum(parts)
+            self._spans = part_of(spans, total * begin // all_parts, total * end // all_parts)
             self._num_of_own = 0
         self._is_exhausted, self.num_left = False, num_positions(self._spans)
 

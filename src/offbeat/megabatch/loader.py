@@ -9,6 +9,9 @@ in an order drawn from (seed, epoch).
 A strategy may have models merged more often, after *rounds*: parts of a mega-batch that are claimed
 one after the other. New b_i are chosen when the last of them is merged.
 
+A round may also be a step of all ranks, of a batch each, with the mean of their gradients. New b_i
+are chosen in each.
+
 An epoch of N samples has round(N / M) mega-batches, at least one. Their sizes differ by one sample
 at most: none is a remnant, and a dataset with fewer than M samples is one mega-batch.
 """
@@ -182,6 +185,9 @@ class DispatchLoader(Callback):
         # The batches of the open round that are still to come, and the claims of those that are
         # being read ahead. A loop that stops, and goes on with the round later, gets them then.
         self._batches: Iterator[Any] | None = None
+        # Whether the open round is a step of all ranks, and what has come of it.
+        self._is_step, self._stepped = False, False
+        self._merged_step: MergedRound | None = None
         self._ahead: deque[Claim] = deque()
         # Whether nothing more is claimed of the open round, since a worker is on its way in.
         self._is_cut_short = False
@@ -260,6 +266,27 @@ class DispatchLoader(Callback):
         self._tell()
 
     # Events
+
+    @override
+    def on_before_update(self) -> None:
+        if self._is_step and not self._stepped and self._handed_out:
+            self._step_together(takes_step=True)
+
+    def _step_together(self, *, takes_step: bool) -> None:
+        """Average gradients with all ranks, which ends the open round."""
+        assert self._open_round is not None, "no round is open"
+        self._note_busy()
+        share = MegaBatchShare(
+            rank=self._rank,
+            claims=(*self._computed, *self._handed_out),
+            updates=1,
+            batch_size=self._policy.batch_size,
+            busy_s=self._busy_s,
+        )
+        self._stepped = True
+        self._merged_step = self._policy.step_together(
+            share, self._open_round, takes_step=takes_step
+        )
 
     @override
     def on_after_step(self) -> None:
@@ -364,11 +391,23 @@ class DispatchLoader(Callback):
         return claim_round.cut(end)
 
     def _open(self, claim_round: ClaimRound) -> None:
-        ranks = self._policy.ranks
+        policy = self._policy
+        ranks = self._ranks = policy.ranks
+        before = claim_round.epoch * self._num_samples
+        before += min((span.begin for span in claim_round.spans), default=0)
+        self._is_step = (
+            claim_round.retry == 0
+            and self._in_merge is None
+            and not self._lost
+            and policy.steps_together(before, num_positions(claim_round.spans))
+        )
+        self._stepped, self._merged_step = False, None
+        parts = (1,) * len(ranks) if policy.shares_equally else policy.batch_sizes
+        in_parts = policy.shares_equally or self._is_step
         self._log.open(
             claim_round.round,
             claim_round.spans,
-            share=(ranks.index(self._rank), len(ranks)) if self._policy.shares_equally else None,
+            share=(ranks.index(self._rank), parts) if in_parts else None,
             smallest=self._policy.smallest_claim,
             sweeps=self._rank == min(ranks),
             peers_are_behind=self._in_merge is not None,
@@ -380,17 +419,7 @@ class DispatchLoader(Callback):
     def _rest_of_round(self) -> Iterator[Any]:
         """This rank's batches of the open round that are still to come."""
         while True:
-            # The time between two batches is what this rank computes; it must not be counted as
-            # waiting for peers. A CUDA device computes in the background: without waiting for it,
-            # this rank would claim more than it gets done, and look as fast as it can launch
-            # kernels.
-            if self._policy.device.type == "cuda":
-                torch.cuda.synchronize(self._policy.device)
-            now_s = self._clock()
-            if self._asked_at_s is not None:
-                self._busy_s += now_s - self._asked_at_s
-                self._batches_s.append(max(0.0, now_s - self._asked_at_s - self._claimed_for_s))
-            self._asked_at_s, self._claimed_for_s = None, 0.0
+            now_s = self._note_busy()
             self._tell()
             if self._is_away:
                 return  # What is being read ahead is given out again, with all that this rank had.
@@ -413,6 +442,22 @@ class DispatchLoader(Callback):
             self._hand_out()
             yield batch
 
+    def _note_busy(self) -> float:
+        """Add the time since a batch was asked for, unless that was done. Returns the time.
+
+        It is what this rank computes, and must not be counted as waiting for peers. A CUDA device
+        computes in the background: without waiting for it, this rank would claim more than it gets
+        done, and look as fast as it can launch kernels.
+        """
+        if self._policy.device.type == "cuda":
+            torch.cuda.synchronize(self._policy.device)
+        now_s = self._clock()
+        if self._asked_at_s is not None:
+            self._busy_s += now_s - self._asked_at_s
+            self._batches_s.append(max(0.0, now_s - self._asked_at_s - self._claimed_for_s))
+        self._asked_at_s, self._claimed_for_s = None, 0.0
+        return now_s
+
     def _claimed_samples(self) -> Iterator[list[int]]:
         """The samples of one batch of the open round after the other, by number. A claim is made
         when the samples of its first batch are asked for.
@@ -430,7 +475,7 @@ class DispatchLoader(Callback):
                 return
             begin_s = self._clock()
             batches = self._log.claim_batches(
-                self._policy.batch_size,
+                max(1, self._log.num_left) if self._is_step else self._policy.batch_size,
                 largest=self._policy.largest_batch,
                 samples_of_all=sum(self._policy.batch_sizes),
                 claim_s=median(self._claims_s) if self._claims_s else 0.0,
@@ -451,7 +496,8 @@ class DispatchLoader(Callback):
             claim = self._ahead.popleft()
             self._handed_out.append(claim)
             self.batch_position = claim.spans[0].begin
-            self._policy.on_batch_claimed(claim.num_samples)
+            if not self._is_step:  # Rates are for as many samples as all ranks have together.
+                self._policy.on_batch_claimed(claim.num_samples)
 
     @property
     def _is_away(self) -> bool:
@@ -471,6 +517,15 @@ class DispatchLoader(Callback):
             self._begin()
             return
         assert self._open_round is not None, "no round is open"
+        if self._is_step:
+            if not self._stepped:
+                self._step_together(takes_step=False)
+            if self._merged_step is None:
+                self._begin()
+            else:
+                self._note_other_workers(self._ranks, self._merged_step)
+                self._go_on_after(self._merged_step)
+            return
         # The user chose not to step with these. They count as computed, else they would be given
         # out again for ever.
         self._computed += self._handed_out

@@ -14,6 +14,9 @@ is a transaction of the members of one generation:
                 the model written. An outcome that is void is dropped, and everything is done again
                 with those that are left, in the next generation.
 
+At the start of a run models stay the same: what is averaged is gradients, before each optimizer
+step (`step`), by the same pipeline.
+
 A member that is new has weight 0, and holds its peers' model afterwards. One that has come to the
 end of its training goes on to take part, also with weight 0, until all have, since the collectives
 need every member. What members agree on without averaging, such as the place at which a loader
@@ -67,6 +70,7 @@ from offbeat.weights.optimizer_state import (
 from offbeat.weights.statistics import merge_running_average_, merge_statistics, merge_sums_
 
 _NEARLY_ALL: Final = 0.95
+_GRADIENT: Final = "gradient"
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
 """The merge weights of the members that propose to merge, in the order of their proposals."""
@@ -233,7 +237,7 @@ class MergeProtocol:
         self._weights, self._group, self._weigh = weights, group, weigh
         self._momentum, self._rank = momentum, rank
         self._states, self._changes = states, changes
-        self._layout = Staging(weights.tensors())
+        self._layout, self._gradients = Staging(weights.tensors()), Staging(self._parameters)
 
     # What a trainer can ask for
 
@@ -249,6 +253,60 @@ class MergeProtocol:
         """
         return self._take_at_once(self.freeze(report), "merge")
 
+    def step(self, report: TrainerReport, *, takes_step: bool) -> MergeOutcome:
+        """Average gradients over samples, before a step that all members take. A rank that is new
+        merges instead.
+
+        Args:
+            report: of this rank; its share says how many samples its gradient is of.
+            takes_step: whether this rank has a gradient, and takes the step.
+        """
+        self.rows.note_sparse_gradients()
+        sparse = sorted(self.rows.sparse)
+        gradients = [*map(_dense_gradient, self._parameters)]
+        has_gradient = [takes_step and p.grad is not None for p in self._parameters]
+        snapshot = ModelSnapshot(
+            report=report,
+            tensors=gradients,
+            states={},
+            presence=packed({_GRADIENT: has_gradient}) if any(has_gradient) else (),
+            layout=self._gradients,
+            counters=np.zeros(0, np.int64),
+            counted=np.zeros(0, np.int64),
+            num_merges=self.num_merges,
+            rows_known_since=0,
+            # All rows of a sparse gradient differ from these but those that nobody has changed.
+            copies={number: torch.zeros_like(gradients[number]) for number in sparse},
+            sparse=(),
+        )
+
+        def propose() -> _OwnProposal:
+            # One that was left out needs the model.
+            if self._group.is_new:
+                return self._propose(self.freeze(report), "merge")
+            return self._propose(snapshot, "step")
+
+        outcome = self._join_merge(propose)
+        mean = outcome.mean
+        assert mean is not None, "gradients or models"
+        self.encode_s += mean.encode_s
+        if outcome.kind == "merge":
+            self.take(self._laid_out(self.freeze(report), outcome), num_steps=0)
+        elif takes_step:
+            shares = mean.shares.get(_GRADIENT, [0.0] * len(self._parameters))
+            for number, (parameter, gradient, share) in enumerate(
+                zip(self._parameters, mean.merged, shares, strict=True)
+            ):
+                if not share:
+                    continue  # no rank has one
+                values, rows = gradient.to(parameter.dtype), mean.rows.get(number)
+                if number in sparse and rows is None:
+                    rows = values.flatten(1).any(dim=1).nonzero().squeeze(1)
+                    values = values.index_select(0, rows)
+                parameter.grad = values if rows is None else _of_rows(values, rows, parameter.shape)
+        self.num_exchanges += 1
+        return outcome
+
     def agree(self, report: TrainerReport, payload: str) -> MergeOutcome:
         """Exchange `payload`, JSON, with all members. A rank that is new merges instead."""
         return self._take_at_once(self.freeze(report), "agree", payload)
@@ -261,7 +319,7 @@ class MergeProtocol:
             outcome = self._take_at_once(self.freeze(report), "finish")
             if outcome.kind == "finish":
                 break
-            if outcome.kind == "merge":
+            if outcome.kind in ("merge", "step"):  # by either, what it has done is in all models
                 report = replace(report, since_merge=0)
         # All members hold the same proposals, so that they conclude the same.
         # One that is new and has not finished is not among them: it hears that the run is over.
@@ -514,7 +572,7 @@ class MergeProtocol:
             rows_known_since=None if is_new else snapshot.rows_known_since,
             sparse=snapshot.sparse,
             touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
-            states=snapshot.presence if kind == "merge" else (),
+            states=snapshot.presence if kind in ("merge", "step") else (),
             payload=payload,
         )
         return _OwnProposal(proposal=proposal, model=wanted, touched=touched)
@@ -525,7 +583,7 @@ class MergeProtocol:
         """Step 3: the weighted mean of the members' models."""
         proposals, parties = outcome.proposals, outcome.parties
         merging = [each for each, is_party in zip(proposals, parties, strict=True) if is_party]
-        of_parties = iter(self._weigh(merging) if outcome.kind == "merge" else [1.0] * len(merging))
+        of_parties = iter(self._weights_of(outcome.kind, merging))
         weights = [next(of_parties) if is_party else 0.0 for is_party in parties]
         # A member that has finished takes part in the mean that its peers want for a copy of
         # their model. It has no such copy, and takes the layout from one that has.
@@ -541,7 +599,7 @@ class MergeProtocol:
             [each.states for each in proposals], weights, num_parameters=len(self._parameters)
         )
         if outcome.kind in ("merge", own.proposal.kind):
-            if outcome.kind == "merge" and self._changes is None:
+            if outcome.kind in ("merge", "step") and self._changes is None:
                 rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
             whole = own.model.tensors
@@ -613,6 +671,15 @@ class MergeProtocol:
             owed=owed,
         )
 
+    def _weights_of(
+        self, kind: ProposalKind | None, merging: Sequence[MergeProposal]
+    ) -> Sequence[float]:
+        """Of the members whose tensors are averaged."""
+        if kind == "merge":
+            return self._weigh(merging)
+        samples = [float(each.report.share.samples) if each.states else 0.0 for each in merging]
+        return samples if kind == "step" and any(samples) else [1.0] * len(merging)
+
     def _merge_changes(
         self,
         position: int,
@@ -672,6 +739,8 @@ class MergeProtocol:
             return {}
         union: dict[int, torch.Tensor] = {}
         for number, _ in outcome.reference.touched:
+            if any(number not in dict(each.touched) for each in proposals):
+                continue  # of gradients: not all have a sparse one
             parameter = self._parameters[number]
             counts = [dict(proposal.touched)[number] for proposal in proposals]
             row_bytes = parameter[:1].numel() * max(parameter.element_size(), 4)
@@ -720,7 +789,22 @@ def needs_mean(outcome: MergeOutcome) -> bool:
     """Whether models must be averaged for what was agreed."""
     if outcome.kind == "mean":
         return not hold_the_same(outcome.proposals)
-    return outcome.kind == "merge"
+    return outcome.kind in ("merge", "step")
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """As AllReduce reads it: all rows of one that is sparse, and zeros where there is none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+
+
+def _of_rows(values: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A sparse gradient, as optimizers of such want it. `rows` ascend."""
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:

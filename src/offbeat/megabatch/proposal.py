@@ -15,9 +15,10 @@ from offbeat.errors import MALFORMED, ConfigError, MismatchError, WireError
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare
 from offbeat.transport.operations import Payload
 
-ProposalKind: TypeAlias = Literal["merge", "mean", "agree", "finish"]
-"""What a member proposes: to merge models, to compute their mean for a copy, to hear each other's
-payloads, or to do nothing more, since it has come to the end of its training.
+ProposalKind: TypeAlias = Literal["merge", "step", "mean", "agree", "finish"]
+"""What a member proposes: to merge models, to average gradients before a step, to compute the mean
+of models for a copy, to hear each other's payloads, or to do nothing more, since it has come to the
+end of its training.
 """
 
 
@@ -35,6 +36,10 @@ class Pace:
 
     def plus(self, share: MegaBatchShare) -> Pace:
         return Pace(updates=self.updates + share.full_updates, busy_s=self.busy_s + share.busy_s)
+
+    def in_batches(self, size: int, *, before: int) -> Pace:
+        """The same in updates of `size` samples, where they had `before`."""
+        return Pace(updates=self.updates * before / size, busy_s=self.busy_s)
 
     @property
     def whole_updates(self) -> int:
@@ -96,7 +101,8 @@ class MergeProposal:
         sparse: positions of the parameters whose gradient has been sparse there.
         touched: of each parameter that is compared: its position, and how many rows have changed.
         states: of its optimizer, that are merged with the model: by name, which parameters have
-            them, as `packed` writes it.
+            them, as `packed` writes it; before a step which have a "gradient", none where it takes
+            none.
         payload: what it tells its peers in "agree", as JSON; else empty.
     """
 
@@ -140,6 +146,7 @@ def _fields_of(record: Any) -> dict[str, Any]:
 
 _ACTIONS: Final[dict[ProposalKind, str]] = {
     "merge": "merge",
+    "step": "take a step together",
     "mean": "call averaged_model()",
     "agree": "begin with a loader",
 }
@@ -167,7 +174,7 @@ def agreed_kind(proposals: Sequence[MergeProposal]) -> ProposalKind | None:
             f"ranks {ranks[kind]} {action}" for kind, action in _ACTIONS.items() if kind in kinds
         )
         raise MismatchError(f"{different}; do the same on all ranks, after the same merge")
-    merging = [each.report for each in knowing if each.kind == "merge"]
+    merging = [each.report for each in knowing if each.kind in ("merge", "step")]
     claim_rounds = {report.claim_round for report in merging}
     if len(claim_rounds) > 1:
         raise MismatchError(

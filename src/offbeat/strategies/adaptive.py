@@ -7,6 +7,9 @@
         w_before, w = w, sum over i of alpha_i w_i + gamma (w - w_before);  w_i = w
         b_i follows u_i
 
+In the first steps of all ranks, each with a batch of its b_i samples,
+    w = w - eta_0 (mean of all samples' gradients);  b_i follows the speed of i
+
 Samples are claimed in a log that all ranks share through the run's store; `Session.loader` does
 it. The rules by which batch sizes and merge weights follow updates are those of
 `megabatch.batch_sizes`.
@@ -20,10 +23,11 @@ mega-batch, or with `overlap=True` for any: a thread merges while it trains on, 
 w_i = w + (w_i - s_i).
 
 Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for
-each claim a short message to the store and its answer.
+each claim a short message to the store and its answer. Per first step: one mean of the gradients.
 
 Differences from the paper: by default `rule="proportional"`, since the published rule oscillates or
-never adapts, and neither momentum nor perturbation; a perturbed mean is divided by its weights'
+never adapts, and neither momentum nor perturbation; the first steps
+(`benchmarks/studies/uneven_start.py`); a perturbed mean is divided by its weights'
 sum; order is drawn anew for each epoch and the tail is trained on. A last claim before a merge,
 which may have fewer or more samples than the others, has the learning rate of its own size and
 counts as an update by its samples; no claim has fewer than `min_batch_size`, where there are as
@@ -115,6 +119,11 @@ class AdaptiveSGD(MegaBatchStrategy):
     are merged after every mega-batch.
 
     Args:
+        warmup: in the first 2 `warmup` steps of all ranks (n batches each) gradients are averaged
+            before each, and batch sizes follow speeds from the third on; then models are merged
+            after three updates of each rank, and after one more with every `warmup` steps. With
+            the published rule, or with a codec, models are merged in the place of gradients, after
+            one update and after two. >= 0; 0: models are merged only after whole mega-batches.
         rule: what follows from the updates that ranks have made. "proportional": batch sizes, so
             that updates become equal, and merge weights; "published": the same by the paper's
             rules, with its perturbation of the weights and its momentum of merges.
