@@ -324,18 +324,19 @@ class World:
         if piece.of_changes:
             return  # of which only the mean in the end says something
         if piece.codes is not None:
-            whole = Rounding().decode((piece.codes[0], piece.average), piece.begin)
+            whole = Rounding().decode((piece.codes[0], piece.average[:]), piece.begin)
             piece = replace(piece, average=whole, codes=None)
         elif self.schedule.rounds:
             return  # who has made it has other bits, and the mean is checked in the end
-        ones = piece.average[(piece.begin + 1) % 2 :: 2]
+        average = piece.average[:]
+        ones = average[(piece.begin + 1) % 2 :: 2]
         np.testing.assert_allclose(ones, 1.0, rtol=1e-12)
         assert piece.sum_of_weights > 0
         if self.schedule.pairs:
             self._check_pair(rank, outcome, piece)
             return
         key = (outcome.version, outcome.group, piece.begin)
-        what = (piece.average.tobytes(), piece.counters.tobytes(), piece.notes)
+        what = (average.tobytes(), piece.counters.tobytes(), piece.notes)
         if key not in self._seen:
             in_it = [
                 member
@@ -487,7 +488,7 @@ def _is_made_of(piece: Piece, given: list[Contribution], *, precision: float = 1
     )
     counters = np.max([mine.counters for mine in given], axis=0)
     return (
-        np.allclose(piece.average, mean, rtol=1e-9, atol=precision)
+        np.allclose(piece.average[:], mean, rtol=1e-9, atol=precision)
         and piece.counters.tolist() == counters.tolist()
     )
 

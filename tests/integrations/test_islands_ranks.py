@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -107,9 +109,13 @@ def with_lightning(rank: int, world_size: int, *, directory: str) -> dict[str, A
         name = strategy.name
         found[f"{name} at once"] = fit(over_islands(strategy), max_epochs=2)
         saving = lightning.pytorch.callbacks.ModelCheckpoint(root / name, filename="first")
-        found[f"{name} half"] = fit(
-            over_islands(strategy), callbacks=[saving], enable_checkpointing=True
-        )
+        with patch("torch.distributed.checkpoint.save", wraps=dcp.save) as saves:
+            found[f"{name} half"] = fit(
+                over_islands(strategy), callbacks=[saving], enable_checkpointing=True
+            )
+        found[f"{name} written"] = [
+            str(call.kwargs["checkpoint_id"]) for call in saves.call_args_list
+        ]
         found[f"{name} resumed"] = fit(
             over_islands(strategy), max_epochs=2, resume=root / name / "first.ckpt"
         )
@@ -137,6 +143,10 @@ def test_lightning(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert first["gtopk resumed"]["model"] == first["gtopk at once"]["model"]
     for name in ("gtopk", "localsgd"):
         assert first[f"{name} half"]["model"] != first[f"{name} resumed"]["model"]
+        # A death between two writes would leave shards of different islands.
+        written = first[f"{name} written"]
+        assert str(tmp_path / name / "first.ckpt") in written
+        assert len(set(written)) == len(written)
     assert "momentum_correction=None" in first["without momentum"]
     assert "cannot be islands of 3" in first["refused"]
 

@@ -122,7 +122,7 @@ def warm() -> None:
         make_up_for_rounding(average, own, average[0], values.copy())
         for codes in (own, received):
             add_rounded(values, codes, values[0])
-            move_by_rounded(values, codes, own, values.copy())
+        move_by_rounded(values, received, received, values.copy())
         for new in (values, average):
             move_by(values, new, values, values.copy())
         copy_to(values, values.copy())

@@ -51,6 +51,7 @@ from offbeat.strategies.base import Strategy
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -308,18 +309,26 @@ class OffbeatModelParallelStrategy(_FitStrategy, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """As Lightning's. Of what has one name on all islands the first one's is written: each
-        shard would else be that of whichever island has least to write, and they may differ.
+        """The files of Lightning's, in whose place this writes. Of what has one name on all islands
+        the first one's is written: each shard would else be that of whichever island has least to
+        write, and they may differ.
         """
+        if storage_options is not None:
+            raise ConfigError(
+                "storage_options are for a file that one rank writes, and each rank writes its"
+                " shards; leave them out"
+            )
         path = Path(self.broadcast(filepath))
         self._save_state(checkpoint, path)
-        parts = {"state_dict": checkpoint["state_dict"]}
-        for number, state in enumerate(checkpoint.get("optimizer_states", [])):
+        parts = {"state_dict": checkpoint.pop("state_dict")}
+        for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
             parts[f"optimizer_{number}"] = state
-        super().save_checkpoint(checkpoint, path, storage_options)
-        if self._strategy.replicas_differ:
-            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            dcp.save(parts, checkpoint_id=path, planner=planner)
+        if path.is_file():
+            path.unlink()
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        dcp.save(parts, checkpoint_id=path, planner=planner)
+        if self.global_rank == 0:
+            self.checkpoint_io.save_checkpoint(checkpoint, path / _METADATA_FILENAME)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:

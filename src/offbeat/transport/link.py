@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -398,7 +398,7 @@ class Listener:
         self._admission.stop()
         self._context.term()
 
-    def _admit(self, frames: Sequence[zmq.Frame]) -> tuple[Envelope, Payload] | None:
+    def _admit(self, frames: list[zmq.Frame]) -> tuple[Envelope, Payload] | None:
         key_owner = self._protection.rank_of(str(frames[0].get("User-Id")).encode())
         try:
             envelope = parse(frames[0].buffer)
@@ -409,12 +409,13 @@ class Listener:
                     f" {envelope.generation} with the key of rank {key_owner} and generation"
                     f" {generation}"
                 )
-            if len(frames) != 1 + num_frames(envelope.num_bytes):
+            del frames[0]
+            if len(frames) != num_frames(envelope.num_bytes):
                 raise WireError(
-                    f"got {len(frames) - 1} frames for {envelope.num_bytes} bytes; somebody on the"
+                    f"got {len(frames)} frames for {envelope.num_bytes} bytes; somebody on the"
                     " way may have altered them"
                 )
-            return envelope, _joined(frames[1:])
+            return envelope, _joined(frames)
         except WireError as error:
             self.num_foreign += 1
             if key_owner is not None:
@@ -427,13 +428,17 @@ def _endpoint(address: str, port: int | str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def _joined(frames: Sequence[zmq.Frame]) -> Payload:
-    """The payload that came in these frames; a single one is not copied."""
+def _joined(frames: list[zmq.Frame]) -> Payload:
+    """The payload that came in these frames; a single one is not copied. Each of several is taken
+    from `frames` once it is copied, so that a long message is not in memory twice.
+    """
     if len(frames) == 1:
         return frames[0].buffer
     payload = np.empty(sum(map(len, frames)), dtype=np.uint8)
-    end = 0
-    for frame in frames:
-        begin, end = end, end + len(frame)
+    end = payload.size
+    while frames:
+        frame = frames.pop()
+        begin = end - len(frame)
         payload[begin:end] = np.frombuffer(frame.buffer, dtype=np.uint8)
+        end = begin
     return payload.data

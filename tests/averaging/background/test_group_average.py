@@ -398,7 +398,7 @@ def test_a_world_of_one_averages_with_itself() -> None:
     assert counts == ProtocolCounts(arrivals=2, stopped={0})
     assert [outcome.version for outcome in port.outcomes] == [0, 1]
     for outcome in port.outcomes:
-        assert outcome.pieces[0].average.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert outcome.pieces[0].average[:].tolist() == [0.0, 1.0, 2.0, 3.0]
         assert outcome.pieces[0].sum_of_weights == 1.0
 
 
@@ -516,7 +516,9 @@ def test_ranks_that_wait_for_all_at_different_versions_do_not_wait_for_ever() ->
     cluster.run([work(0, (1,)), work(1, (0, 1))], channel=SERVE)
     for port in ports:
         assert {outcome.version for outcome in port.outcomes} == {0, 1}
-        assert [outcome.pieces[0].average.tolist() for outcome in port.outcomes] == [[0.5] * 4] * 2
+        assert [outcome.pieces[0].average[:].tolist() for outcome in port.outcomes] == [
+            [0.5] * 4
+        ] * 2
 
 
 @BOTH_WAYS

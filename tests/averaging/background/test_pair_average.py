@@ -121,7 +121,7 @@ class FakeModel:
 
     def _merge(self, piece: Piece) -> None:
         assert piece.contributed is not None
-        self.values = piece.average + (self.values - piece.contributed)
+        self.values = piece.average[:] + (self.values - piece.contributed[:])
 
 
 def settings_of(rank: int, world_size: int, partners: Sequence[int]) -> ProtocolSettings:

@@ -140,12 +140,13 @@ class GradientLedger(SharedModel):
             return
         mine = self._under_way.get(version)
         for piece in pieces:
+            average = piece.average[:]
             if self._to_apply is None:
-                self._to_apply = np.zeros(self._num_elements, piece.average.dtype)
+                self._to_apply = np.zeros(self._num_elements, average.dtype)
             self._used_to_apply |= piece.counters[piece.counters.size - self._num_parameters :] > 0
             # The sum of contributions divided by the number of members: a member that owed nothing
             # has contributed zero.
-            self._to_apply[piece.begin : piece.end] += piece.average * (
+            self._to_apply[piece.begin : piece.end] += average * (
                 piece.sum_of_weights / len(piece.notes)
             )
             if mine is not None:

@@ -223,10 +223,6 @@ class RoundManager(ProtocolMember):
         else:
             self._closed.add(version, managed.contributions_due_s)
             managed.deadline_s = math.inf
-            # `close` gives the contribution's values back, so what late pieces need is copied
-            # before.
-            if round_.late_senders():
-                round_.keep_for_late_pieces()
             pieces.sort(key=lambda piece: piece.begin)
             self._model.close_version(
                 VersionResult(

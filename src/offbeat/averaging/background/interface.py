@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -31,8 +32,8 @@ class Contribution:
     """The model, or the gradient, with which a rank takes part in one version.
 
     Attributes:
-        values: all elements, float32 or float64, shape (num_elements,). They must not change before
-            the version is closed.
+        values: all elements, float32 or float64, shape (num_elements,). They are copied into
+            messages before the protocol does anything else.
         step: the number of steps that the rank had made when the values were taken, >= 0.
         fresh: whether the rank had arrived at the end of a step and waits; else the values are the
             last snapshot of a rank that computes.
@@ -52,6 +53,15 @@ class Contribution:
     @property
     def note(self) -> Note:
         return Note(weight=self.weight, step=self.step, fresh=self.fresh)
+
+
+class Elements(Protocol):
+    """A vector that is read a few elements at a time, as an array is."""
+
+    @property
+    def size(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> Values: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,14 +88,14 @@ class Piece:
     """
 
     begin: int
-    average: Values
+    average: Elements
     notes: tuple[Note, ...]
-    contributed: Values | None
+    contributed: Elements | None
     fresh: bool
     counters: Counters = field(default_factory=no_counters)
     codes: tuple[Codes, Codes] | None = None
     of_changes: bool = False
-    anchor: Values | None = None
+    anchor: Elements | None = None
 
     @property
     def end(self) -> int:

@@ -9,21 +9,24 @@ with which it continues (`take`).
 variance, take plain means instead (`weights.statistics`): a difference could make them negative.
 The paper's rule has no differences.
 
-Vectors are never changed, only replaced. A snapshot that was handed out therefore stays as it was,
-no peer ever sees a model of two moments, and no copies are needed to ensure that.
+A vector that was handed out is never changed, only replaced. So no peer ever sees a model of two
+moments, and no copies are needed to ensure that. One that nobody else has is written in place.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from offbeat.averaging.background.interface import Piece
 from offbeat.codec.model_wire import Values
 from offbeat.codec.rounding import copy_to, move_by, move_by_rounded
+from offbeat.codec.tally import is_finite
+from offbeat.collectives.weighted_mean import FRAGMENT_BYTES
 from offbeat.weights.statistics import merge_statistics
 
 
@@ -41,16 +44,18 @@ def merge_delta(mine: Values, piece: Piece, *, out: Values | None = None) -> Val
     """
     if piece.contributed is None:
         return mine
+    moved = np.empty_like(mine) if out is None else out
     if piece.codes is not None:
-        moved = np.empty_like(mine) if out is None else out
         move_by_rounded(mine, *piece.codes, moved)
         return moved
-    if piece.of_changes:
-        moved = np.empty_like(mine) if out is None else out
-        move_by(mine, piece.average, piece.contributed, moved)
-        return moved
-    since = np.subtract(mine, piece.contributed, out=out)
-    return np.add(piece.average, since, out=since)
+    for part in _fragments(mine.size):
+        average, contributed = piece.average[part], piece.contributed[part]
+        if piece.of_changes:
+            move_by(mine[part], average, contributed, moved[part])
+        else:
+            np.subtract(mine[part], contributed, out=moved[part])
+            np.add(average, moved[part], out=moved[part])
+    return moved
 
 
 def merge_paper(mine: Values, piece: Piece, *, weight: float = 1.0) -> Values:
@@ -63,25 +68,37 @@ def merge_paper(mine: Values, piece: Piece, *, weight: float = 1.0) -> Values:
         piece: their average.
         weight: the weight of `mine` if the rank was late.
     """
+    average = piece.average[:]
     if piece.fresh:
-        return piece.average
+        return average
     total = piece.sum_of_weights
-    return (piece.average * total + mine * weight) / (total + weight)
+    return (average * total + mine * weight) / (total + weight)
 
 
 class MergeRule(ABC):
     """A rank's model, shape (num_elements,), and how averages get into it. Not thread-safe.
 
     Attributes:
-        snapshot: the values that peers receive.
         held: the values that the trainer's model is known to hold since `advance`; None where the
             trainer has to be told.
     """
 
-    snapshot: Values
     held: Values | None = None
+    _snapshot: Values
+    _is_lent = True
     anchor: Values | None = None
     """The last average of all members, where differences from it travel."""
+
+    @property
+    def snapshot(self) -> Values:
+        """The values that peers receive. They stay as they are."""
+        self._is_lent = True
+        return self._snapshot
+
+    @property
+    def current(self) -> Values:
+        """The same until something else happens here: for whoever has copied them by then."""
+        return self._snapshot
 
     @abstractmethod
     def advance(self, model: Sequence[Values]) -> bool:
@@ -125,32 +142,41 @@ class DeltaMerge(MergeRule):
     def __init__(
         self, model: Values, *, statistics: Sequence[slice] = (), has_anchor: bool = False
     ) -> None:
-        self.snapshot = self._taken = self._base = model
+        self._snapshot = self._taken = self._base = model
+        self._is_base_lent = True
         self.anchor = model if has_anchor else None
         self._statistics = statistics
 
     def advance(self, model: Sequence[Values]) -> bool:
         # Without a merge since `take`, the sum below would be `model` except for rounding.
-        if self.snapshot is self._base:
+        if self._snapshot is self._base:
             copy, finite = _copied(model)
             if finite:
-                self.snapshot = self.held = copy
+                self.held = copy
+                self._replace(copy)
             return finite
-        advanced = np.empty_like(self.snapshot)
-        finite, begin = True, 0
-        for new in model:
-            part = slice(begin, begin + new.size)
-            finite &= move_by(self.snapshot[part], new, self._base[part], advanced[part])
-            begin = part.stop
-        if not finite:
-            return False
+        advanced = self._base
+        if self._is_base_lent:
+            advanced = np.empty_like(self._snapshot)
+        elif not all(is_finite(torch.from_numpy(new)) for new in model):
+            return False  # before anything has changed
+        statistics = []
         for span in self._statistics:
             taken = self._taken[span]
             # What the trainer did not change is what it took, before that was rounded.
             held = _elements(model, span)
             mine = np.where(held == self._base[span], taken, held)
-            advanced[span] = merge_statistics(mine, self.snapshot[span], taken)
-        self.snapshot = advanced
+            statistics.append(merge_statistics(mine, self._snapshot[span], taken))
+        finite, begin = True, 0
+        for new in model:
+            part = slice(begin, begin + new.size)
+            finite &= move_by(self._snapshot[part], new, self._base[part], advanced[part])
+            begin = part.stop
+        if not finite:
+            return False
+        for span, values in zip(self._statistics, statistics, strict=True):
+            advanced[span] = values
+        self._replace(advanced)
         return True
 
     def merge(self, pieces: Sequence[Piece]) -> None:
@@ -164,16 +190,25 @@ class DeltaMerge(MergeRule):
         ]
         if not mine:
             return
-        merged = np.empty_like(self.snapshot)
+        snapshot, self.held = self._snapshot, None
+        is_shared = self._is_lent or snapshot is self._base or snapshot is self._taken
+        merged = np.empty_like(snapshot) if is_shared else snapshot
         end = 0
         for piece in sorted(mine, key=lambda piece: piece.begin):
-            merged[end : piece.begin] = self.snapshot[end : piece.begin]
+            merged[end : piece.begin] = snapshot[end : piece.begin]
+            statistics = self._merged_statistics(piece)
             part = slice(piece.begin, piece.end)
-            merge_delta(self.snapshot[part], piece, out=merged[part])
-            self._merge_statistics(merged, piece)
+            merge_delta(snapshot[part], piece, out=merged[part])
+            for span, values in statistics:
+                merged[span] = values
             end = piece.end
-        merged[end:] = self.snapshot[end:]
-        self.snapshot = merged
+        merged[end:] = snapshot[end:]
+        self._replace(merged)
+
+    def _replace(self, snapshot: Values) -> None:
+        if self._snapshot is self._base:
+            self._is_base_lent |= self._is_lent
+        self._snapshot, self._is_lent = snapshot, False
 
     def _move_anchor(self, pieces: Sequence[Piece]) -> None:
         if self.anchor is None or all(piece.anchor is None for piece in pieces):
@@ -181,12 +216,14 @@ class DeltaMerge(MergeRule):
         self.anchor = self.anchor.copy()
         for piece in pieces:
             if piece.anchor is not None:
-                self.anchor[piece.begin : piece.end] = piece.anchor
+                anchor = self.anchor[piece.begin : piece.end]
+                for part in _fragments(anchor.size):
+                    anchor[part] = piece.anchor[part]
 
-    def _merge_statistics(self, merged: Values, piece: Piece) -> None:
-        """Write into `merged` what the statistics among the elements of `piece` become."""
+    def _merged_statistics(self, piece: Piece) -> list[tuple[slice, Values]]:
+        """What the statistics among the elements of `piece` become."""
         assert piece.contributed is not None, "an average without this rank is not merged"
-        num_before = 0
+        found, num_before = [], 0
         for span in self._statistics:
             begin, end = max(span.start, piece.begin), min(span.stop, piece.end)
             if begin < end:
@@ -194,16 +231,19 @@ class DeltaMerge(MergeRule):
                 at = begin - piece.begin if piece.codes is None else num_before
                 num_before += end - begin
                 in_piece = slice(at, at + end - begin)
-                merged[begin:end] = merge_statistics(
-                    self.snapshot[begin:end], piece.average[in_piece], piece.contributed[in_piece]
+                merged = merge_statistics(
+                    self._snapshot[begin:end], piece.average[in_piece], piece.contributed[in_piece]
                 )
+                found.append((slice(begin, end), merged))
+        return found
 
     def take(self) -> Values:
-        self._taken = self._base = self.snapshot
-        return self.snapshot
+        self._taken = self._base = self._snapshot
+        self._is_base_lent = self._is_lent
+        return self._snapshot
 
     def rebase(self, held: Values) -> None:
-        self._base = held
+        self._base, self._is_base_lent = held, False
 
 
 class PaperMerge(MergeRule):
@@ -214,7 +254,7 @@ class PaperMerge(MergeRule):
     """
 
     def __init__(self, model: Values, *, weight: float = 1.0) -> None:
-        self.snapshot = self._model = model
+        self._snapshot = self._model = model
         self._weight = weight
         self._computing = True
         self._late: dict[int, Piece] = {}
@@ -223,7 +263,7 @@ class PaperMerge(MergeRule):
         copy, finite = _copied(model)
         if not finite:
             return False
-        self.snapshot = self._model = self.held = copy
+        self._snapshot = self._model = self.held = copy
         self._computing = False
         late, self._late = self._late, {}
         self.merge([*late.values()])
@@ -243,6 +283,13 @@ class PaperMerge(MergeRule):
     def take(self) -> Values:
         self._computing = True
         return self._model
+
+
+def _fragments(size: int) -> Iterator[slice]:
+    """So many elements a few MiB at a time."""
+    step = FRAGMENT_BYTES // 8
+    for begin in range(0, size, step):
+        yield slice(begin, min(begin + step, size))
 
 
 def _copied(parts: Sequence[Values]) -> tuple[Values, bool]:

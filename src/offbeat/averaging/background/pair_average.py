@@ -72,11 +72,10 @@ class _Request:
 
     Attributes:
         closed: whether the version was closed without the answer.
-        sent: `mine`, as rounded.
+        sent: what it says of this rank's model, in the memory of the message.
     """
 
     partner: int
-    mine: Contribution
     sent: ModelMessage
     opened_s: float
     deadline_s: float
@@ -109,12 +108,11 @@ class PairMember(ProtocolMember):
             self._close(version, pair, now_s, now_s)
             self._model.finalize_version(version)
             return
-        chunk = self._chunk(mine, version=version)
-        self._outgoing.append((partner, chunk.to_bytes()))
+        content = self._chunk(mine, version=version).to_bytes()
+        self._outgoing.append((partner, content))
         self._requests[version] = _Request(
             partner=partner,
-            mine=mine,
-            sent=chunk,
+            sent=ModelMessage.from_bytes(content),
             opened_s=now_s,
             deadline_s=now_s + deadline_s(self._waits_s, self._settings.reply_deadline),
         )
@@ -150,7 +148,7 @@ class PairMember(ProtocolMember):
             if rounding is not None:
                 answer, own = rounded_average(answer, rounding, mine.weight)
                 contributed = rounding.decode((both[1].codes, both[1].values), 0)
-            pieces.append(_piece(own, mine, contributed))
+            pieces.append(_piece(own, contributed, fresh=mine.fresh))
         self._outgoing.append((sender, answer.to_bytes()))
         self._close(-self._num_answers, (sender, self._rank), now_s, now_s, *pieces)
         self._model.finalize_version(-self._num_answers)
@@ -170,12 +168,10 @@ class PairMember(ProtocolMember):
         )
         del self._requests[answer.version]
         self._waits_s.append(now_s - request.opened_s)
-        pieces = []
-        if is_in and answer.codes.size:
-            piece = _piece(answer, request.mine, request.sent.values)
-            pieces = [replace(piece, codes=(answer.codes, request.sent.codes))]
-        elif is_in:
-            pieces = [_piece(answer, request.mine, request.mine.values)]
+        pieces, sent = [], request.sent
+        if is_in:
+            codes = (answer.codes, sent.codes) if answer.codes.size else None
+            pieces = [replace(_piece(answer, sent.values, fresh=sent.fresh), codes=codes)]
         if request.closed:
             for piece in pieces:
                 self._model.merge_late(answer.version, piece)
@@ -188,9 +184,7 @@ class PairMember(ProtocolMember):
         absent = self._absent()
         for version, request in list(self._requests.items()):
             if request.partner in absent and not request.closed:
-                # The answer of a suspected partner may still arrive, and must then be merged with
-                # what was contributed, whose values `close` gives back.
-                request.mine = replace(request.mine, values=request.mine.values.copy())
+                # The answer of a suspected partner may still arrive.
                 request.closed, request.deadline_s = True, math.inf
                 self._close(version, (self._rank, request.partner), request.opened_s, now_s)
             if request.partner in self.counts.dead:
@@ -245,12 +239,12 @@ class PairMember(ProtocolMember):
         )
 
 
-def _piece(average: ModelMessage, mine: Contribution, contributed: Values) -> Piece:
+def _piece(average: ModelMessage, contributed: Values, *, fresh: bool) -> Piece:
     return Piece(
         begin=0,
         average=average.values,
         notes=average.notes,
         contributed=contributed,
-        fresh=mine.fresh,
+        fresh=fresh,
         counters=average.counters,
     )

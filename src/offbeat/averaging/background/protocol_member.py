@@ -12,7 +12,7 @@ The trainer of a rank speaks to its own member by posting the messages of `arriv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from offbeat.averaging.background.interface import (
@@ -287,14 +287,14 @@ def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:
     """Carry messages to and from `member` until it is done."""
     now_s = yield Now()
     while True:
-        for peer, message in member.take_outgoing():
-            yield Send(peer, message)
+        yield from _send(member.take_outgoing())
         if member.done:
             return member.counts
         event: Callable[[float], None]
         try:
-            message = yield RecvAny(member.sources, member.time_left_s(now_s))
-            event = partial(member.receive, *message)
+            event = partial(
+                member.receive, *(yield RecvAny(member.sources, member.time_left_s(now_s)))
+            )
         except PeerTimeoutError:
             event = member.on_deadline
         except PeerError as error:
@@ -304,3 +304,9 @@ def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:
         # One look at the clock for each event is enough: what follows it takes next to no time.
         now_s = yield Now()
         event(now_s)
+        del event  # with a message that may be as large as the model
+
+
+def _send(messages: Sequence[tuple[int, bytes]]) -> Collective[None]:
+    for peer, message in messages:
+        yield Send(peer, message)

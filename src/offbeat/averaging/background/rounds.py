@@ -23,7 +23,7 @@ together the owner adds to its own model. So the weighted sum over members stays
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -49,8 +49,8 @@ from offbeat.codec.rounding import Rounding, add_rounded, make_up_for_rounding
 from offbeat.errors import WireError
 
 Outgoing: TypeAlias = list[tuple[int, bytes]]
-"""Messages to send, each with its receiver. They hold copies: the contribution that they were made
-of may change afterwards.
+"""Messages to send, each with its receiver. A round keeps of a contribution what it sends of it, in
+the same memory: the values that it was made of may change afterwards.
 """
 
 
@@ -141,12 +141,6 @@ class GroupRound(ABC):
         """
 
     @abstractmethod
-    def keep_for_late_pieces(self) -> None:
-        """Copy what late pieces will need of the contribution, whose values the rank may change
-        after this.
-        """
-
-    @abstractmethod
     def mark_dead(self, rank: int) -> None:
         """No more messages of `rank` will arrive."""
 
@@ -181,6 +175,11 @@ class GroupRound(ABC):
         if self._rounding is not None:
             codes, values = self._rounding.encode(values, begin)
         return replace(chunk, values=values, codes=codes)
+
+    def _sent(self, chunk: ModelMessage) -> tuple[bytes, ModelMessage]:
+        """`chunk` as it travels, and what was contributed by it, which is in the same memory."""
+        content = chunk.to_bytes()
+        return content, self._decoded(ModelMessage.from_bytes(content))
 
     def _coded(self, message: ModelMessage, values: Values, anchor: Values | None) -> ModelMessage:
         """`message` with the differences of `values` from `anchor`."""
@@ -229,15 +228,18 @@ class DirectRound(GroupRound):
         mask = sum(
             1 << position for position, rank in enumerate(self.group) if rank in self._participants
         )
-        chunks = {
-            rank: self._make_chunk(
-                mine, 0, self._num_elements, withheld=rank in absent, participants=mask
-            )
-            for rank in self.group
-        }
-        self._chunks[self._rank] = self._decoded(chunks.pop(self._rank))
+        content, self._chunks[self._rank] = self._sent(
+            self._make_chunk(mine, 0, self._num_elements, withheld=False, participants=mask)
+        )
+        without_values = self._make_chunk(
+            mine, 0, self._num_elements, withheld=True, participants=mask
+        ).to_bytes()
         self._decide()
-        return [(peer, chunk.to_bytes()) for peer, chunk in chunks.items()]
+        return [
+            (peer, without_values if peer in absent else content)
+            for peer in self.group
+            if peer != self._rank
+        ]
 
     def receive(self, sender: int, message: ModelMessage) -> None:
         if message.kind != MessageKind.CHUNK:
@@ -269,10 +271,6 @@ class DirectRound(GroupRound):
     def late_senders(self) -> Set[int]:
         return set() if self._decided else self.awaited()
 
-    def keep_for_late_pieces(self) -> None:
-        mine = self._chunks[self._rank]
-        self._chunks[self._rank] = replace(mine, values=mine.values.copy())
-
     def mark_dead(self, rank: int) -> None:
         if self.contributed and rank in self.awaited():
             self._decide(failed=True)
@@ -298,7 +296,14 @@ class DirectRound(GroupRound):
             return
         self._decided = self.over = True
         if not failed and any(chunk.weight for chunk in here):
-            own, average = self._chunks[self._rank], mean_of(here, self._rounding)
+            own, rounding = self._chunks[self._rank], self._rounding
+            average = ReadInParts(
+                self._num_elements,
+                lambda span: mean_of([_cut(chunk, span, rounding) for chunk in here], rounding),
+            )
+            contributed = ReadInParts(
+                self._num_elements, lambda span: self._whole(_cut(own, span, rounding))
+            )
             self._new_pieces.append(
                 Piece(
                     begin=0,
@@ -307,7 +312,7 @@ class DirectRound(GroupRound):
                         self._chunks[rank].note if rank in self._participants else ABSENT
                         for rank in self.group
                     ),
-                    contributed=self._whole(own) if own.weight else None,
+                    contributed=contributed if own.weight else None,
                     fresh=self._fresh,
                     counters=largest_of(here),
                     of_changes=self._changes is not None,
@@ -344,13 +349,15 @@ class ScatteredRound(GroupRound):
         for owner in self.group:
             if owner in self._averages:
                 continue  # the owner has averaged its region without this rank
-            chunk = self._make_chunk(mine, *self._bounds[owner], withheld=owner in absent)
+            content, chunk = self._sent(
+                self._make_chunk(mine, *self._bounds[owner], withheld=owner in absent)
+            )
             if chunk.weight:
-                self._contributed_to[owner] = self._decoded(chunk)
+                self._contributed_to[owner] = chunk
             if owner == self._rank:
-                self._chunks[owner] = self._decoded(chunk)
+                self._chunks[owner] = chunk
             else:
-                outgoing.append((owner, chunk.to_bytes()))
+                outgoing.append((owner, content))
         return outgoing
 
     def receive(self, sender: int, message: ModelMessage) -> None:
@@ -414,13 +421,6 @@ class ScatteredRound(GroupRound):
 
     def late_senders(self) -> Set[int]:
         return self._contributed_to.keys() - self._averages
-
-    def keep_for_late_pieces(self) -> None:
-        self._contributed_to = {
-            owner: replace(chunk, values=chunk.values.copy())
-            for owner, chunk in self._contributed_to.items()
-            if owner not in self._averages
-        }
 
     def mark_dead(self, rank: int) -> None:
         self._contributed_to.pop(rank, None)
@@ -494,6 +494,31 @@ class ScatteredRound(GroupRound):
             codes=codes,
             of_changes=self._changes is not None,
         )
+
+
+class ReadInParts:
+    """A vector, made where it is read: of a model's size, it is never in memory as a whole.
+
+    Args:
+        size: its number of elements.
+        read: makes the elements of a range.
+    """
+
+    def __init__(self, size: int, read: Callable[[slice], Values]) -> None:
+        self.size, self._read = size, read
+
+    def __getitem__(self, span: slice) -> Values:
+        begin, end, _ = span.indices(self.size)
+        return self._read(slice(begin, end))
+
+
+def _cut(chunk: ModelMessage, span: slice, rounding: Rounding | None) -> ModelMessage:
+    """What `chunk`, of a whole model, says of the elements `span`."""
+    if rounding is None or not chunk.codes.size:
+        return replace(chunk, begin=span.start, values=chunk.values[span])
+    before = rounding.num_exact(0, span.start)
+    exact = slice(before, before + rounding.num_exact(span.start, span.stop))
+    return replace(chunk, begin=span.start, codes=chunk.codes[span], values=chunk.values[exact])
 
 
 def _region_bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[int, int]]:

@@ -368,7 +368,8 @@ class SharedModel:
     # The protocol. Its calls do not block.
 
     def contribute(self, version: int) -> Contribution | None:
-        """The contribution to `version`; None to stay out of it. Called once for each version.
+        """The contribution to `version`; None to stay out of it. Called once for each version. The
+        values are copied into messages before this rank does anything else.
 
         The contribution is fresh when the trainer has arrived and waits, at this version or another
         one, whether or not the protocol has received the arrival yet.
@@ -430,7 +431,7 @@ class SharedModel:
             self._changed.notify_all()
 
     def close_version(self, result: VersionResult) -> None:
-        """The version is closed. The protocol does not need the contribution's values any more."""
+        """The version is closed."""
         with self._changed:
             self._merge(result.version, result.pieces)
             members = result.members
@@ -668,7 +669,7 @@ class SharedModel:
 
     def _contribution_to(self, version: int, *, fresh: bool) -> Contribution | None:
         """What this rank contributes to `version`; None if it has nothing to contribute."""
-        return self._contribution(self._existing.snapshot, fresh=fresh)
+        return self._contribution(self._existing.current, fresh=fresh)
 
     def _merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
         """Merge averages of `version`."""
