@@ -39,11 +39,11 @@ from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.strategies.gradient import GradientStrategy, Reductions
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
+from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.options import require_density
-from offbeat.strategies.sparse_gradient import require_real
+from offbeat.strategies.sparse_gradient import require_real, wire_of
 
 BLOCK = 64
 
@@ -86,11 +86,14 @@ class DeMo(GradientStrategy):
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        buckets = make_buckets(context.parameters, cap_bytes=None)
-        return Reductions([(bucket, _Transformed(bucket, context, self)) for bucket in buckets])
+    def buckets(self, context: Context) -> list[Bucket]:
+        return make_buckets(context.parameters, cap_bytes=None)
+
+    @override
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
+        return _Transformed(bucket, context, self)
 
 
 class CosineBlock(NamedTuple):
@@ -171,7 +174,7 @@ class _Transformed(SparseReduction):
 
     def __init__(self, bucket: Bucket, context: Context, strategy: DeMo) -> None:
         self._blocks, self._sign = blocks_of(bucket), strategy.sign
-        double, codec = bucket.state_dtype == torch.float64, strategy.entries()
+        codec = strategy.entries()
         selector = codec.selector
         if selector == Exact():
             selector = _LargestOfBlocks(self._blocks, strategy.density)
@@ -189,11 +192,7 @@ class _Transformed(SparseReduction):
             ),
             driver=context.driver,
             stream=context.new_stream(),
-            wire=codec.wire(
-                bucket.num_elements,
-                num_parameters=len(bucket.indices),
-                dtype=np.dtype(np.float64 if double else np.float32),
-            ),
+            wire=wire_of(bucket, codec),
             plan=lambda: plan,
         )
 

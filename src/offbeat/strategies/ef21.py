@@ -40,10 +40,9 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.gradient_estimates import EstimateReduction
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
-from offbeat.strategies.gradient import Reductions
 from offbeat.strategies.sparse_gradient import EntriesStrategy, wire_of
 
 
@@ -81,15 +80,7 @@ class EF21(EntriesStrategy):
         return LocalClipping(self.clip_norm, world_size=world_size)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        buckets = self.buckets(context)
-        return Reductions(
-            [(bucket, self._reduction(bucket, context, transform)) for bucket in buckets]
-        )
-
-    def _reduction(
+    def reduction(
         self, bucket: Bucket, context: Context, transform: GradientTransform
     ) -> Reduction:
         transform.init(bucket, None)

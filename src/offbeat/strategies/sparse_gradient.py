@@ -95,8 +95,8 @@ class EntriesStrategy(GradientStrategy):
         """How entries travel. Raises `ConfigError` for a codec that is none."""
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
+    @override
     def buckets(self, context: Context) -> list[Bucket]:
-        """Of the model's gradients."""
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         return make_buckets(context.parameters, cap_bytes=cap_bytes)
 
