@@ -31,7 +31,6 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact
 from offbeat.codec.sparseloco import ChunkSelector
 from offbeat.codec.tally import Tally
@@ -43,7 +42,7 @@ from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
 from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.options import require_density
-from offbeat.strategies.sparse_gradient import require_real, wire_of
+from offbeat.strategies.sparse_gradient import require_real
 
 BLOCK = 64
 
@@ -183,17 +182,12 @@ class _Transformed(SparseReduction):
         )
         super().__init__(
             bucket,
-            ErrorFeedback(
-                bucket.num_elements,
-                dtype=bucket.flat.dtype,
-                device=bucket.flat.device,
-                selector=selector,
-                decay=strategy.decay,
-            ),
-            driver=context.driver,
-            stream=context.new_stream(),
-            wire=wire_of(bucket, codec),
+            context.driver,
+            context.new_stream(),
+            codec=codec,
             plan=lambda: plan,
+            selector=selector,
+            decay=strategy.decay,
         )
 
     @override
