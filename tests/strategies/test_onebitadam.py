@@ -126,7 +126,7 @@ def test_steps_are_those_of_the_paper(
     kind = Lossless if lossless else offbeat.OneBitAdam
     strategy = kind(freeze_step=FREEZE)
     # A bucket for each parameter:
-    monkeypatch.setattr("offbeat.strategies.onebitadam.BUCKET_BYTES", 100)
+    monkeypatch.setattr("offbeat.strategies.gradient.BUCKET_BYTES", 100)
 
     def job(driver: ThreadDriver) -> list[torch.Tensor]:
         net = Net()

@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.codec.option_value import OptionValue
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.dense import gather_values
@@ -244,21 +243,15 @@ def _coded_reduction(codec: WeightCodec | None, bucket: Bucket, peers: Everyone)
     if codec.density == 1:
         values = codec.entries.values
         return CodedReduction(bucket, values, peers.driver, peers.stream, decay=codec.decay)
-    flat, entries, n = bucket.flat, codec.entries, bucket.num_elements
     collective = clipped_sum if codec.clip_to_median else topk_sum
-    plan = ExchangePlan(k=max(1, round(codec.density * n)), collective=collective)
-    feedback = ErrorFeedback(
-        n, dtype=flat.dtype, device=flat.device, selector=entries.selector, decay=codec.decay
-    )
-    double = flat.dtype == torch.float64
-    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    plan = ExchangePlan(k=max(1, round(codec.density * bucket.num_elements)), collective=collective)
     return SparseReduction(
         bucket,
-        feedback,
-        driver=peers.driver,
-        stream=peers.stream,
-        wire=entries.wire(n, num_parameters=len(bucket.indices), dtype=dtype),
+        peers.driver,
+        peers.stream,
+        codec=codec.entries,
         plan=lambda: plan,
+        decay=codec.decay,
     )
 
 

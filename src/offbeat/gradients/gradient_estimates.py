@@ -23,15 +23,14 @@ from typing import Any
 import torch
 
 from offbeat.codec.residual import add_owed
-from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import Wire
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.base import Exchanged
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import EntryAges, Reduction
+from offbeat.gradients.reductions import EntryAges, Reduction, wire_of
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _SHARE, _RANKS = "share", "ranks"
@@ -46,33 +45,31 @@ class EstimateReduction(Reduction):
     Args:
         bucket, driver, stream: as of `Reduction`.
         k: how many differences are sent, in [1, elements of the bucket].
-        selector: picks them.
-        wire: layout of the messages.
+        codec: which ones, and how they are written.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        *,
-        k: int,
-        selector: Selector,
         driver: Driver,
         stream: Stream,
-        wire: Wire,
+        *,
+        k: int,
+        codec: TopKCodec,
     ) -> None:
         super().__init__(bucket, driver, stream)
         self.ages = self._ages = EntryAges(bucket.num_elements)
-        self._k, self._selector, self._wire = k, selector, wire
+        self._k, self._selector, self._wire = k, codec.selector, wire_of(bucket, codec)
 
         # With the sign changed, since selectors add what they are given to the gradient.
         self._minus_own, self._sum = (
             bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype) for _ in range(2)
         )
-        self._selector_state = dict(selector.initial_state())
+        self._selector_state = dict(codec.selector.initial_state())
         self._share = 1 / driver.world_size
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._pending: Pending[Exchanged[Sparse]] | None = None
-        self._sent = wire.empty()
+        self._sent = self._wire.empty()
         self._new_selector_state: Mapping[str, float] = self._selector_state
         self._grad_scale, self._weight = 1.0, 0.0
 

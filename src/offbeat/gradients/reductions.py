@@ -17,8 +17,10 @@ from typing_extensions import override
 
 from offbeat.codec.device_copies import on_device
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
+from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
@@ -332,34 +334,53 @@ class ExchangePlan:
     collective: SparseCollective | None
 
 
+def wire_of(bucket: Bucket, codec: TopKCodec) -> Wire:
+    """Layout of the messages of a bucket with real gradients."""
+    # Half-precision gradients are selected, owed and merged in float32.
+    double = bucket.flat.dtype == torch.float64
+    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    return codec.wire(bucket.num_elements, num_parameters=len(bucket.indices), dtype=dtype)
+
+
 class SparseReduction(Reduction):
     """Mean of the largest entries; the rest is owed (error feedback), and added to the next step's
     gradient.
 
     Args:
         bucket, driver, stream: as of `Reduction`.
-        feedback: residual and selection.
-        wire: layout of the messages.
+        codec: which entries, and how they are written.
         plan: called once for each exchange, at the same point on all ranks.
+        selector: another one than the codec's.
+        decay: as of `ErrorFeedback`.
         owed_rate: follows the learning rate; None: what is owed is applied at whatever it is then.
+
+    Attributes:
+        feedback: residual and selection.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        feedback: ErrorFeedback,
-        *,
         driver: Driver,
         stream: Stream,
-        wire: Wire,
+        *,
+        codec: TopKCodec,
         plan: Callable[[], ExchangePlan],
+        selector: Selector | None = None,
+        decay: float = 1.0,
         owed_rate: OwedRate | None = None,
     ) -> None:
         super().__init__(bucket, driver, stream)
         self.ages = self._ages = EntryAges(bucket.num_elements)
         self._owed_rate = owed_rate
-        self._feedback = feedback
-        self._wire = wire
+        self.feedback = ErrorFeedback(
+            bucket.num_elements,
+            dtype=bucket.flat.dtype,
+            device=bucket.flat.device,
+            selector=selector or codec.selector,
+            decay=decay,
+        )
+        self._wire = wire_of(bucket, codec)
         self._plan = plan
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
@@ -376,7 +397,7 @@ class SparseReduction(Reduction):
         plan = self._plan()
         self._grad_scale = grad_scale
         if self._owed_rate is not None:
-            self._owed_rate.follow(self._feedback.residual)
+            self._owed_rate.follow(self.feedback.residual)
         self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
@@ -395,14 +416,14 @@ class SparseReduction(Reduction):
     ) -> tuple[Sparse, Tally]:
         if not self._staged:
             return self._wire.empty(), tally
-        selection = self._feedback.stage(self._bucket.flat, k, weight=weight, gradient=gradient)
+        selection = self.feedback.stage(self._bucket.flat, k, weight=weight, gradient=gradient)
         self._picked = selection.sparse.indices
         return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, gradient: torch.Tensor, tally: Tally, weight: float) -> None:
         flat = self._bucket.flat
         if self._staged:
-            finite = self._feedback.stage_all(flat, weight=weight, gradient=gradient)
+            finite = self.feedback.stage_all(flat, weight=weight, gradient=gradient)
             tally = replace(tally, num_nonfinite=~finite)
         tally.write_to(self._tail)
         self._joined = None
@@ -427,7 +448,7 @@ class SparseReduction(Reduction):
         factor = self._grad_scale / (self.tally.weight or 1)
         if self._pending is not None:
             exchanged = self._pending.wait()  # which is over
-            flat, kept = self._feedback.commit(exchanged.owed), exchanged.kept
+            flat, kept = self.feedback.commit(exchanged.owed), exchanged.kept
             indices = on_device(torch.from_numpy(kept.indices), flat.device)
             mean = torch.from_numpy(kept.values * factor).to(flat.dtype)
             flat[indices] = on_device(mean, flat.device)
@@ -436,7 +457,7 @@ class SparseReduction(Reduction):
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
             self.tally.used[hit] = True
         else:
-            self._feedback.commit_all()
+            self.feedback.commit_all()
             flat = self._bucket.flat
             self._scale_(flat, factor)
             self._mark_unused_with_gradient()
@@ -454,7 +475,7 @@ class SparseReduction(Reduction):
         # A mean that overflows is not applied: a GradScaler skips the step and lowers its scale.
         shown[~np.isfinite(shown)] = 0
         lost = kept.values[mine] - shown / factor
-        self._feedback.owe(
+        self.feedback.owe(
             Sparse(
                 indices=kept.indices[mine],
                 values=lost.astype(kept.values.dtype),
@@ -473,11 +494,11 @@ class SparseReduction(Reduction):
         before = flat[mine].float()
         flat.mul_(factor)
         shown = flat[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        self._feedback.residual[mine] += before - shown / factor
+        self.feedback.residual[mine] += before - shown / factor
 
     def discard(self) -> None:
         if self._staged:
-            self._feedback.discard()
+            self.feedback.discard()
 
     @override
     def send_all(self) -> None:
@@ -487,13 +508,13 @@ class SparseReduction(Reduction):
     @property
     @override
     def residual(self) -> torch.Tensor:
-        return self._feedback.residual
+        return self.feedback.residual
 
     def additive_state(self) -> dict[str, torch.Tensor]:
-        return self._bucket.named("residual", self._feedback.residual)
+        return self._bucket.named("residual", self.feedback.residual)
 
     def local_state(self) -> dict[str, float]:
-        state = dict(self._feedback.selector_state)
+        state = dict(self.feedback.selector_state)
         if self._owed_rate is not None:
             state |= self._owed_rate.state()
         return {self._local_name(key): value for key, value in state.items()}
@@ -501,7 +522,7 @@ class SparseReduction(Reduction):
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
             live.copy_(additive[name])
-        state = self._feedback.selector_state
+        state = self.feedback.selector_state
         # A run that resumes with another selector lacks some keys; they keep their initial value.
         state.update(
             {key: local[name] for key in state if (name := self._local_name(key)) in local}

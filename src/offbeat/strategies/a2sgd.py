@@ -28,11 +28,11 @@ from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, Perio
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.tally import Tally, is_finite
-from offbeat.gradients.buckets import make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import Reduction, TalliedSum
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
+from offbeat.strategies.gradient import BucketedStrategy
 from offbeat.strategies.options import require_at_least, require_positive
 from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
@@ -79,26 +79,14 @@ class A2SGD(AveragingStrategy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TwoMeans(GradientStrategy):
-    """Of each bucket, two numbers.
-
-    Args:
-        bucket_mib: size of a bucket.
-    """
-
-    bucket_mib: float = 1.0
+class _TwoMeans(BucketedStrategy):
+    """Of each bucket, two numbers."""
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        buckets = make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
-        return Reductions(
-            [
-                (bucket, _TwoMeansReduction(bucket, context.driver, context.new_stream()))
-                for bucket in buckets
-            ]
-        )
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
+        return _TwoMeansReduction(bucket, context.driver, context.new_stream())
 
 
 class _TwoMeansReduction(Reduction):

@@ -26,17 +26,16 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
-from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import DenseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
-from offbeat.strategies.options import require_positive
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import DenseReduction, Reduction
+from offbeat.strategies.gradient import MIB, BucketedStrategy
 from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(GradientStrategy):
+class AllReduce(BucketedStrategy):
     """Dense all-reduce of gradients.
 
     Args:
@@ -50,14 +49,12 @@ class AllReduce(GradientStrategy):
     trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 
-    bucket_mib: float = 25.0
     codec: ValueCodec | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.codec is not None:
             TopKCodec(values=self.codec)  # which refuses what is no codec of values
-        require_positive("bucket_mib", self.bucket_mib)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -70,27 +67,19 @@ class AllReduce(GradientStrategy):
         return replace(self, replica_check_interval=0)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def buckets(self, context: Context) -> list[Bucket]:
         first_mib = min(self.bucket_mib, max(1.0, self.bucket_mib / 25))
-        buckets = make_buckets(
+        return make_buckets(
             context.parameters,
             cap_bytes=int(self.bucket_mib * MIB),
             first_cap_bytes=int(first_mib * MIB),
         )
-        driver = context.driver
+
+    @override
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
         if self.codec is None:
-            return Reductions(
-                [
-                    (bucket, DenseReduction(bucket, driver, context.new_stream()))
-                    for bucket in buckets
-                ]
-            )
+            return DenseReduction(bucket, context.driver, context.new_stream())
         values = TopKCodec(values=self.codec).values
-        return Reductions(
-            [
-                (bucket, CodedReduction(bucket, values, driver, context.new_stream()))
-                for bucket in buckets
-            ]
-        )
+        return CodedReduction(bucket, values, context.driver, context.new_stream())

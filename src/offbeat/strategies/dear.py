@@ -24,11 +24,10 @@ from typing_extensions import override
 
 from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
-from offbeat.gradients.buckets import is_dense, make_buckets
+from offbeat.gradients.buckets import is_dense
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.scattered import ScatterReduction, ShardedSteps
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
-from offbeat.strategies.options import require_positive
+from offbeat.strategies.gradient import BucketedStrategy, Reductions
 from offbeat.strategies.sparse_gradient import require_real
 
 ELEMENTWISE: Final = (
@@ -48,20 +47,12 @@ ELEMENTWISE: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeAR(GradientStrategy):
-    """Gradients reduced during backward, weights gathered during forward, and steps shared out.
-
-    Args:
-        bucket_mib: each rank steps with an equal part of each bucket of at most this size, > 0.
+class DeAR(BucketedStrategy):
+    """Gradients reduced during backward, weights gathered during forward, and steps shared out:
+    each rank steps with an equal part of each bucket.
     """
 
     name: ClassVar[str] = "dear"
-
-    bucket_mib: float = 25.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("bucket_mib", self.bucket_mib)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -97,7 +88,7 @@ class DeAR(GradientStrategy):
                 " gradients on each; use bfloat16 autocast, which needs no scaler, or"
                 " offbeat.AllReduce()"
             )
-        buckets = make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
+        buckets = self.buckets(context)
         pairs = [
             (bucket, ScatterReduction(bucket, context.driver, context.new_stream()))
             for bucket in buckets

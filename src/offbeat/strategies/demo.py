@@ -31,7 +31,6 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact
 from offbeat.codec.sparseloco import ChunkSelector
 from offbeat.codec.tally import Tally
@@ -39,9 +38,9 @@ from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket, make_buckets
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.strategies.gradient import GradientStrategy, Reductions
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
+from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.options import require_density
 from offbeat.strategies.sparse_gradient import require_real
 
@@ -86,11 +85,14 @@ class DeMo(GradientStrategy):
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        buckets = make_buckets(context.parameters, cap_bytes=None)
-        return Reductions([(bucket, _Transformed(bucket, context, self)) for bucket in buckets])
+    def buckets(self, context: Context) -> list[Bucket]:
+        return make_buckets(context.parameters, cap_bytes=None)
+
+    @override
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
+        return _Transformed(bucket, context, self)
 
 
 class CosineBlock(NamedTuple):
@@ -171,7 +173,7 @@ class _Transformed(SparseReduction):
 
     def __init__(self, bucket: Bucket, context: Context, strategy: DeMo) -> None:
         self._blocks, self._sign = blocks_of(bucket), strategy.sign
-        double, codec = bucket.state_dtype == torch.float64, strategy.entries()
+        codec = strategy.entries()
         selector = codec.selector
         if selector == Exact():
             selector = _LargestOfBlocks(self._blocks, strategy.density)
@@ -180,21 +182,12 @@ class _Transformed(SparseReduction):
         )
         super().__init__(
             bucket,
-            ErrorFeedback(
-                bucket.num_elements,
-                dtype=bucket.flat.dtype,
-                device=bucket.flat.device,
-                selector=selector,
-                decay=strategy.decay,
-            ),
-            driver=context.driver,
-            stream=context.new_stream(),
-            wire=codec.wire(
-                bucket.num_elements,
-                num_parameters=len(bucket.indices),
-                dtype=np.dtype(np.float64 if double else np.float32),
-            ),
+            context.driver,
+            context.new_stream(),
+            codec=codec,
             plan=lambda: plan,
+            selector=selector,
+            decay=strategy.decay,
         )
 
     @override

@@ -40,11 +40,10 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.gradient_estimates import EstimateReduction
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
-from offbeat.strategies.gradient import Reductions
-from offbeat.strategies.sparse_gradient import EntriesStrategy, wire_of
+from offbeat.strategies.sparse_gradient import EntriesStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,33 +80,14 @@ class EF21(EntriesStrategy):
         return LocalClipping(self.clip_norm, world_size=world_size)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        buckets = self.buckets(context)
-        return Reductions(
-            [(bucket, self._reduction(bucket, context, transform)) for bucket in buckets]
-        )
-
-    def _reduction(
+    def reduction(
         self, bucket: Bucket, context: Context, transform: GradientTransform
     ) -> Reduction:
         transform.init(bucket, None)
-        codec = self.entries()
-        wire = wire_of(bucket, codec)
-        driver, stream = context.driver, context.new_stream()
+        codec, driver, stream = self.entries(), context.driver, context.new_stream()
         k = max(1, round(self.density * bucket.num_elements))
         if k < bucket.num_elements:
-            return EstimateReduction(
-                bucket, k=k, selector=codec.selector, driver=driver, stream=stream, wire=wire
-            )
+            return EstimateReduction(bucket, driver, stream, k=k, codec=codec)
         # All of it travels, so there is nothing to estimate, and nothing is ever owed.
         everything = ExchangePlan(k=bucket.num_elements, collective=None)
-        return SparseReduction(
-            bucket,
-            self.feedback(bucket),
-            driver=driver,
-            stream=stream,
-            wire=wire,
-            plan=lambda: everything,
-        )
+        return SparseReduction(bucket, driver, stream, codec=codec, plan=lambda: everything)

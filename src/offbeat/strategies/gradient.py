@@ -4,17 +4,17 @@ find that they differ.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast, gather_values
-from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import (
     ExchangeCounts,
@@ -26,14 +26,11 @@ from offbeat.gradients.exchange import (
 from offbeat.gradients.reductions import Reduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import require_at_least, require_dense_optimizer
+from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_positive
 
 MIB = 1 << 20
 
 BUCKET_BYTES = 25 * MIB
-"""At most so much of gradients leaves at once, where a strategy has no option for it: as with
-DistributedDataParallel.
-"""
 
 
 class Reductions(NamedTuple):
@@ -78,17 +75,30 @@ class GradientStrategy(Strategy):
         """What works before the exchange in the optimizer's place; None: nothing ever does."""
         return None
 
-    @abstractmethod
+    def buckets(self, context: Context) -> list[Bucket]:
+        """Of the model's gradients: as large as those of DistributedDataParallel."""
+        return make_buckets(context.parameters, cap_bytes=BUCKET_BYTES)
+
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
+        """How `bucket` is exchanged. Every strategy has this, or `reductions` of its own.
+
+        Args:
+            bucket: one of `buckets`.
+            context: lent by the session.
+            transform: changes what the bucket holds; its state of it is to be made.
+        """
+        raise NotImplementedError
+
     def reductions(
         self, context: Context, counts: ExchangeCounts, transform: GradientTransform
     ) -> Reductions:
-        """What is exchanged.
-
-        Args:
-            context: lent by the session.
-            counts: of the exchange.
-            transform: changes what the buckets hold; its state of each is to be made.
-        """
+        """What is exchanged; `counts` are those of the exchange."""
+        buckets = self.buckets(context)
+        return Reductions(
+            [(bucket, self.reduction(bucket, context, transform)) for bucket in buckets]
+        )
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """How gradients are clipped before they are sent; None where the user may clip the mean."""
@@ -162,3 +172,22 @@ class GradientStrategy(Strategy):
                 )
             )
         return exchange, others
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketedStrategy(GradientStrategy):
+    """Gradients leave in buckets whose size is given.
+
+    Args:
+        bucket_mib: gradients leave in buckets of at most this size, > 0.
+    """
+
+    bucket_mib: float = 25.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("bucket_mib", self.bucket_mib)
+
+    @override
+    def buckets(self, context: Context) -> list[Bucket]:
+        return make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))

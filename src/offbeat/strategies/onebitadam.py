@@ -38,12 +38,12 @@ from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
-from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
-from offbeat.gradients.reductions import DenseReduction
-from offbeat.strategies.gradient import BUCKET_BYTES, GradientStrategy, Reductions
+from offbeat.gradients.reductions import DenseReduction, Reduction
+from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.options import require_at_least
 from offbeat.strategies.sparse_gradient import require_real
 
@@ -85,15 +85,12 @@ class OneBitAdam(GradientStrategy):
         return FrozenAdam(context, freeze_step=self.freeze_step)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
         assert isinstance(transform, FrozenAdam)
-        pairs = []
-        for bucket in make_buckets(context.parameters, cap_bytes=BUCKET_BYTES):
-            transform.init(bucket, None)
-            pairs.append((bucket, _MomentumReduction(bucket, self.values(), context, transform)))
-        return Reductions(pairs)
+        transform.init(bucket, None)
+        return _MomentumReduction(bucket, self.values(), context, transform)
 
 
 def require_adam(optimizer: torch.optim.Optimizer, strategy: str) -> None:

@@ -19,21 +19,19 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.low_rank import LowRankReduction, RightFactors
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
-from offbeat.strategies.options import require_at_least, require_positive
+from offbeat.strategies.gradient import BucketedStrategy, Reductions
+from offbeat.strategies.options import require_at_least
 from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(GradientStrategy):
+class PowerSGD(BucketedStrategy):
     """Gradients as products of two thin matrices.
 
     Args:
         rank: columns of these matrices, >= 1: 1, 2 or 4 are usual.
-        bucket_mib: the first matrices leave in buckets of gradients of at most this size, > 0.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -41,12 +39,10 @@ class PowerSGD(GradientStrategy):
     needs_optimizer: ClassVar[bool] = False
 
     rank: int = 2
-    bucket_mib: float = 25.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("rank", self.rank, 1)
-        require_positive("bucket_mib", self.bucket_mib)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -67,6 +63,6 @@ class PowerSGD(GradientStrategy):
                         bucket, rank=self.rank, driver=driver, stream=new_stream(), rights=rights
                     ),
                 )
-                for bucket in make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))
+                for bucket in self.buckets(context)
             ]
         )

@@ -31,10 +31,11 @@ from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
-from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.strategies.gradient import BUCKET_BYTES, GradientStrategy, Reductions
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import Reduction
+from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.sparse_gradient import require_real
 
 
@@ -61,16 +62,11 @@ class QGenX(GradientStrategy):
         require_real(model)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        values, driver = TopKCodec(values=self.codec).values, context.driver
-        return Reductions(
-            [
-                (bucket, CodedReduction(bucket, values, driver, context.new_stream()))
-                for bucket in make_buckets(context.parameters, cap_bytes=BUCKET_BYTES)
-            ]
-        )
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
+        values = TopKCodec(values=self.codec).values
+        return CodedReduction(bucket, values, context.driver, context.new_stream())
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:

@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import numpy as np
 import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.topk_codec import TopKCodec
-from offbeat.codec.wire import Wire
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
@@ -95,17 +92,10 @@ class EntriesStrategy(GradientStrategy):
         """How entries travel. Raises `ConfigError` for a codec that is none."""
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
+    @override
     def buckets(self, context: Context) -> list[Bucket]:
-        """Of the model's gradients."""
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         return make_buckets(context.parameters, cap_bytes=cap_bytes)
-
-    def feedback(self, bucket: Bucket) -> ErrorFeedback:
-        """What is owed of a bucket, and what picks entries of it."""
-        flat, selector = bucket.flat, self.entries().selector
-        return ErrorFeedback(
-            bucket.num_elements, dtype=flat.dtype, device=flat.device, selector=selector
-        )
 
     @override
     def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
@@ -232,23 +222,23 @@ class SparseGradientStrategy(EntriesStrategy):
         plan: Callable[[], ExchangePlan],
         transform: GradientTransform,
     ) -> SparseReduction:
-        feedback, owed_rate = self.feedback(bucket), None
-        transform.init(bucket, feedback)
+        owed_rate = None
         if context.optimizer is not None:
             owed_rate = OwedRate(
                 GroupRanges(bucket, context.optimizer),
                 rates=transform.rates,
                 leads_to_plain_steps=transform.leaves_plain_steps,
             )
-        return SparseReduction(
+        reduction = SparseReduction(
             bucket,
-            feedback,
-            driver=context.driver,
-            stream=context.new_stream(),
-            wire=wire_of(bucket, self.entries()),
+            context.driver,
+            context.new_stream(),
+            codec=self.entries(),
             plan=plan,
             owed_rate=owed_rate,
         )
+        transform.init(bucket, reduction.feedback)
+        return reduction
 
 
 def require_real(model: torch.nn.Module) -> None:
@@ -267,11 +257,3 @@ def require_real(model: torch.nn.Module) -> None:
             " real numbers only; train its real and imaginary parts as two parameters, or use"
             " offbeat.AllReduce()"
         )
-
-
-def wire_of(bucket: Bucket, codec: TopKCodec) -> Wire:
-    """Layout of the messages of a bucket with real gradients."""
-    # Half-precision gradients are selected, owed and merged in float32.
-    double = bucket.flat.dtype == torch.float64
-    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
-    return codec.wire(bucket.num_elements, num_parameters=len(bucket.indices), dtype=dtype)

@@ -18,11 +18,10 @@ from offbeat.codec.tally import Tally
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import DenseReduction
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import DenseReduction, Reduction
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.gradient import Reductions
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat.transport.operations import Collective
@@ -46,11 +45,10 @@ class HalfPrecisionSteps(AllReduce):
     """Buckets are summed in half precision."""
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        found = super().reductions(context, counts, transform)
-        return Reductions([(bucket, _HalfReduction(bucket, context)) for bucket, _ in found.pairs])
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
+        return _HalfReduction(bucket, context)
 
 
 class _HalfReduction(DenseReduction):
@@ -78,13 +76,10 @@ class LowRankSteps(AllReduce):
     start_step: int = 0
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        found = super().reductions(context, counts, transform)
-        return Reductions(
-            [(bucket, _LowRankReduction(bucket, context, self)) for bucket, _ in found.pairs]
-        )
+    def reduction(
+        self, bucket: Bucket, context: Context, transform: GradientTransform
+    ) -> Reduction:
+        return _LowRankReduction(bucket, context, self)
 
 
 class _LowRankReduction(DenseReduction):
