@@ -22,8 +22,8 @@ A change happens between two steps. What a strategy owes is sent in the step bef
 models that differ become one, with rank 0's state of the optimizer. Then the optimizer is the
 user's for a moment, and the next strategy begins as if it had just been attached.
 
-Cost: the links are probed with 14 MiB each way, and 2 MiB more each time the ranks double; a model
-of less than 1 MiB with 5 times its bytes, and 2 times more. The candidates are predicted by the
+Cost: the links are probed with 21 MiB each way, and 3 MiB more each time the ranks double; a model
+of less than 1 MiB with 7.5 times its bytes, and 3 times more. The candidates are predicted by the
 ranks together, in less than a second of a processor for each.
 
 WAGMA's ranks wait for each other at a look, which is the only time. They go on when one has died,
@@ -71,7 +71,7 @@ from offbeat.strategies.options import require_one_of
 
 _SEEN: Final = 20
 _MOST_RANKS: Final = 64
-_REPEATS: Final = 2
+_REPEATS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ BETWEEN_CHANGES: Final = 500
 AVERAGES_IN_A_STEP: Final = 0.75
 """Models that are averaged beside training less often are further apart than those of which the
 steps to equal quality were counted: `charlm` ended 1.1% worse than AllReduce with an average in
-each step, and 3.4% with one in every second."""
+each step, and 3.4% with one in every second (two seeds, ranks emulated in one process)."""
 
 CORES_BESIDE: Final = 2.0
 """Of a rank, where models are averaged beside training."""
