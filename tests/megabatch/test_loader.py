@@ -284,6 +284,21 @@ def test_without_a_loader_a_scheduler_can_be_stepped_by_merges(attached: Make) -
     assert len(merges) == 2
 
 
+@pytest.mark.filterwarnings("ignore:no loader of this session")
+def test_without_a_loader_models_are_merged_more_often_at_first(attached: Make) -> None:
+    """Mega-batches end as often as ever."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=4, warmup=2))
+    mega_batches: list[int] = []
+    session.on_merge(lambda: mega_batches.append(session.stats.steps))
+    exchanges = []
+    for _ in range(16):
+        step(net, optimizer, torch.ones(4, 1))
+        exchanges.append(session.stats.exchanges)
+    # After each of 2 x 2 steps, then after three, then after whole mega-batches.
+    assert exchanges == [1, 2, 3, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7]
+    assert len(mega_batches) == 3
+
+
 def test_without_mega_batches_there_is_no_merge_to_step_at(attached: Make) -> None:
     _, _, session = attached(offbeat.LocalSGD())
     with pytest.raises(ConfigError, match="the strategy is localsgd, which has no mega-batches"):

@@ -180,12 +180,15 @@ def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
     """Mega-batches are of 25 steps of four ranks; a merge takes as long as an all-reduce."""
     spec = "adaptive:optimizer_state=local:overlap=false:warmup="
 
-    def step_s(warmup: int, steps: range) -> float:
-        return predict_step(f"{spec}{warmup}", replace(setting(), steps=steps)).step_s
+    def step_s(warmup: int, steps: range, option: str = "") -> float:
+        return predict_step(f"{spec}{warmup}{option}", replace(setting(), steps=steps)).step_s
 
-    # After each of 6 steps, then after every second one.
-    assert step_s(6, range(12)) == pytest.approx(0.3 + 6.0 * 9 / 12, rel=WITH_PROPOSALS)
-    assert step_s(6, range(6, 12)) == pytest.approx(0.3 + 6.0 * 3 / 6, rel=WITH_PROPOSALS)
+    # Gradients before each of 12 steps, then models after every third one.
+    assert step_s(6, range(12)) == pytest.approx(0.3 + 6.0, rel=WITH_PROPOSALS)
+    assert step_s(6, range(12, 18)) == pytest.approx(0.3 + 6.0 * 2 / 6, rel=WITH_PROPOSALS)
+    # Models after each of 6 steps, then after every second one.
+    published = step_s(6, range(12), ":rule=published")
+    assert published == pytest.approx(0.3 + 6.0 * 9 / 12, rel=WITH_PROPOSALS)
     assert step_s(6, range(1000, 1025)) == pytest.approx(0.3 + 6.0 / 25, rel=WITH_PROPOSALS)
     assert step_s(0, range(12)) == pytest.approx(0.3, rel=WITH_PROPOSALS)
     assert predict_step(f"{spec}6", setting()).step_s == pytest.approx(
@@ -208,7 +211,7 @@ def test_merges_beside_training_take_what_training_leaves_of_them() -> None:
     assert step_s("", later) == step_s(":overlap=true", later) == close(0.3)
     assert step_s(":rule=published", later) == close(0.3 + 6.0 / 25)
     # A step of 0.3 s, and then one beside each of 8 merges of 6 s; the ninth goes on behind them.
-    assert step_s(":overlap=true", first) == close((0.3 + 8 * 6.0) / 12)
+    assert step_s(":rule=published:overlap=true", first) == close((0.3 + 8 * 6.0) / 12)
 
 
 @pytest.mark.parametrize("moments", [0, 1, 2])
