@@ -140,18 +140,30 @@ class ForkServer:
         self._environment = dict(environment)
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_PATIENCE_S)
-        command = [sys.executable, "-m", module, str(theirs.fileno()), *imports]
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server is
         with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._printed,
-                stderr=self._printed,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for this process
-                env=self._environment,
+            self._process = self.begin(
+                module, theirs.fileno(), imports, self._environment, self._printed.fileno()
             )
+
+    def begin(
+        self,
+        module: str,
+        control: int,
+        imports: Sequence[str],
+        environment: Mapping[str, str],
+        output: int,
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        """Start the server's process, which reads orders from `control` and prints to `output`."""
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(control), *imports],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(control,),
+            start_new_session=True,  # Ctrl-C is for this process
+            env=environment,
+        )
 
     @property
     def alive(self) -> bool:

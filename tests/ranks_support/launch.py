@@ -21,7 +21,7 @@ import torch.distributed as dist
 from offbeat_lab.forking import ForkedProcess
 from ranks_support import references
 from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE, Orders
-from ranks_support.templates import Templates
+from ranks_support.templates import Templates, from_template
 
 START_S = 60.0
 """How long the processes may take to begin: several import torch at once, perhaps beside other
@@ -271,10 +271,13 @@ def watch(
     return ended
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def templates() -> Iterator[Templates]:
-    """What ranks are forked from; nothing is started before the first one."""
-    with closing(Templates()) as templates:
+    """What ranks and the servers of the lab's workers are forked from; nothing is started before
+    the first one.
+    """
+    with closing(Templates()) as templates, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offbeat_lab.forking.ForkServer", from_template(templates))
         yield templates
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import offbeat
 from offbeat_lab.forking import serve
+from ranks_support.templates import WORKER_SERVER
 
 PRELOADED = (
     "torch._dynamo",
@@ -49,6 +50,9 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)
     if order is not None:
+        if order.arguments[0] == WORKER_SERVER:
+            sys.argv = [WORKER_SERVER, str(order.descriptors[0]), *order.arguments[1:]]
+            importlib.import_module(WORKER_SERVER).main()
         orders = json.loads(order.arguments[0])
         rank.run(rank.Orders(**orders | {"result_fd": order.descriptors[0]}))
         end()

@@ -8,9 +8,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
 
 from offbeat_lab.forking import ForkedProcess, ForkServer
 from ranks_support.rank import Orders
@@ -22,10 +25,10 @@ the same order by chance.
 
 
 class Templates:
-    """The fork servers of a test session, started when the first rank is."""
+    """The fork servers of a test session, each started when it is first needed."""
 
     def __init__(self) -> None:
-        self._servers: list[ForkServer] = []
+        self._servers: dict[int, ForkServer] = {}
         self._lock = threading.Lock()
 
     def fork(
@@ -44,9 +47,7 @@ class Templates:
             log.open("wb") as output,
             Path(os.devnull).open("rb") as nothing,
         ):
-            if not self._servers:
-                self._servers = [start() for _ in range(NUM_TEMPLATES)]
-            return self._servers[orders.rank % NUM_TEMPLATES].fork(
+            return self._server(orders.rank % NUM_TEMPLATES).fork(
                 [json.dumps(asdict(orders))],
                 environment=environment,
                 stdin=nothing.fileno(),
@@ -55,9 +56,51 @@ class Templates:
                 namespace=namespace,
             )
 
+    def fork_worker_server(
+        self, control: int, imports: Sequence[str], environment: Mapping[str, str], output: int
+    ) -> ForkedProcess:
+        """Start `offbeat_lab.worker_server`, which finds most of what it imports in a template."""
+        with self._lock, Path(os.devnull).open("rb") as nothing:
+            return self._server(0).fork(
+                [WORKER_SERVER, *imports],
+                environment=environment,
+                stdin=nothing.fileno(),
+                output=output,
+                descriptors=[control],
+            )
+
+    def _server(self, number: int) -> ForkServer:
+        if number not in self._servers:
+            self._servers[number] = start()
+        return self._servers[number]
+
     def close(self) -> None:
-        for server in self._servers:
+        for server in self._servers.values():
             server.close()
+
+
+WORKER_SERVER = "offbeat_lab.worker_server"
+
+
+def from_template(templates: Templates) -> type[ForkServer]:
+    """Fork servers of the lab's workers, which are forked themselves."""
+
+    class Forked(ForkServer):
+        @override
+        def begin(
+            self,
+            module: str,
+            control: int,
+            imports: Sequence[str],
+            environment: Mapping[str, str],
+            output: int,
+        ) -> Any:
+            # This is read when torch is imported, and must be as in a template.
+            if module == WORKER_SERVER and environment.get("OMP_NUM_THREADS") == "1":
+                return templates.fork_worker_server(control, imports, environment, output)
+            return super().begin(module, control, imports, environment, output)
+
+    return Forked
 
 
 def start() -> ForkServer:
