@@ -165,7 +165,7 @@ STRATEGIES = [
     offbeat.SGP(),
     offbeat.WAGMA(),
     offbeat.EagerSGD(),
-    offbeat.AdaptiveSGD(mega_batch=8),
+    offbeat.AdaptiveSGD(mega_batch=8, warmup=0),
     offbeat.ElasticSGD(mega_batch=8),
     offbeat.SPDKFAC(),
 ]

@@ -395,8 +395,10 @@ class DispatchLoader(Callback):
         ranks = self._ranks = policy.ranks
         before = claim_round.epoch * self._num_samples
         before += min((span.begin for span in claim_round.spans), default=0)
+        # A mega-batch ends with a merge of models: nobody is beyond it before all have come there.
         self._is_step = (
-            claim_round.retry == 0
+            bool(claim_round.later)
+            and claim_round.retry == 0
             and self._in_merge is None
             and not self._lost
             and policy.steps_together(before, num_positions(claim_round.spans))
