@@ -51,7 +51,6 @@ from offbeat.strategies.base import Strategy
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from lightning.fabric.utilities.load import _METADATA_FILENAME
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -67,6 +66,9 @@ except ImportError as error:
 
 STATE_KEY: Final = "offbeat"
 """In a checkpoint: the tag of the ranks' states beside it."""
+
+_REST: Final = "meta.pt"
+"""What Lightning calls the file of a divided checkpoint that has what is not divided."""
 
 _OF_DDP: Final = frozenset(
     {
@@ -328,7 +330,7 @@ class OffbeatModelParallelStrategy(_FitStrategy, ModelParallelStrategy):
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         dcp.save(parts, checkpoint_id=path, planner=planner)
         if self.global_rank == 0:
-            self.checkpoint_io.save_checkpoint(checkpoint, path / _METADATA_FILENAME)
+            self.checkpoint_io.save_checkpoint(checkpoint, path / _REST)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:

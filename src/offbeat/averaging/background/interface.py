@@ -55,7 +55,7 @@ class Contribution:
         return Note(weight=self.weight, step=self.step, fresh=self.fresh)
 
 
-class Elements(Protocol):
+class ReadableElements(Protocol):
     """A vector that is read a few elements at a time, as an array is."""
 
     @property
@@ -88,14 +88,14 @@ class Piece:
     """
 
     begin: int
-    average: Elements
+    average: ReadableElements
     notes: tuple[Note, ...]
-    contributed: Elements | None
+    contributed: ReadableElements | None
     fresh: bool
     counters: Counters = field(default_factory=no_counters)
     codes: tuple[Codes, Codes] | None = None
     of_changes: bool = False
-    anchor: Elements | None = None
+    anchor: ReadableElements | None = None
 
     @property
     def end(self) -> int:
