@@ -48,8 +48,9 @@ ELEMENTWISE: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class DeAR(BucketedStrategy):
-    """Gradients reduced during backward, weights gathered during forward, and steps shared out:
-    each rank steps with an equal part of each bucket.
+    """Gradients reduced during backward, weights gathered during forward, and steps shared out.
+
+    Each rank steps with an equal part of each bucket.
     """
 
     name: ClassVar[str] = "dear"
