@@ -80,7 +80,7 @@ AMONG_MEMBERS, PERIOD = "localsgd:period=10:warmup=0:exchange=members", 10
 RELATIVES: Final = (
     Contestant(label="in 8 bits", spec="allreduce:codec=linear8"),
     Contestant(label="in 4 bits", spec="allreduce:codec=linear4"),
-    Contestant(label="signs", spec="allreduce:codec=sign"),
+    Contestant(label="signs", spec="allreduce:codec=sign", slower={"text": 4.0}),
     Contestant(label="PowerSGD of rank 1", spec="powersgd:rank=1"),
     Contestant(label="PowerSGD of rank 4", spec="powersgd:rank=4"),
     Contestant(label="torch's PowerSGD of rank 1", spec="ddp-powersgd:rank=1:start_step=2"),
@@ -90,8 +90,10 @@ RELATIVES: Final = (
         label="GTopK at 0.01, 4 bits",
         spec="gtopk:density=0.01:collective=all_gather:codec=linear4",
     ),
-    Contestant(label="DeMo", spec="demo", slower={"images": 50.0}),
-    Contestant(label="DEF-SGD at 1/64", spec="defsgd:ratio=64", slower={"images": 2.0}),
+    Contestant(label="DeMo", spec="demo", slower={"images": 50.0, "text": 0.25}),
+    Contestant(
+        label="DEF-SGD at 1/64", spec="defsgd:ratio=64", slower={"images": 2.0, "text": 0.25}
+    ),
     Contestant(
         label="DEF-SGD at 1/64 by itself", spec="defsgd:ratio=64:ahead=1", slower={"images": 2.0}
     ),
