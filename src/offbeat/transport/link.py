@@ -228,6 +228,7 @@ class Link:
             report = recv_monitor_message(self._monitor)
             event = report["event"]
             if event == zmq.EVENT_CONNECTED:
+                # Kept after a disconnection: `second_handle` sees whether it is still this one.
                 self._descriptor = report["value"]
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._disconnected_since_s = None

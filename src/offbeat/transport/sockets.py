@@ -9,13 +9,13 @@ them all the same:
 - A forked child, such as a worker of a DataLoader, holds a copy of every socket. A connection ends
   only when all copies are closed, so peers would take a rank that was killed for alive until its
   children have ended too. Sockets that are `closed_in_children` are closed there at once.
-
 - A kernel that gets anything on a connection after it was closed resets it, and drops what it has
   not yet sent. ZeroMQ closes once the kernel has everything, and a peer's answer to a heartbeat may
   come at any time, so the last messages would be lost now and then. `finish_sending` closes later.
 
 Descriptors are read from /dev/fd at that moment. A list made beforehand would be wrong: libraries
-close and open sockets as connections come and go, and the kernel uses descriptors again.
+close and open sockets as connections come and go, and the kernel uses descriptors again. For the
+same reason `second_handle` looks at a copy of the descriptor that ZeroMQ has told.
 """
 
 from __future__ import annotations
