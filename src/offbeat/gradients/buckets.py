@@ -4,7 +4,7 @@ carries them all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -98,13 +98,26 @@ class Bucket:
             and gradient.device == self._flat.device
         )
 
-    def copy_in(self, position: int, gradient: torch.Tensor) -> None:
-        """Copy `gradient`, which may be sparse, into its place, unless it is there already."""
-        place = self.views[position]
-        if gradient.is_sparse:
-            place.zero_().add_(gradient)
-        elif gradient.data_ptr() != place.data_ptr() or gradient.device != place.device:
-            place.copy_(gradient)
+    def copy_in(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Copy gradients, which may be sparse, into their places by position, unless they are
+        there already.
+        """
+        places, dense = list[torch.Tensor](), list[torch.Tensor]()
+        views = self.views
+        for position, gradient in gradients.items():
+            place = views[position]
+            if gradient.is_sparse:
+                place.zero_().add_(gradient.detach())
+            elif gradient.data_ptr() != place.data_ptr() or gradient.device != place.device:
+                places.append(place)
+                dense.append(gradient.detach() if gradient.requires_grad else gradient)
+        if places:
+            torch._foreach_copy_(places, dense)
+
+    def clear(self, positions: Sequence[int]) -> None:
+        """Zeros in the places of those that have no gradient."""
+        if positions:
+            torch._foreach_zero_([self.views[position] for position in positions])
 
 
 def make_buckets(
