@@ -37,6 +37,16 @@ def current_backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor into the one at the same place, of its shape.
+
+    Only the private name does it in few kernels: on a GPU a model has hundreds of small tensors,
+    and the host needs longer to launch a copy of each than the device to copy them.
+    """
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
 def call_after_backward_pass(callback: Callable[[], None]) -> None:
     """Have autograd call `callback` once, when the outermost backward pass that runs now is over.
 

@@ -1,12 +1,16 @@
-"""Copies from the host to a device for which the host does not wait.
+"""Copies between the host and a device. The host does not wait for those to a device, and once for
+several from one.
 
-From usual memory such a copy begins when all that was queued on the device before is done, and the
-host waits for it. From pinned memory, which PyTorch keeps for the next copy, it is queued.
+From usual memory a copy begins when all that was queued on the device before is done, and the host
+waits for it. From pinned memory, which PyTorch keeps for the next copy, it is queued.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 
 
 def put(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -21,3 +25,22 @@ def on_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return source.to(device)
     return source.pin_memory().to(device, non_blocking=True)
+
+
+def fetch(*tensors: torch.Tensor) -> list[NDArray[Any]]:
+    """What tensors of one device hold, each of shape (n,), as arrays of the host. Numbers of more
+    bytes come before those of fewer, so that each array is aligned.
+    """
+    if tensors[0].device.type != "cuda":
+        return [tensor.cpu().numpy() for tensor in tensors]
+    joined = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors])
+    # Memory of its own, since the arrays outlive the next copy: pinned memory does not come back
+    # before the last of them is dropped.
+    here = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True)
+    here.copy_(joined, non_blocking=True)
+    torch.cuda.current_stream(joined.device).synchronize()
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return [
+        part.view(tensor.dtype).numpy()
+        for part, tensor in zip(here.split(sizes), tensors, strict=True)
+    ]

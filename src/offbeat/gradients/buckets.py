@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from offbeat.arithmetic.fusion import fuse
+from offbeat.torch_private import copy_each
 
 _NUM_BUFFERS = 2
 """Buffers that a sparse reduction uses in turns."""
@@ -111,13 +112,12 @@ class Bucket:
             elif gradient.data_ptr() != place.data_ptr() or gradient.device != place.device:
                 places.append(place)
                 dense.append(gradient.detach() if gradient.requires_grad else gradient)
-        if places:
-            torch._foreach_copy_(places, dense)
+        copy_each(places, dense)
 
     def clear(self, positions: Sequence[int]) -> None:
         """Zeros in the places of those that have no gradient."""
-        if positions:
-            torch._foreach_zero_([self.views[position] for position in positions])
+        for position in positions:
+            self.views[position].zero_()
 
 
 def make_buckets(
