@@ -21,9 +21,11 @@ from offbeat.torch_private import (
     TELLS_WHAT_DDP_LOGGED,
     WeightlessReads,
     active_ddp_module,
+    add_each,
     attention_functions,
     call_after_backward_pass,
     call_first_after_steps,
+    copy_each,
     current_backward_pass,
     has_avx512_bfloat16,
     is_compiled_module,
@@ -47,6 +49,20 @@ def test_a_change_of_a_view_is_a_new_version() -> None:
     assert after > before
     assert view.sum() == flat.sum()
     assert version_of(flat) == after
+
+
+def test_many_tensors_are_copied_and_added_in_one_call() -> None:
+    targets = [torch.ones(2), torch.ones(3, 2).T, torch.ones((), dtype=torch.float64)]
+    copy_each(targets, [torch.tensor([1.0, 2.0]), torch.arange(6.0).view(2, 3), torch.tensor(7)])
+    assert targets[0].tolist() == [1.0, 2.0]
+    assert targets[1].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert targets[2].item() == 7.0
+    add_each(targets, [torch.full_like(each, 4.0) for each in targets], kept=0.5, factor=-1.0)
+    assert targets[0].tolist() == [-3.5, -3.0]
+    assert targets[1].tolist() == [[-4.0, -3.5, -3.0], [-2.5, -2.0, -1.5]]
+    assert targets[2].item() == -0.5
+    copy_each([], [])
+    add_each([], [], kept=0.5, factor=1.0)
 
 
 def test_a_compiled_module_is_known() -> None:

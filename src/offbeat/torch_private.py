@@ -37,7 +37,7 @@ def current_backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each tensor into the one at the same place, of its shape.
 
     Only the private name does it in few kernels: on a GPU a model has hundreds of small tensors,
@@ -45,6 +45,19 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     """
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def add_each(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], *, kept: float, factor: float
+) -> None:
+    """Let each tensor be `kept` times itself plus `factor` times the one at the same place.
+
+    Of a private name for the same reason as `copy_each`.
+    """
+    if targets:
+        if kept != 1:
+            torch._foreach_mul_(targets, kept)
+        torch._foreach_add_(targets, sources, alpha=factor)
 
 
 def call_after_backward_pass(callback: Callable[[], None]) -> None:

@@ -24,6 +24,18 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "localsgd": lambda: offbeat.LocalSGD(period=2),
 }
 
+ALLOW_A_SCALER = ("allreduce", "gtopk", "powersgd")
+"""The others count optimizer steps, which a scaler skips on one rank alone."""
+
+
+@pytest.fixture
+def sync_debug_mode() -> Iterator[Callable[[str], None]]:
+    """Sets what PyTorch does where the host waits for the device: "error", "warn" or "default"."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        yield torch.cuda.set_sync_debug_mode
+        torch.cuda.set_sync_debug_mode("default")
+
 
 def net(device: torch.device) -> torch.nn.Sequential:
     torch.manual_seed(1)
@@ -38,7 +50,7 @@ def batches(device: torch.device, steps: int) -> Iterator[tuple[torch.Tensor, to
         yield inputs.to(device), inputs[:, :8].to(device)
 
 
-@pytest.mark.parametrize("name", STRATEGIES if DEVICE == "cuda" else ["gtopk"])
+@pytest.mark.parametrize("name", ALLOW_A_SCALER if DEVICE == "cuda" else ["gtopk"])
 def test_half_precision_with_a_scaler_learns(device: torch.device, name: str) -> None:
     model = net(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -73,6 +85,7 @@ def test_a_bfloat16_model_learns(device: torch.device, name: str) -> None:
 
 
 @pytest.mark.needs_gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's compiler
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_compiled_model_on_a_stream_of_its_own_trains_as_a_plain_one(
     device: torch.device, name: str
@@ -100,7 +113,7 @@ def test_a_compiled_model_on_a_stream_of_its_own_trains_as_a_plain_one(
 @pytest.mark.needs_gpu
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_host_never_waits_for_the_device_within_backward(
-    device: torch.device, name: str
+    device: torch.device, name: str, sync_debug_mode: Callable[[str], None]
 ) -> None:
     model = net(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,34 +123,38 @@ def test_the_host_never_waits_for_the_device_within_backward(
             loss = (model(inputs) - wanted).square().mean()
             last = next(iter(model.parameters()))
             # This gradient is among the last, so what comes after it is the end of the pass.
-            hook = last.register_hook(lambda grad: torch.cuda.set_sync_debug_mode("default"))
+            hook = last.register_hook(lambda grad: sync_debug_mode("default"))
             try:
                 if step > 1:
-                    torch.cuda.set_sync_debug_mode("error")
+                    sync_debug_mode("error")
                 loss.backward()
             finally:
-                torch.cuda.set_sync_debug_mode("default")
+                sync_debug_mode("default")
                 hook.remove()
             optimizer.step()
             optimizer.zero_grad()
 
 
 @pytest.mark.needs_gpu
-@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
-def test_the_host_waits_once_a_step(device: torch.device, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"), [("allreduce", 1), ("powersgd", 1), ("localsgd", 12), ("gtopk", 4)]
+)
+def test_the_host_waits_so_many_times_a_step(
+    device: torch.device, name: str, most: int, sync_debug_mode: Callable[[str], None]
+) -> None:
     model = net(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.attach(model, optimizer, STRATEGIES[name]()):
-        for step, (inputs, wanted) in enumerate(batches(device, 4)):
+        for step, (inputs, wanted) in enumerate(batches(device, 5)):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn" if step > 1 else "default")
+                sync_debug_mode("warn" if step > 1 else "default")
                 (model(inputs) - wanted).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                torch.cuda.set_sync_debug_mode("default")
-            waits = [each for each in caught if "synchroniz" in str(each.message)]
-            assert len(waits) <= 1, [f"{each.filename}:{each.lineno}" for each in waits]
+                sync_debug_mode("default")
+            waits = [each for each in caught if "called a synchronizing" in str(each.message)]
+            assert len(waits) <= most, [f"{each.filename}:{each.lineno}" for each in waits]
 
 
 @pytest.mark.needs_gpu

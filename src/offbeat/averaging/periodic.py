@@ -171,7 +171,7 @@ class EncodedChanges:
         """
         for index, change in enumerate(changes):
             bucket, position = self._places[index]
-            bucket.copy_in(position, change)
+            bucket.copy_in({position: change})
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             used = np.ones(len(bucket.indices), dtype=np.bool_)
             tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
