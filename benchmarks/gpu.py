@@ -35,11 +35,18 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BYTES_AN_ELEMENT = 12
 """Read the residual and the gradient, write their sum."""
 
+SMALL_BATCH, LARGE_BATCH = 4_096, 32_768
+"""Tokens in a step. With the smaller number a host launches kernels more slowly than an H100
+carries them out, so that whatever the host does besides makes the step longer.
+"""
+PERIOD = 4
+"""How many steps are timed at once, and those between two averages of LocalSGD."""
+
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "AllReduce": lambda: offbeat.AllReduce(),
     "GTopK": lambda: offbeat.GTopK(density=0.001, collective="reduce_scatter", warmup=None),
     "PowerSGD": lambda: offbeat.PowerSGD(rank=1),
-    "LocalSGD": lambda: offbeat.LocalSGD(period=16),
+    "LocalSGD": lambda: offbeat.LocalSGD(period=PERIOD, warmup=0),
     "WAGMA": lambda: offbeat.WAGMA(),
 }
 
@@ -49,12 +56,14 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def timed(function: Callable[[], object]) -> float:
+def timed(function: Callable[[], object], times: int = 1) -> float:
+    """Seconds of a call, the mean of so many."""
     wait_for_device()
     begin_s = time.perf_counter()
-    function()
+    for _ in range(times):
+        function()
     wait_for_device()
-    return time.perf_counter() - begin_s
+    return (time.perf_counter() - begin_s) / times
 
 
 class Block(torch.nn.Module):
@@ -97,10 +106,15 @@ def transformer(quick: bool) -> Transformer:
 
 
 def trainer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, quick: bool, batch: int = 8
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    quick: bool,
+    num_tokens: int = SMALL_BATCH,
 ) -> Callable[[], None]:
     """A step in bfloat16 autocast."""
     length, vocabulary = (32, 500) if quick else (512, 50_304)
+    batch = max(1, num_tokens // 16 // length) if quick else num_tokens // length
     words = torch.randint(vocabulary, (batch, length + 1), device=DEVICE)
 
     def step() -> None:
@@ -170,43 +184,51 @@ def steps(quick: bool) -> Iterator[Row]:
         backend, init_method=f"file://{Path(directory) / 'store'}", rank=0, world_size=1
     )
     try:
-        plain, ddp = transformer(quick), DistributedDataParallel(transformer(quick))
-        alone = trainer(plain, adam(plain), quick=quick)
-        wrapped = trainer(ddp, adam(ddp), quick=quick)
-        times: dict[str, dict[str, list[float]]] = {}
-        for name, make in STRATEGIES.items():
-            model = transformer(quick)
-            optimizer = adam(model)
-            step = trainer(model, optimizer, quick=quick)
-            with offbeat.attach(model, optimizer, make()):
-                for _ in range(3):
-                    step(), wrapped(), alone()
-                times[name] = interleave(
-                    {
-                        "plain": lambda: timed(alone),
-                        "DDP": lambda: timed(wrapped),
-                        name: lambda step=step: timed(step),
-                    },
-                    num_rounds=3 if quick else 15,
-                )
-            del model, optimizer, step
+        times = {size: _steps(size, quick) for size in (SMALL_BATCH, LARGE_BATCH)}
     finally:
         dist.destroy_process_group()
-    for name, each in times.items():
-        for column in ("plain", "DDP", name):
-            yield Figure(
-                case=name,
-                table="steps",
-                column="offbeat, ms" if column == name else f"{column}, ms",
-                value=1e3 * sorted(each[column])[len(each[column]) // 2],
+    for num_tokens, found in times.items():
+        for name, each in found.items():
+            for column in ("plain", "DDP", name):
+                yield Figure(
+                    case=f"{name}, {num_tokens:,} tokens",
+                    table="steps",
+                    column="offbeat, ms" if column == name else f"{column}, ms",
+                    value=1e3 * sorted(each[column])[len(each[column]) // 2],
+                )
+    for num_tokens, found in times.items():
+        for name, each in found.items():
+            yield ratio(
+                f"{name}, a step of {num_tokens:,} tokens over DDP's",
+                list(zip(each[name], each["DDP"], strict=True)),
+                bound=1.0,
+                at_most=1.05 if name in ("AllReduce", "LocalSGD") else 1.2,
             )
-    for name, each in times.items():
-        yield ratio(
-            f"{name}, a step over DDP's",
-            list(zip(each[name], each["DDP"], strict=True)),
-            bound=1.0,
-            at_most=1.05 if name in ("AllReduce", "LocalSGD") else 1.2,
-        )
+
+
+def _steps(num_tokens: int, quick: bool) -> dict[str, dict[str, list[float]]]:
+    """By strategy, the seconds of its steps and of those taken in turns with them."""
+    plain, ddp = transformer(quick), DistributedDataParallel(transformer(quick))
+    alone = trainer(plain, adam(plain), quick=quick, num_tokens=num_tokens)
+    wrapped = trainer(ddp, adam(ddp), quick=quick, num_tokens=num_tokens)
+    times: dict[str, dict[str, list[float]]] = {}
+    for name, make in STRATEGIES.items():
+        model = transformer(quick)
+        optimizer = adam(model)
+        step = trainer(model, optimizer, quick=quick, num_tokens=num_tokens)
+        with offbeat.attach(model, optimizer, make()):
+            for _ in range(PERIOD):
+                step(), wrapped(), alone()
+            times[name] = interleave(
+                {
+                    "plain": lambda: timed(alone, PERIOD),
+                    "DDP": lambda: timed(wrapped, PERIOD),
+                    name: lambda step=step: timed(step, PERIOD),
+                },
+                num_rounds=3 if quick else 7,
+            )
+        del model, optimizer, step
+    return times
 
 
 def two_ranks(quick: bool) -> Iterator[Row]:
@@ -223,7 +245,7 @@ def two_ranks(quick: bool) -> Iterator[Row]:
 
 def _two_ranks(rank: int, world_size: int, quick: bool) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    num_steps = 3 if quick else 8
+    num_rounds = 1 if quick else 3
     for name, make in {"DDP by gloo": None, **STRATEGIES}.items():
         model: torch.nn.Module = transformer(quick)
         optimizer = adam(model)
@@ -232,8 +254,8 @@ def _two_ranks(rank: int, world_size: int, quick: bool) -> dict[str, list[float]
             model = DistributedDataParallel(model)
         else:
             session = offbeat.attach(model, optimizer, make())
-        step = trainer(model, optimizer, quick=quick, batch=4)
-        found[name] = [timed(step) for _ in range(num_steps + 2)][2:]
+        step = trainer(model, optimizer, quick=quick, num_tokens=SMALL_BATCH // 2)
+        found[name] = [timed(step, PERIOD) for _ in range(num_rounds + 1)][1:]
         if session is not None:
             session.close()
         del model, optimizer, step

@@ -7,10 +7,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import offbeat
 from gpu_support import DEVICE
@@ -166,3 +169,40 @@ def test_nccl_sums_and_can_be_aborted(device: torch.device) -> None:
     torch.cuda.current_stream().synchronize()
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
     backend.abort()
+
+
+@pytest.fixture
+def one_rank(device: torch.device, tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{tmp_path / 'store'}",
+        rank=0,
+        world_size=1,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_island_that_fully_shard_divides_trains_as_a_plain_model(
+    device: torch.device, name: str, one_rank: None
+) -> None:
+    ended = []
+    for is_divided in (False, True):
+        model = net(device)
+        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("replicate", "shard"))
+        if is_divided:
+            for layer in (model[0], model[2]):
+                fully_shard(layer, mesh=mesh["shard"])
+            fully_shard(model, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        given = {"mesh": mesh["replicate"]} if is_divided else {}
+        with offbeat.attach(model, optimizer, STRATEGIES[name](), **given):
+            for inputs, wanted in batches(device, 6):
+                optimizer.zero_grad()
+                (model(inputs) - wanted).square().mean().backward()
+                optimizer.step()
+        whole = [p.full_tensor() if is_divided else p for p in model.parameters()]  # type: ignore[operator]
+        ended.append(torch.cat([p.detach().flatten() for p in whole]))
+    torch.testing.assert_close(ended[0], ended[1], rtol=1e-4, atol=1e-5)
