@@ -379,10 +379,16 @@ class OptimizerScaling(GradientTransform):
         )
 
     def _ranges(self, moments: _Moments) -> Iterator[tuple[slice, tuple[float, float, float]]]:
-        """Neighbouring elements with the same beta1, beta2 and eps."""
+        """Neighbouring elements with the same beta1, beta2 and eps; on a CPU so many that its cache
+        holds what one operation leaves for the next.
+        """
         options = [(*group["betas"], group["eps"]) for group in self._optimizer.param_groups]
         # What the optimizer does not move is scaled as any other.
-        return moments.groups.merged(options, default=options[0])
+        whole = max(1, moments.mean.numel())
+        step = _BLOCK if moments.mean.device.type == "cpu" else whole
+        for here, found in moments.groups.merged(options, default=options[0]):
+            for begin in range(here.start, here.stop, step):
+                yield slice(begin, min(begin + step, here.stop)), found
 
     # The optimizer's state
 
@@ -451,6 +457,9 @@ class OptimizerScaling(GradientTransform):
             mean = moments.mean[here] / grown[0]
             square[here] = with_noise(mean, square[here] / grown[1], beta1, factor) * grown[1]
 
+
+_BLOCK: Final = 1 << 16
+"""Elements that are scaled at a time on a CPU."""
 
 NORM_INTERVAL: Final = 10
 """Norms are compared in the first so many steps, and once in so many steps afterwards. One takes a
