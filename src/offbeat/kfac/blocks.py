@@ -136,11 +136,9 @@ class BlockGradient(NamedTuple):
         shape = self.weight.shape[2:]
         self.weight.copy_(matrix if len(shape) == 1 else matrix.unflatten(-1, shape))
 
-    def scale_(self, factor: torch.Tensor) -> None:
-        """Multiply by `factor`."""
-        self.weight.mul_(factor)
-        if self.bias is not None:
-            self.bias.mul_(factor)
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 class Covered(TypedDict, total=False):
