@@ -227,10 +227,14 @@ def test_grams_are_symmetric_products(dim: int, ones: bool, groups: int) -> None
 def test_long_sums_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.randint(-3, 4, (5, 4, 6, 6), generator=torch.Generator().manual_seed(0)).double()
     window = Window(taps=(3, 3), before=(1, 1), after=(1, 1))
-    whole = [way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts, by_patches)]
+    whole = [
+        way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts, by_patches)
+    ]
     monkeypatch.setattr(convolution, "MAX_SUMMED", 80)
     monkeypatch.setattr(convolution, "MAX_LAID_OUT", 2 * 4 * 9 * 36)
-    pieces = [way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts, by_patches)]
+    pieces = [
+        way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts, by_patches)
+    ]
     assert all(torch.equal(piece, whole[0]) for piece in (*pieces, *whole))
 
 

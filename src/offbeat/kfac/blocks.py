@@ -140,6 +140,52 @@ class BlockGradient(NamedTuple):
     def parts(self) -> list[torch.Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+
+class JoinedGradients(NamedTuple):
+    """Gradients of several blocks of one kind, as if their groups were groups of one block.
+
+    Attributes:
+        members: the gradients, at least one; all have a bias, or none.
+    """
+
+    members: list[BlockGradient]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Groups of each block."""
+        return [len(each.weight) for each in self.members]
+
+    def matrix(self) -> torch.Tensor:
+        """As of `BlockGradient`: a copy."""
+        weights = torch.cat([as_real(each.weight).flatten(2) for each in self.members])
+        biases = [each.bias for each in self.members if each.bias is not None]
+        return torch.cat([weights, as_real(torch.cat(biases))], dim=2) if biases else weights
+
+    def write_(self, matrix: torch.Tensor) -> None:
+        """The inverse of `matrix`, by one call for all weights and one for all biases."""
+        biases = [each.bias for each in self.members if each.bias is not None]
+        if biases:
+            theirs = matrix[..., -1:].contiguous()
+            torch._foreach_copy_(biases, list(theirs.split(self.sizes)))
+            matrix = matrix[..., :-1]
+        parts = matrix.contiguous().split(self.sizes)
+        weights = [each.weight for each in self.members]
+        torch._foreach_copy_(
+            weights, [part.view_as(to) for part, to in zip(parts, weights, strict=True)]
+        )
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [part for each in self.members for part in each.parts]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.members[0].dtype
+
 
 class Covered(TypedDict, total=False):
     """What of a module's parameters belongs to a block.

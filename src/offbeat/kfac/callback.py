@@ -604,8 +604,7 @@ def joined_factors(
     total = weights.sum()
     scale = (traces_of_products.sum().sqrt() / total).masked_fill(~(total > 0), 0.0)
     found = [
-        torch.einsum("u,ugn->gn", scale * weights / _or_one(traces), each)
-        for each, traces in sides
+        torch.einsum("u,ugn->gn", scale * weights / _or_one(traces), each) for each, traces in sides
     ]
     return found[0], found[1]
 

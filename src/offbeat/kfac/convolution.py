@@ -146,7 +146,10 @@ def by_patches(
     `patch_moment`, the result is its moment.
     """
     total, _ = _empty_moment(images, window, groups, ones)
-    per_image = images.shape[1] * torch.Size((*window.taps, *window.positions((images.shape[2], images.shape[3])))).numel()
+    per_image = (
+        images.shape[1]
+        * torch.Size((*window.taps, *window.positions((images.shape[2], images.shape[3])))).numel()
+    )
     for some in images.split(max(MAX_LAID_OUT // max(per_image, 1), 1)):
         seen = _windows(some, window).unflatten(1, (groups, -1))
         # (groups, i j C, N rows columns): images are copied along their rows

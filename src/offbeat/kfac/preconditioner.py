@@ -56,7 +56,7 @@ import torch
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
-from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot
+from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot, JoinedGradients
 from offbeat.kfac.curvature import Grafting, KFACSettings
 from offbeat.kfac.factors import (
     FactorShape,
@@ -512,11 +512,11 @@ def look_up(inverses: Sequence[InversePair]) -> None:
     unknown = [each for each in inverses if each.exists is None]
     if not unknown:
         return
-    firsts = [torch.cat([each.inputs[:, 0], each.outputs[:, 0]]) for each in unknown]
-    together = torch.cat([first.to(firsts[0].device) for first in firsts])
-    lacks = iter((~(together > 0)).tolist())
-    for each, first in zip(unknown, firsts, strict=True):
-        each.exists = not any(list(islice(lacks, len(first))))
+    device = unknown[0].inputs.device
+    firsts = [kept[:, 0].to(device) for each in unknown for kept in (each.inputs, each.outputs)]
+    lacks = iter((~(torch.cat(firsts) > 0)).tolist())
+    for each in unknown:
+        each.exists = not any(list(islice(lacks, len(each.inputs) + len(each.outputs))))
 
 
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseForm) -> torch.Tensor:
@@ -595,12 +595,12 @@ def precondition_(
     products: dict[float, list[torch.Tensor]] = {}
     written: list[torch.Tensor] = []
     # Where a gradient's type is too short for it, a preconditioned gradient waits for nu apart.
-    apart: list[tuple[BlockGradient, torch.Tensor]] = []
-    for each, gradient, matrix, preconditioned in _apply_each(live):
+    apart: list[tuple[BlockGradient | JoinedGradients, torch.Tensor]] = []
+    for lr, gradient, matrix, preconditioned in _apply_each(live, joins=grafting == "none"):
         if kl_clip is not None:
-            products.setdefault(each.lr, []).append(_product(preconditioned, matrix))
+            products.setdefault(lr, []).append(_product(preconditioned, matrix))
         graft_(preconditioned, matrix, grafting)
-        if kl_clip is not None and gradient.weight.dtype.itemsize < preconditioned.dtype.itemsize:
+        if kl_clip is not None and gradient.dtype.itemsize < preconditioned.dtype.itemsize:
             apart.append((gradient, preconditioned))
         else:
             gradient.write_(preconditioned)
@@ -619,7 +619,7 @@ def _change(products: Mapping[float, Sequence[torch.Tensor]]) -> torch.Tensor:
     """The sum of lr^2 times `products`, which are scalar tensors, by lr: in float64."""
     device = next(iter(products.values()))[0].device
     sums = [
-        torch.stack([each.to(device, torch.float64) for each in some]).sum() * lr**2
+        torch.stack([each.to(device) for each in some]).double().sum() * lr**2
         for lr, some in products.items()
     ]
     return torch.stack(sums).sum()
@@ -642,44 +642,44 @@ class _Live(NamedTuple):
     lr: float
 
 
-_Applied: TypeAlias = tuple[_Live, BlockGradient, torch.Tensor, torch.Tensor]
-"""A block, its gradient, that as a matrix, and the preconditioned gradient."""
+_Applied: TypeAlias = tuple[float, BlockGradient | JoinedGradients, torch.Tensor, torch.Tensor]
+"""A learning rate, a gradient, that as a matrix, and the preconditioned gradient."""
 
 
-def _apply_each(live: Sequence[_Live]) -> Iterator[_Applied]:
+def _apply_each(live: Sequence[_Live], *, joins: bool) -> Iterator[_Applied]:
     """The preconditioned gradients of all blocks. Those of norms, each of which has a tiny matrix
-    for each channel, are made together: handling each norm costs more than its arithmetic.
+    for each channel, are made together: handling each norm costs more than its arithmetic. They
+    stay together if `joins`.
     """
     norms: dict[object, list[_Live]] = {}
     for each in live:
-        block, inverse, _ = each
+        block, inverse, lr = each
         if block.inputs.is_tiny and block.outputs.is_tiny:
-            kind = block.inputs.dim, block.outputs.dim, block.weight.dtype, block.weight.device
-            norms.setdefault(kind, []).append(each)
+            kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
+            norms.setdefault((*kind, lr), []).append(each)
             continue
         gradient = block.gradient()
         matrix = gradient.matrix()
-        yield each, gradient, matrix, inverse.apply(matrix, block.inputs, block.outputs)
+        yield lr, gradient, matrix, inverse.apply(matrix, block.inputs, block.outputs)
     for some in norms.values():
-        yield from _apply_together(some)
-
-
-def _apply_together(norms: Sequence[_Live]) -> Iterator[_Applied]:
-    gradients = [block.gradient() for block, _, _ in norms]
-    matrices = [gradient.matrix() for gradient in gradients]
-    sizes = [len(matrix) for matrix in matrices]
-    first, inverse, _ = norms[0]
-    together = InversePair(
-        torch.cat([each.inverse.inputs for each in norms]),
-        torch.cat([each.inverse.outputs for each in norms]),
-        inverse.form,
-    )
-    found = together.apply(
-        torch.cat(matrices),
-        replace(first.inputs, groups=sum(sizes)),
-        replace(first.outputs, groups=sum(sizes)),
-    )
-    yield from zip(norms, gradients, matrices, found.split(sizes), strict=True)
+        first, inverse, lr = some[0]
+        gradients = JoinedGradients([block.gradient() for block, _, _ in some])
+        matrix = gradients.matrix()
+        found = InversePair(
+            torch.cat([each.inverse.inputs for each in some]),
+            torch.cat([each.inverse.outputs for each in some]),
+            inverse.form,
+        ).apply(
+            matrix,
+            replace(first.inputs, groups=len(matrix)),
+            replace(first.outputs, groups=len(matrix)),
+        )
+        if joins:
+            yield lr, gradients, matrix, found
+        else:
+            sizes = gradients.sizes
+            parts = zip(gradients.members, matrix.split(sizes), found.split(sizes), strict=True)
+            yield from ((lr, *part) for part in parts)
 
 
 def _product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
