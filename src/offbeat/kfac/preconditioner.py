@@ -508,7 +508,7 @@ class InversePair:
 
 
 def look_up(inverses: Sequence[InversePair]) -> None:
-    """Ask for which blocks there are inverses, unless that is known. The host waits once for all."""
+    """Ask for which blocks there are inverses, unless that is known. The host waits once."""
     unknown = [each for each in inverses if each.exists is None]
     if not unknown:
         return
