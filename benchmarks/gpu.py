@@ -386,7 +386,9 @@ def busy_ms(step: Callable[[], None]) -> Counter[str]:
 
 def short_name(kernel: str) -> str:
     """A kernel's name without what it returns and gets, and what it computes if that is told."""
-    functor = re.search(r"\w*Functor\w*|\w+_kernel_cuda\b|\w+Ops\b", kernel.partition("<")[2])
+    kernel = kernel.replace("(anonymous namespace)::", "")
+    told = r"\w*Functor\w*|cutlass_\w+|\w+_kernel_cuda\b|\w+Ops\b"
+    functor = re.search(told, kernel.partition("<")[2])
     name = re.split(r"[<(]", kernel.removeprefix("void "))[0].rpartition("::")[2] or kernel
     return (f"{name}: {functor[0]}" if functor else name)[:60]
 
