@@ -34,6 +34,7 @@ from torch import nn
 from typing_extensions import override
 
 from offbeat.kfac.factors import FactorShape, factor_shape
+from offbeat.torch_private import for_each
 
 Side: TypeAlias = Literal["input", "output"]
 """Which factor of a block: "input" is A, "output" is G."""
@@ -170,12 +171,12 @@ class JoinedGradients(NamedTuple):
         biases = [each.bias for each in self.members if each.bias is not None]
         if biases:
             theirs = matrix[..., -1:].contiguous()
-            torch._foreach_copy_(biases, list(theirs.split(self.sizes)))
+            for_each("copy_", biases, list(theirs.split(self.sizes)))
             matrix = matrix[..., :-1]
         parts = matrix.contiguous().split(self.sizes)
         weights = [each.weight for each in self.members]
-        torch._foreach_copy_(
-            weights, [part.view_as(to) for part, to in zip(parts, weights, strict=True)]
+        for_each(
+            "copy_", weights, [part.view_as(to) for part, to in zip(parts, weights, strict=True)]
         )
 
     @property

@@ -54,6 +54,7 @@ from offbeat.kfac.inverses import InversionTask, form_of, is_asynchronous
 from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
 from offbeat.kfac.preconditioner import Preconditioner
 from offbeat.kfac.scheduler import FactorScheduler, SummedFactor
+from offbeat.torch_private import for_each
 
 _WHY_UNSEEN: Final = (
     "Hooks do not run where the model was compiled and called before attach(): attach first, or"
@@ -404,15 +405,15 @@ def update_all_(
         weights: likewise, shape (factors,).
         decay: as of `update_`.
     """
-    largest = torch.stack(torch._foreach_norm(list(increments), ord=math.inf))
+    largest = torch.stack(for_each("norm", list(increments), ord=math.inf))
     counts = torch.isfinite(largest) & (weights > 0)
     masses = torch.stack([factor.mass for factor in factors])
     masses.lerp_(masses.masked_fill(counts, 1.0), 1 - decay)
-    torch._foreach_copy_([factor.mass for factor in factors], list(masses.unbind()))
+    for_each("copy_", [factor.mass for factor in factors], list(masses.unbind()))
     sums = [factor.weighted_sum for factor in factors]
     for increment, sum_, is_counted in zip(increments, sums, counts.unbind(), strict=True):
         torch.where(is_counted, increment, sum_, out=increment)
-    torch._foreach_lerp_(sums, list(increments), 1 - decay)
+    for_each("lerp_", sums, list(increments), 1 - decay)
 
 
 def _or_one(values: torch.Tensor) -> torch.Tensor:

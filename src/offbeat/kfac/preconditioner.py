@@ -77,6 +77,7 @@ from offbeat.kfac.inverses import (
 )
 from offbeat.kfac.placement import Owner
 from offbeat.kfac.plans import FactorPlan, InverseBatch
+from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -447,7 +448,7 @@ class InverseExchange:
         for some in self._portions(slots):
             rooms = [room for slot in some if (room := self.packed[slot]) is not None]
             inverses = self._inverter.invert(self._tasks_of(some), rooms=rooms)
-            torch._foreach_copy_(rooms, inverses)
+            for_each("copy_", rooms, inverses)
         self.invert_s += time.monotonic() - begin_s
 
     def _portions(self, slots: Sequence[int]) -> Iterator[list[int]]:
@@ -631,7 +632,7 @@ def _multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for kind, some in kinds.items():
-        torch._foreach_mul_(some, factor.to(*kind))
+        for_each("mul_", some, factor.to(*kind))
 
 
 class _Live(NamedTuple):

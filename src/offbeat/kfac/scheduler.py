@@ -40,6 +40,7 @@ from offbeat.kfac.costs import slowest_ready_s
 from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import diagonal_of, products_of_roots
 from offbeat.kfac.plans import FactorPlan, launch_sequence
+from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import Collective
 
@@ -527,7 +528,7 @@ class FactorMessage:
         """
         weights, nums_retired = self._tail.view(-1, 2).unbind(1)
         divisors = weights.masked_fill(~(weights > 0), 1.0)
-        torch._foreach_div_(self._views, list(divisors.unbind()))
+        for_each("div_", self._views, list(divisors.unbind()))
         return [
             SummedFactor(slot.index, *rest)
             for slot, *rest in zip(
