@@ -24,7 +24,9 @@ from offbeat.torch_private import (
     attention_functions,
     call_after_backward_pass,
     call_first_after_steps,
+    copy_each_,
     current_backward_pass,
+    divide_each_,
     has_avx512_bfloat16,
     is_compiled_module,
     is_in_flat_parameter,
@@ -270,3 +272,19 @@ def test_a_tensor_without_content_can_be_read() -> None:
                 assert (size > other).dtype == torch.bool
     with pytest.raises(RuntimeError, match="meta"):
         size.sum().item()
+
+
+def test_each_tensor_of_a_list_is_copied_and_divided_as_it_would_be_alone() -> None:
+    sources = [torch.randn(3, 2), torch.randn(5).double(), torch.randn(()), torch.randn(4)]
+    targets = [torch.empty(3, 2), torch.empty(5), torch.empty(()), torch.empty(8)[::2].bfloat16()]
+    copy_each_(targets, sources)
+    alone = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
+    torch.testing.assert_close(targets, alone, rtol=0, atol=0)
+    divisors = [
+        torch.tensor(float(3 + place), dtype=each.dtype) for place, each in enumerate(alone)
+    ]
+    divide_each_(targets, divisors)
+    alone = [each / float(divisor) for each, divisor in zip(alone, divisors, strict=True)]
+    torch.testing.assert_close(targets, alone, rtol=0, atol=0)
+    copy_each_([], [])
+    divide_each_([], [])
