@@ -290,6 +290,7 @@ class Staging:
         scale: how many elements of tensors each of them stands for, 1 but in miniature.
         dtype: its type.
         exact: whether the tensors hold what the vector does; those of half precision round.
+        shares_memory: whether `parts` are the tensors' own memory; else they are new.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], *, in_miniature: bool = False) -> None:
@@ -319,7 +320,7 @@ class Staging:
             np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
         )
         self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
-        self._shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
+        self.shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
 
     def spans(self, positions: Collection[int]) -> list[slice]:
         """The elements of the vector that belong to the tensors at `positions`, in order."""
@@ -336,10 +337,8 @@ class Staging:
         return spans
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> list[Values]:
-        """What `tensors` hold, in vectors that are side by side what `read` gives. They are the
-        tensors' own memory where that can be.
-        """
-        if self._shares_memory:
+        """What `tensors` hold, in vectors that are side by side what `read` gives."""
+        if self.shares_memory:
             return [real(tensor).reshape(-1).numpy() for tensor in tensors]
         return [self.read(tensors)]
 
