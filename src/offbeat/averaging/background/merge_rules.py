@@ -106,8 +106,8 @@ class MergeRule(ABC):
 
         Args:
             model: what it holds, in vectors that have all elements side by side.
-            is_given: whether `model` belongs to this object from now on; else it is read now and
-                not kept, so that it may be the memory of tensors.
+            is_given: whether `model` is known to be finite, and belongs to this object from now on;
+                else it is read now and not kept, so that it may be the memory of tensors.
 
         Returns:
             Whether all of that is finite; if not, nothing has changed.
@@ -296,7 +296,7 @@ def _fragments(size: int) -> Iterator[slice]:
 def _kept(parts: Sequence[Values], *, is_given: bool) -> tuple[Values, bool]:
     """All elements of `parts` in one vector that may be kept, and whether they are finite."""
     if is_given and len(parts) == 1:
-        return parts[0], bool(is_finite(torch.from_numpy(parts[0])))
+        return parts[0], True
     copy = np.empty(sum(part.size for part in parts), parts[0].dtype)
     finite, begin = True, 0
     for part in parts:

@@ -213,8 +213,8 @@ class SharedModel:
         Args:
             model: what it holds, in vectors that have all elements side by side.
             counters: its integer buffers.
-            is_given: whether `model` belongs to this object from now on; else it is read now and
-                not kept.
+            is_given: whether `model` is known to be finite, and belongs to this object from now on;
+                else it is read now and not kept.
 
         Returns:
             Whether the model is finite; if not, nothing has changed.
