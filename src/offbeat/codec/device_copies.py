@@ -27,6 +27,16 @@ def on_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
     return source.pin_memory().to(device, non_blocking=True)
 
 
+def on_host(source: torch.Tensor) -> torch.Tensor:
+    """A copy of `source` in the host's memory, which is complete when its device has come to the
+    end of what is queued on it.
+    """
+    if source.is_meta:
+        return source  # as arithmetic they are alike
+    copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    return copy.copy_(source, non_blocking=True)
+
+
 def read_numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
     """The elements of all `tensors`, which are few. The host waits once for all that have the same
     device and type.
