@@ -265,6 +265,7 @@ def test_a_tensor_without_content_can_be_read() -> None:
         assert size.to("cpu", torch.float64).tolist() == size.tolist() == [0.0] * 3
         assert torch.ones(3).copy_(size).tolist() == [0.0] * 3
         assert size.mul_(2).add_(1) is size
+        copy_each_([size, size], [size, size])
         for other in (size, torch.empty(2, 3, dtype=torch.float64, device="meta")):
             for _ in range(2):  # what was found is remembered, by size and type
                 assert (size + other).shape == other.shape

@@ -305,7 +305,7 @@ class WeightlessReads(TorchDispatchMode):
         if name in self._computes:
             self._computes[name](*args)
         if is_inplace or "out" in options:
-            return options.get("out", first)
+            return options.get("out", first) if func._schema.returns else None
         if name == "_local_scalar_dense":
             return torch.ones((), dtype=first.dtype).item()
         if name == "_to_copy" and (options.get("device") or first.device).type != "meta":
