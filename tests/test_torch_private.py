@@ -21,11 +21,9 @@ from offbeat.torch_private import (
     TELLS_WHAT_DDP_LOGGED,
     WeightlessReads,
     active_ddp_module,
-    add_each,
     attention_functions,
     call_after_backward_pass,
     call_first_after_steps,
-    copy_each,
     current_backward_pass,
     for_each,
     has_avx512_bfloat16,
@@ -50,20 +48,6 @@ def test_a_change_of_a_view_is_a_new_version() -> None:
     assert after > before
     assert view.sum() == flat.sum()
     assert version_of(flat) == after
-
-
-def test_many_tensors_are_copied_and_added_in_one_call() -> None:
-    targets = [torch.ones(2), torch.ones(3, 2).T, torch.ones((), dtype=torch.float64)]
-    copy_each(targets, [torch.tensor([1.0, 2.0]), torch.arange(6.0).view(2, 3), torch.tensor(7)])
-    assert targets[0].tolist() == [1.0, 2.0]
-    assert targets[1].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert targets[2].item() == 7.0
-    add_each(targets, [torch.full_like(each, 4.0) for each in targets], kept=0.5, factor=-1.0)
-    assert targets[0].tolist() == [-3.5, -3.0]
-    assert targets[1].tolist() == [[-4.0, -3.5, -3.0], [-2.5, -2.0, -1.5]]
-    assert targets[2].item() == -0.5
-    copy_each([], [])
-    add_each([], [], kept=0.5, factor=1.0)
 
 
 def test_a_compiled_module_is_known() -> None:
@@ -300,3 +284,19 @@ def test_a_tensor_without_content_can_be_read() -> None:
                 assert (size > other).dtype == torch.bool
     with pytest.raises(RuntimeError, match="meta"):
         size.sum().item()
+
+
+def test_each_tensor_of_a_list_is_copied_and_divided_as_it_would_be_alone() -> None:
+    sources = [torch.randn(3, 2), torch.randn(5).double(), torch.randn(()), torch.randn(4)]
+    targets = [torch.empty(3, 2), torch.empty(5), torch.empty(()), torch.empty(8)[::2].bfloat16()]
+    for_each("copy_", targets, sources)
+    alone = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
+    torch.testing.assert_close(targets, alone, rtol=0, atol=0)
+    divisors = [
+        torch.tensor(float(3 + place), dtype=each.dtype) for place, each in enumerate(alone)
+    ]
+    for_each("div_", targets, divisors)
+    alone = [each / float(divisor) for each, divisor in zip(alone, divisors, strict=True)]
+    torch.testing.assert_close(targets, alone, rtol=0, atol=0)
+    for_each("copy_", [], [])
+    for_each("div_", [], [])

@@ -37,29 +37,6 @@ def current_backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each tensor into the one at the same place, of its shape.
-
-    Only the private name does it in few kernels: on a GPU a model has hundreds of small tensors,
-    and the host needs longer to launch a copy of each than the device to copy them.
-    """
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def add_each(
-    targets: list[torch.Tensor], sources: list[torch.Tensor], *, kept: float, factor: float
-) -> None:
-    """Let each tensor be `kept` times itself plus `factor` times the one at the same place.
-
-    Of a private name for the same reason as `copy_each`.
-    """
-    if targets:
-        if kept != 1:
-            torch._foreach_mul_(targets, kept)
-        torch._foreach_add_(targets, sources, alpha=factor)
-
-
 def call_after_backward_pass(callback: Callable[[], None]) -> None:
     """Have autograd call `callback` once, when the outermost backward pass that runs now is over.
 
@@ -232,7 +209,7 @@ def new_nccl_backend(
 
 
 def for_each(
-    operation: Literal["copy_", "div_", "lerp_", "mul_", "norm"],
+    operation: Literal["add_", "copy_", "div_", "lerp_", "mul_", "norm"],
     tensors: Sequence[torch.Tensor],
     *others: Any,
     **options: Any,
@@ -243,10 +220,12 @@ def for_each(
 
     Args:
         operation: what `Tensor` calls it.
-        tensors: at least one.
+        tensors: any number.
         others: lists as long as `tensors`, or what is the same for all.
         options: as of the operation.
     """
+    if not tensors:
+        return []
     return getattr(torch, f"_foreach_{operation}")(list(tensors), *others, **options)
 
 

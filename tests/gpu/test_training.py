@@ -13,6 +13,7 @@ import torch
 
 import offbeat
 from gpu_support import DEVICE
+from offbeat.averaging.outer import OuterOptimizer
 from offbeat.errors import PeerError
 from offbeat.strategies.by_name import build_strategy, parse_spec
 from ranks_support.launch import RunRanks
@@ -140,6 +141,40 @@ def test_a_background_strategy_trains_on_a_gpu_and_ends_with_one_model(
 def background(rank: int, world_size: int, *, spec: str, device: str) -> dict[str, float]:
     weights, loss = train(rank, spec, False, torch.device(device))
     return {"total": float(weights.sum()), "loss": loss}
+
+
+def test_an_outer_optimizer_that_is_offloaded_takes_the_same_steps(device: torch.device) -> None:
+    models = []
+    for offload in (False, True):
+        model = net(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        strategy = offbeat.LocalSGD(period=2, outer=offbeat.Outer(offload=offload))
+        with offbeat.attach(model, optimizer, strategy):
+            for step in range(STEPS):
+                inputs, labels = batch(0, step, device)
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        models.append(model.state_dict())
+    torch.testing.assert_close(models[1], models[0], rtol=1e-9, atol=1e-12)
+
+
+def test_an_offloaded_outer_optimizer_is_on_the_host_between_averages(device: torch.device) -> None:
+    model = net(device)
+    parameters = dict(model.named_parameters())
+    rule = OuterOptimizer(parameters, make=offbeat.Outer(offload=True))
+    rule.begin()
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(1)
+        rule.merge_(None)
+        state = rule.state()
+        assert len(state) == 2 * len(parameters)  # the anchor and the momentum
+        assert {kept.device.type for kept in state.values()} == {"cpu"}
+        for name, anchor in rule.anchor.items():
+            assert anchor.device == parameters[name].device
+            torch.testing.assert_close(anchor.detach(), parameters[name].detach(), rtol=0, atol=0)
 
 
 def megabatch(rank: int, world_size: int, *, device: str) -> dict[str, float]:

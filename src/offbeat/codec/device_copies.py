@@ -7,6 +7,8 @@ waits for it. From pinned memory, which PyTorch keeps for the next copy, it is q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -44,3 +46,29 @@ def fetch(*tensors: torch.Tensor) -> list[NDArray[Any]]:
         part.view(tensor.dtype).numpy()
         for part, tensor in zip(here.split(sizes), tensors, strict=True)
     ]
+
+
+def on_host(source: torch.Tensor) -> torch.Tensor:
+    """A copy of `source` in the host's memory, which is complete when its device has come to the
+    end of what is queued on it.
+    """
+    if source.is_meta:
+        return source  # as arithmetic they are alike
+    copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    return copy.copy_(source, non_blocking=True)
+
+
+def read_numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The elements of all `tensors`, which are few. The host waits once for all that have the same
+    device and type.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(place)
+    found: dict[int, list[float]] = {}
+    for places in alike.values():
+        numbers = iter(
+            torch.cat([tensors[place].detach().reshape(-1) for place in places]).tolist()
+        )
+        found |= {place: [*islice(numbers, tensors[place].numel())] for place in places}
+    return [*chain.from_iterable(found[place] for place in range(len(tensors)))]

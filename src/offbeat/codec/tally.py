@@ -142,3 +142,13 @@ def is_finite(flat: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=device)
     numbers = torch.view_as_real(flat) if flat.is_complex() else flat
     return torch.stack(numbers.aminmax()).isfinite().all()
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether every element of all `tensors`, dense ones, is finite. The host waits once."""
+    if not tensors or tensors[0].is_meta:
+        return True
+    # A norm is not finite if an element is not; one that overflows needs a second, slower look.
+    if bool(torch.isfinite(torch.nn.utils.get_total_norm(tensors))):
+        return True
+    return all(bool(is_finite(tensor)) for tensor in tensors)

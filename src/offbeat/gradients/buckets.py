@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from offbeat.arithmetic.fusion import fuse
-from offbeat.torch_private import copy_each
+from offbeat.torch_private import for_each
 
 _NUM_BUFFERS = 2
 """Buffers that a sparse reduction uses in turns."""
@@ -112,7 +112,7 @@ class Bucket:
             elif gradient.data_ptr() != place.data_ptr() or gradient.device != place.device:
                 places.append(place)
                 dense.append(gradient.detach() if gradient.requires_grad else gradient)
-        copy_each(places, dense)
+        for_each("copy_", places, dense)
 
     def clear(self, positions: Sequence[int]) -> None:
         """Zeros in the places of those that have no gradient."""

@@ -59,7 +59,7 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
-from offbeat.torch_private import add_each, version_of
+from offbeat.torch_private import for_each, version_of
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -339,7 +339,9 @@ class OptimizerScaling(GradientTransform):
             decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             rate = lr if group["maximize"] else -lr
-            add_each([*parameters], gradients, kept=1 - lr * decay, factor=rate)
+            if lr * decay:
+                for_each("mul_", parameters, 1 - lr * decay)
+            for_each("add_", parameters, gradients, alpha=rate)
             self._hidden.extend(zip(parameters, gradients, strict=True))
         for parameter, _ in self._hidden:
             parameter.grad = None
