@@ -134,7 +134,7 @@ def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(run_ranks: RunR
 
 
 MIXED: dict[str, Training] = {
-    label: Training(strategy=strategy, options={"lr": 0.01, "momentum": 0.9}, num_steps=30)
+    label: Training(strategy=strategy, options={"lr": 0.01, "momentum": 0.9}, num_steps=12)
     for label, strategy in {
         "wagma": offbeat.WAGMA(period=4),
         "wagma, by the paper": offbeat.WAGMA(period=4, merge="paper"),

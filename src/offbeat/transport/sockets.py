@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -285,6 +286,11 @@ def _address(of: Callable[[], object]) -> Address | None:
     if not isinstance(name, tuple) or len(name) < 2:
         return None  # not a socket of IP
     host, port = name[:2]
-    numeric = ipaddress.ip_address(str(host).partition("%")[0])
-    mapped = getattr(numeric, "ipv4_mapped", None)
-    return str(mapped or numeric), int(port)
+    return _numeric(str(host)), int(port)
+
+
+@lru_cache  # a process has few hosts, and asks for all of its sockets' several times a session
+def _numeric(host: str) -> str:
+    """A host as `Address` has it: without a zone, and as IPv4 where IPv6 wraps that."""
+    numeric = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(numeric, "ipv4_mapped", None) or numeric)
