@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Final, TypeAlias
 
 Address: TypeAlias = tuple[str, int]
@@ -243,7 +242,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 def _descriptors() -> Iterator[int]:
     """The descriptors of this process that are sockets."""
     try:
-        descriptors = [int(entry.name) for entry in Path(_DESCRIPTORS).iterdir()]
+        descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - in half the time
     except OSError:  # a platform without it
         return
     for descriptor in descriptors:
