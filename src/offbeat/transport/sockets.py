@@ -242,7 +242,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 def _descriptors() -> Iterator[int]:
     """The descriptors of this process that are sockets."""
     try:
-        descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - in half the time
+        # In half the time of `Path.iterdir`.
+        descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208
     except OSError:  # a platform without it
         return
     for descriptor in descriptors:
