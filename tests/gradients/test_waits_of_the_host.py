@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.codec.tally import Tally
 from offbeat.strategies.base import Strategy
 
@@ -59,7 +60,7 @@ def test_the_tallies_of_all_buckets_are_asked_for_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(Tally, "read_from", noting)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    strategy = offbeat.AllReduce(bucket_mib=1e-3)
+    strategy = lent(offbeat.AllReduce(), bucket_mib=1e-3)
     with offbeat.attach(model, optimizer, strategy):
         for _ in range(3):
             model(torch.randn(4, 32)).square().mean().backward()
@@ -72,9 +73,9 @@ def test_the_tallies_of_all_buckets_are_asked_for_at_once(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "strategy",
     [
-        offbeat.AllReduce(bucket_mib=1e-3),
-        offbeat.PowerSGD(rank=1, bucket_mib=1e-3),
-        offbeat.GTopK(density=1.0, collective="dense", warmup=None, bucket_mib=1e-3),
+        lent(offbeat.AllReduce(), bucket_mib=1e-3),
+        lent(offbeat.PowerSGD(rank=1), bucket_mib=1e-3),
+        lent(offbeat.GTopK(density=1.0, collective="dense", warmup=None), bucket_mib=1e-3),
     ],
     ids=["allreduce", "powersgd", "gtopk, densely"],
 )

@@ -424,7 +424,7 @@ def test_arguments_that_cannot_work_are_refused(
         (lambda: offbeat.AdaptiveSGD(rule="proportionate"), "did you mean 'proportional'"),
         (lambda: offbeat.AdaptiveSGD(rate_scaling="root"), "rate_scaling"),
         (lambda: offbeat.AdaptiveSGD(warmup=-1), "warmup must be an integer of at least 0"),
-        (lambda: offbeat.ElasticSGD(optimizer_state="mean"), "optimizer_state"),
+        (lambda: offbeat.AdaptiveSGD(optimizer_state="mean"), "optimizer_state"),
         (lambda: offbeat.Crossbow(alpha=0.0), r"alpha must be in \(0, 1\]"),
         (lambda: offbeat.Crossbow(period=0), "period"),
     ],

@@ -60,8 +60,6 @@ class EF21(EntriesStrategy):
         codec: what picks changes and how they are written: a `TopKCodec`, or names of its parts
             such as "bfloat16" or "reuse+float8"; what rounding loses stays in the difference. None:
             "float32", all exact.
-        bucket_mib: exchange in buckets of this size, each with its own largest changes, whose first
-            messages leave during backward; None: all in one, after it.
         clip_norm: clip each rank's gradient / P to clip_norm / sqrt(P) before changes are looked
             for, > 0, as the other sparse strategies do. None: no clipping; clipping after backward
             is possible then, since nothing is owed.

@@ -338,7 +338,7 @@ class LocalSGD(AveragingStrategy):
                 f"start={given} is for the first start_step steps, and start_step is 0; set it,"
                 " as in start_step=100"
             )
-        if isinstance(start, Strategy) and start.as_first_steps() is None:
+        if isinstance(start, Strategy) and not start.can_start:
             raise ConfigError(
                 f"start={given} sends parts of gradients only, and what it owes when local steps"
                 ' begin would be lost; use exchange="allreduce"'
@@ -351,15 +351,13 @@ class LocalSGD(AveragingStrategy):
 
     @property
     def first_steps(self) -> Strategy:
-        """What the first steps are. There is no check of replicas, which part afterwards."""
+        """What the first steps are."""
         start = self.start
         if isinstance(start, str):
             gradients = AllReduce()
             kind: type[Any] = REGISTRY[start]
-            start = gradients if start == gradients.name else kind(exchange=gradients)
-        first = start.as_first_steps()
-        assert first is not None, "__post_init__ has refused it"
-        return first
+            return gradients if start == gradients.name else kind(exchange=gradients)
+        return start
 
     @property
     def weight_codec(self) -> WeightCodec | None:
@@ -442,5 +440,6 @@ class LocalSGD(AveragingStrategy):
     def _gradient_phase(self, context: Context) -> list[Callback]:
         if not self.start_step:
             return []
-        callbacks = self.first_steps.build(context)
+        # Nothing compares replicas, which part afterwards.
+        callbacks = self.first_steps.build(replace(context, replica_check_interval=0))
         return [StartPhase(each, num_steps=self.start_step) for each in callbacks]

@@ -22,7 +22,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density import AT_ONCE, START, DensitySchedule, Warmup
@@ -31,7 +31,7 @@ from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_density, require_one_of, require_positive
 
 Scheduled: TypeAlias = tuple[DensitySchedule, list[Callback]]
@@ -50,32 +50,27 @@ class EntriesStrategy(GradientStrategy):
             all to the optimizer.
         codec: what picks entries and how they are written: a `TopKCodec`, or names of its parts
             such as "bfloat16" or "reuse+float8". None: "float32", all exact.
-        bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
-            leave during backward; None: all in one, after it.
         clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0: each
             rank's gradient / P to clip_norm / sqrt(P). All buckets leave after backward then.
             Clipping after backward would leave outliers in the residual. None: no clipping.
     """
 
     runs_compiled: ClassVar[bool] = True
+    bucket_mib: ClassVar[float | None] = None
     measures: ClassVar[bool] = False
     """Whether density="auto" is known."""
 
     density: float | Literal["auto"] = 0.001
     momentum_correction: Literal["auto"] | None = "auto"
     codec: TopKCodec | str | None = None
-    bucket_mib: float | None = None
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.density != "auto" or not self.measures:
             require_density("density", self.density)  # type: ignore[arg-type]  # looked at there
         if self.momentum_correction is not None:
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
         self.entries()
-        if self.bucket_mib is not None:
-            require_positive("bucket_mib", self.bucket_mib)
         if self.clip_norm is not None:
             require_positive("clip_norm", self.clip_norm)
 
@@ -91,11 +86,6 @@ class EntriesStrategy(GradientStrategy):
     def entries(self) -> TopKCodec:
         """How entries travel. Raises `ConfigError` for a codec that is none."""
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
-
-    @override
-    def buckets(self, context: Context) -> list[Bucket]:
-        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        return make_buckets(context.parameters, cap_bytes=cap_bytes)
 
     @override
     def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
