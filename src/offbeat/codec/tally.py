@@ -9,7 +9,7 @@ rounded.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,3 +142,8 @@ def is_finite(flat: torch.Tensor) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool, device=device)
     numbers = torch.view_as_real(flat) if flat.is_complex() else flat
     return torch.stack(numbers.aminmax()).isfinite().all()
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether every element of all of them is finite."""
+    return all(is_finite(tensor) for tensor in tensors)

@@ -59,7 +59,7 @@ from offbeat.megabatch.proposal import (
 from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.transport.operations import Collective, Payload, Recv, Send
-from offbeat.weights.model_weights import ModelWeights, Staging, real, require_finite
+from offbeat.weights.model_weights import ModelWeights, Staging, require_finite
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
     is_sum,
@@ -626,7 +626,7 @@ class MergeProtocol:
         begin_s = time.perf_counter()
         if weights[position]:
             # Checked before anything is sent: one bad model would spoil the models of all peers.
-            require_finite(map(real, tensors), rank=self._rank)
+            require_finite(tensors, rank=self._rank)
         encode_s += time.perf_counter() - begin_s
         joiner_state, owed = (yield from self._send_to_joiners(outcome, position)), None
         if outcome.kind == "merge" and self._changes is not None:

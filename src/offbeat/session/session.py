@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
-from offbeat.codec.tally import is_finite
+from offbeat.codec.tally import all_finite
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import (
     CheckpointError,
@@ -886,7 +886,7 @@ class Session:
         self.finish()
         if self._sharded is not None:
             # No column may average while another one of this island cannot.
-            good = all(is_finite(tensor.detach()) for tensor in weights.tensors())
+            good = all_finite(tensor.detach() for tensor in weights.tensors())
             if any(self._island.largest(not good)):
                 raise non_finite_weights(self.rank)
         if source is not None:

@@ -26,7 +26,7 @@ import torch
 
 from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.model_wire import Counters, Values
-from offbeat.codec.tally import is_finite
+from offbeat.codec.tally import all_finite, is_finite
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements, weighted_mean
@@ -594,7 +594,7 @@ def _maximum(mine: Counters) -> Collective[Counters]:
 
 def require_finite(vectors: Iterable[torch.Tensor], *, rank: int) -> None:
     """Raise `NonFiniteError` before what is not finite reaches another rank."""
-    if not all(is_finite(vector) for vector in vectors):
+    if not all_finite(vectors):
         raise non_finite_weights(rank)
 
 
