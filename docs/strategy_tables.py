@@ -130,14 +130,13 @@ def _object_rows(name: str) -> Iterator[str]:
 
 
 def _strategy_rows() -> Iterator[str]:
-    yield "| class | command line | what it does | paper |"
-    yield "|---|---|---|---|"
+    yield "| class | command line | what it does |"
+    yield "|---|---|---|"
     for family, entries in REGISTRY.families.items():
-        yield f"| **{family}** | | | |"
+        yield f"| **{family}** | | |"
         for entry in entries:
-            paper = f"arXiv [{entry.arxiv}](https://arxiv.org/abs/{entry.arxiv})"
             page = f"[`{entry.class_name}`](methods/{entry.name}.md#options)"
-            yield f"| {page} | `{entry.name}` | {entry.summary} | {paper} |"
+            yield f"| {page} | `{entry.name}` | {entry.summary} |"
 
 
 def _allowed(hint: object) -> str:

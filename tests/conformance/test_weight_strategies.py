@@ -459,7 +459,7 @@ def test_complex_parameters(strategy: AveragingStrategy) -> None:
     for model in (net, plain):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         if model is net:
-            refuses = offbeat.LocalSGD | offbeat.AdaptiveSGD | offbeat.ElasticSGD
+            refuses = offbeat.LocalSGD | offbeat.AdaptiveSGD
             has_codec = isinstance(strategy, refuses) and strategy.codec is not None
             if has_codec or isinstance(strategy, offbeat.A2SGD | offbeat.DEFSGD):
                 with pytest.raises(UnsupportedError, match="not real-valued"):

@@ -122,7 +122,7 @@ def test_an_adam_of_signs_is_predicted_to_send_less_in_each_of_its_phases() -> N
     assert 0 < local < dense / 32 / 8
 
 
-@pytest.mark.parametrize("spec", [f"{LOCAL}:period=5", "elasticsgd"])
+@pytest.mark.parametrize("spec", [f"{LOCAL}:period=5", "adaptive:warmup=0:optimizer_state=local"])
 @pytest.mark.parametrize("codec", WEIGHT_CODECS)
 def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str, spec: str) -> None:
     whole, coded = (
