@@ -15,7 +15,7 @@ from functools import partial
 from statistics import median
 
 from _measure import main
-from _results import DIRECTORY, STUDIES, Figure, ResultFile, Verdict, with_interval
+from _results import DIRECTORY, STUDIES, Figure, ResultFile, Verdict, shown, with_interval
 from links import PAUSED_RATIOS
 
 TABLE = "claims"

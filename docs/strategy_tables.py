@@ -89,7 +89,8 @@ def _options(name: str, other: str | None) -> Iterator[str]:
         names = ", ".join(f"`{option}`" for option in alike)
         if own:
             yield ""
-        told = f"[`{entry.class_name}`]({other}.md#options) has these options, too: {names}."
+        link = f"[`{entry.class_name}`]({other}.md#options)"
+        told = f"{link} has these options, too: {names}." if own else f"Those of {link}: {names}."
         yield from textwrap.wrap(told, 100, break_on_hyphens=False)
 
 

@@ -95,11 +95,10 @@ class AdaptiveSGD(MegaBatchStrategy):
     are merged after every mega-batch.
 
     Args:
-        warmup: in the first 2 `warmup` steps of all ranks (n batches each) gradients are averaged
-            before each, and batch sizes follow speeds from the third on; then models are merged
-            after three updates of each rank, and after one more with every `warmup` steps. With
-            the published rule, or with a codec, models are merged in the place of gradients, after
-            one update and after two. >= 0; 0: models are merged only after whole mega-batches.
+        warmup: in the first 2 `warmup` steps of all ranks (n batches each) gradients are averaged,
+            and models are merged more often for some time. With the published rule, or with a
+            codec, models are merged in the place of gradients, after one update and after two. >=
+            0; 0: models are merged only after whole mega-batches.
         optimizer_state: "averaged": momenta, second moments and numbers of steps are merged with
             the weights, which multiplies the bytes; "local": they stay the rank's own.
         codec: how changes of weights since the last merge travel: the name of a codec, or a

@@ -86,13 +86,11 @@ class KFACStrategy(Strategy):
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
         kl_clip: limit of the change that a step may make by its own estimate, > 0; None: no limit.
-        grafting: whose length a layer's preconditioned gradient has: "none" its own; "floor" its
-            own, but no less than the plain gradient's, before `kl_clip` shortens it by the estimate
-            for what it was; "layer" the plain gradient's, whatever `kl_clip` says. "auto": "floor"
-            in a script under `offbeat run` that knows nothing of K-FAC, where the learning rate was
-            chosen for plain gradients, else "none".
-        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", "powersgd", or a
-            strategy such as `offbeat.GTopK(density=0.01)`.
+        grafting: whose length a layer's preconditioned gradient has: "none" its own; "floor" no
+            less than the plain gradient's, before `kl_clip` shortens it by the estimate for what it
+            was; "layer" the plain gradient's, whatever `kl_clip` says. "auto": "floor" in a script
+            under `offbeat run` that knows nothing of K-FAC, else "none".
+        exchange: how gradients are exchanged, such as `offbeat.GTopK(density=0.01)`.
         curvature: what the factors of layers are taken over, how they are averaged and damped, and
             what inverses are kept in.
     """

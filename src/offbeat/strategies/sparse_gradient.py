@@ -43,16 +43,13 @@ class EntriesStrategy(GradientStrategy):
     """Only some entries travel.
 
     Args:
-        momentum_correction: "auto" takes over the momentum of `torch.optim.SGD`, Nesterov's too,
-            and with it weight decay, until the session ends, and applies it before entries are
-            selected (DGC, arXiv 1712.01887, section 3.1); and the scaling of Adam and AdamW after
-            the warm-up, at densities below 0.15, where the loop leaves gradients alone. None leaves
-            all to the optimizer.
+        momentum_correction: "auto" takes over the momentum and weight decay of `torch.optim.SGD`
+            until the session ends, and applies it before entries are selected; and the scaling of
+            Adam and AdamW after the warm-up. None leaves all to the optimizer.
         codec: what picks entries and how they are written: a `TopKCodec`, or names of its parts
             such as "bfloat16" or "reuse+float8". None: "float32", all exact.
-        clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0: each
-            rank's gradient / P to clip_norm / sqrt(P). All buckets leave after backward then.
-            Clipping after backward would leave outliers in the residual. None: no clipping.
+        clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0. All
+            buckets leave after backward then. None: no clipping.
     """
 
     runs_compiled: ClassVar[bool] = True
@@ -103,11 +100,10 @@ class SparseGradientStrategy(EntriesStrategy):
     Args:
         density: fraction of entries that travel, in (0, 1]; 1 gives the result of `AllReduce`.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
-            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
-            density of 1 sends everything as `AllReduce` does; or None. "auto": at least 0.1 while
-            the learning rate rises and for 50 exchanges after that, if it begins to rise within the
-            first 1,000; for longer at densities below 0.01; all ranks must have the same learning
-            rate. Where Adam's scaling is taken over, 1 in the first 20 exchanges instead.
+            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40"; or None.
+            "auto": at least 0.1 while the learning rate, the same on all ranks, rises and for 50
+            exchanges after that, if it begins to rise within the first 1,000; for longer at
+            densities below 0.01. Where Adam's scaling is taken over, 1 in the first 20 exchanges.
     """
 
     warmup: Literal["auto"] | tuple[tuple[float, int], ...] | str | None = "auto"
