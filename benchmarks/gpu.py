@@ -12,11 +12,13 @@ processes on one GPU, whose messages go over loopback.
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,18 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BYTES_AN_ELEMENT = 12
 """Read the residual and the gradient, write their sum."""
 
+SMALL_BATCH, LARGE_BATCH = 4_096, 32_768
+"""Tokens in a step. With the smaller number a host launches kernels more slowly than an H100
+carries them out, so that whatever the host does besides makes the step longer.
+"""
+PERIOD = 4
+"""How many steps are timed at once, and those between two averages of LocalSGD."""
+
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "AllReduce": lambda: offbeat.AllReduce(),
     "GTopK": lambda: offbeat.GTopK(density=0.001, collective="reduce_scatter", warmup=None),
     "PowerSGD": lambda: offbeat.PowerSGD(rank=1),
-    "LocalSGD": lambda: offbeat.LocalSGD(period=16),
+    "LocalSGD": lambda: offbeat.LocalSGD(period=PERIOD, warmup=0),
     "WAGMA": lambda: offbeat.WAGMA(),
 }
 
@@ -49,12 +58,14 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def timed(function: Callable[[], object]) -> float:
+def timed(function: Callable[[], object], times: int = 1) -> float:
+    """Seconds of a call, the mean of so many."""
     wait_for_device()
     begin_s = time.perf_counter()
-    function()
+    for _ in range(times):
+        function()
     wait_for_device()
-    return time.perf_counter() - begin_s
+    return (time.perf_counter() - begin_s) / times
 
 
 class Block(torch.nn.Module):
@@ -97,10 +108,15 @@ def transformer(quick: bool) -> Transformer:
 
 
 def trainer(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, quick: bool, batch: int = 8
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    quick: bool,
+    num_tokens: int = SMALL_BATCH,
 ) -> Callable[[], None]:
     """A step in bfloat16 autocast."""
     length, vocabulary = (32, 500) if quick else (512, 50_304)
+    batch = max(1, num_tokens // 16 // length) if quick else num_tokens // length
     words = torch.randint(vocabulary, (batch, length + 1), device=DEVICE)
 
     def step() -> None:
@@ -170,43 +186,51 @@ def steps(quick: bool) -> Iterator[Row]:
         backend, init_method=f"file://{Path(directory) / 'store'}", rank=0, world_size=1
     )
     try:
-        plain, ddp = transformer(quick), DistributedDataParallel(transformer(quick))
-        alone = trainer(plain, adam(plain), quick=quick)
-        wrapped = trainer(ddp, adam(ddp), quick=quick)
-        times: dict[str, dict[str, list[float]]] = {}
-        for name, make in STRATEGIES.items():
-            model = transformer(quick)
-            optimizer = adam(model)
-            step = trainer(model, optimizer, quick=quick)
-            with offbeat.attach(model, optimizer, make()):
-                for _ in range(3):
-                    step(), wrapped(), alone()
-                times[name] = interleave(
-                    {
-                        "plain": lambda: timed(alone),
-                        "DDP": lambda: timed(wrapped),
-                        name: lambda step=step: timed(step),
-                    },
-                    num_rounds=3 if quick else 15,
-                )
-            del model, optimizer, step
+        times = {size: _steps(size, quick) for size in (SMALL_BATCH, LARGE_BATCH)}
     finally:
         dist.destroy_process_group()
-    for name, each in times.items():
-        for column in ("plain", "DDP", name):
-            yield Figure(
-                case=name,
-                table="steps",
-                column="offbeat, ms" if column == name else f"{column}, ms",
-                value=1e3 * sorted(each[column])[len(each[column]) // 2],
+    for num_tokens, found in times.items():
+        for name, each in found.items():
+            for column in ("plain", "DDP", name):
+                yield Figure(
+                    case=f"{name}, {num_tokens:,} tokens",
+                    table="steps",
+                    column="offbeat, ms" if column == name else f"{column}, ms",
+                    value=1e3 * sorted(each[column])[len(each[column]) // 2],
+                )
+    for num_tokens, found in times.items():
+        for name, each in found.items():
+            yield ratio(
+                f"{name}, a step of {num_tokens:,} tokens over DDP's",
+                list(zip(each[name], each["DDP"], strict=True)),
+                bound=1.0,
+                at_most=1.05 if name in ("AllReduce", "LocalSGD") else 1.2,
             )
-    for name, each in times.items():
-        yield ratio(
-            f"{name}, a step over DDP's",
-            list(zip(each[name], each["DDP"], strict=True)),
-            bound=1.0,
-            at_most=1.05 if name in ("AllReduce", "LocalSGD") else 1.2,
-        )
+
+
+def _steps(num_tokens: int, quick: bool) -> dict[str, dict[str, list[float]]]:
+    """By strategy, the seconds of its steps and of those taken in turns with them."""
+    plain, ddp = transformer(quick), DistributedDataParallel(transformer(quick))
+    alone = trainer(plain, adam(plain), quick=quick, num_tokens=num_tokens)
+    wrapped = trainer(ddp, adam(ddp), quick=quick, num_tokens=num_tokens)
+    times: dict[str, dict[str, list[float]]] = {}
+    for name, make in STRATEGIES.items():
+        model = transformer(quick)
+        optimizer = adam(model)
+        step = trainer(model, optimizer, quick=quick, num_tokens=num_tokens)
+        with offbeat.attach(model, optimizer, make()):
+            for _ in range(PERIOD):
+                step(), wrapped(), alone()
+            times[name] = interleave(
+                {
+                    "plain": lambda: timed(alone, PERIOD),
+                    "DDP": lambda: timed(wrapped, PERIOD),
+                    name: lambda step=step: timed(step, PERIOD),
+                },
+                num_rounds=3 if quick else 7,
+            )
+        del model, optimizer, step
+    return times
 
 
 def two_ranks(quick: bool) -> Iterator[Row]:
@@ -223,7 +247,7 @@ def two_ranks(quick: bool) -> Iterator[Row]:
 
 def _two_ranks(rank: int, world_size: int, quick: bool) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    num_steps = 3 if quick else 8
+    num_rounds = 1 if quick else 3
     for name, make in {"DDP by gloo": None, **STRATEGIES}.items():
         model: torch.nn.Module = transformer(quick)
         optimizer = adam(model)
@@ -232,8 +256,8 @@ def _two_ranks(rank: int, world_size: int, quick: bool) -> dict[str, list[float]
             model = DistributedDataParallel(model)
         else:
             session = offbeat.attach(model, optimizer, make())
-        step = trainer(model, optimizer, quick=quick, batch=4)
-        found[name] = [timed(step) for _ in range(num_steps + 2)][2:]
+        step = trainer(model, optimizer, quick=quick, num_tokens=SMALL_BATCH // 2)
+        found[name] = [timed(step, PERIOD) for _ in range(num_rounds + 1)][1:]
         if session is not None:
             session.close()
         del model, optimizer, step
@@ -250,79 +274,145 @@ def waits(quick: bool) -> Iterator[Row]:
         step = trainer(model, optimizer, quick=quick)
         with offbeat.attach(model, optimizer, make()):
             step(), step()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                step()
-                torch.cuda.set_sync_debug_mode("default")
-        lines = Counter(
-            f"{Path(each.filename).parent.name}/{Path(each.filename).name}:{each.lineno}"
-            for each in caught
-            if "synchroniz" in str(each.message)
-        )
-        yield Figure(
-            case=name, table="waits", column="waits a step", value=sum(lines.values()), decimals=0
-        )
-        yield Figure(
-            case=name,
-            table="waits",
-            column="where",
-            value=", ".join(f"{line} ({count})" for line, count in lines.most_common())
-            or "nowhere",
-        )
+            lines = waited(step)
+        yield from figures_of_waits(name, "waits", lines)
+
+
+def waited(step: Callable[[], None]) -> Counter[str]:
+    """Lines of code at which the host waits for the device in a step, and how often."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    return Counter(
+        f"{Path(each.filename).parent.name}/{Path(each.filename).name}:{each.lineno}"
+        for each in caught
+        if "synchroniz" in str(each.message)
+    )
+
+
+def figures_of_waits(case: str, table: str, lines: Counter[str]) -> Iterator[Row]:
+    yield Figure(
+        case=case, table=table, column="waits a step", value=sum(lines.values()), decimals=0
+    )
+    where = ", ".join(f"{line} ({count})" for line, count in lines.most_common())
+    yield Figure(case=case, table=table, column="where", value=where or "nowhere")
+
+
+PERIOD = 10
+"""Steps from one with factors and inversions to the next."""
+UPDATE, PRECONDITION = "K-FAC, factors and inverses", "K-FAC, preconditions alone"
+
+
+class Images:
+    """Trains a network on one batch of images."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, size: int, batch: int
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._images = torch.randn(batch, 3, size, size, device=DEVICE)
+        self._labels = torch.randint(10, (batch,), device=DEVICE)
+
+    def passes(self) -> None:
+        torch.nn.functional.cross_entropy(self._model(self._images), self._labels).backward()
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.passes()
+        self.update()
 
 
 def kfac(quick: bool) -> Iterator[Row]:
-    """ResNet-50 under SPD-KFAC, with factors and inverses of every step and of every tenth."""
-    try:
+    """ResNet-50 under SPD-KFAC, with factors and inverses of every tenth step: what either kind of
+    step takes, and where.
+    """
+    if quick:
+        layers = (torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
+
+        def network() -> torch.nn.Module:
+            torch.manual_seed(0)
+            return torch.nn.Sequential(*deepcopy(layers), torch.nn.Linear(784, 10)).to(DEVICE)
+
+    else:
         from torchvision.models import resnet50  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        if not quick:
-            raise
-    size, batch = (16, 2) if quick else (224, 32)
 
-    def network() -> torch.nn.Module:
-        torch.manual_seed(0)
-        if quick:
-            layers = (torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(784, 10))
-            return torch.nn.Sequential(*layers).to(DEVICE)
-        return resnet50(num_classes=1000).to(DEVICE)
+        def network() -> torch.nn.Module:
+            torch.manual_seed(0)
+            found: torch.nn.Module = resnet50(num_classes=1000).to(DEVICE)
+            return found
 
-    images = torch.randn(batch, 3, size, size, device=DEVICE)
-    labels = torch.randint(10, (batch,), device=DEVICE)
+    def images(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Images:
+        return Images(model, optimizer, size=16 if quick else 224, batch=2 if quick else 32)
 
-    def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        def step() -> None:
-            torch.nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    plain = network()
-    alone = step_of(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
-    for interval in (1, 10):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        step = step_of(model, optimizer)
-        strategy = offbeat.SPDKFAC(factor_interval=interval, inverse_interval=interval)
-        with offbeat.attach(model, optimizer, strategy):
-            for _ in range(2 if quick else 5):
-                step(), alone()
-            times = interleave(
-                {
-                    "SGD": lambda: sum(timed(alone) for _ in range(10)) / 10,
-                    "K-FAC": lambda step=step: sum(timed(step) for _ in range(10)) / 10,
-                },
-                num_rounds=2 if quick else 4,
-            )
-        for name, seconds in times.items():
+    plain, model = network(), network()
+    alone = images(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ours = images(model, optimizer)
+    strategy = offbeat.SPDKFAC(
+        factor_interval=PERIOD, inverse_interval=PERIOD, curvature=offbeat.Curvature(ramp=False)
+    )
+    times: dict[tuple[str, str], list[float]] = {}
+    with offbeat.attach(model, optimizer, strategy):
+        # The first two periods warm up. Parts are timed in periods of their own, because waiting
+        # between them takes away what the host does ahead of the device.
+        for number in range(2 + (2 if quick else 8)):
+            for place in range(PERIOD):
+                for trained, kind in ((ours, PRECONDITION if place else UPDATE), (alone, "SGD")):
+                    parts = {"whole": trained.step}
+                    if number % 2:
+                        parts = {"passes": trained.passes, "optimizer.step": trained.update}
+                    for part, run in parts.items():
+                        seconds = timed(run)
+                        if number >= 2:
+                            times.setdefault((kind, part), []).append(seconds)
+        for (kind, part), found in times.items():
             yield Figure(
-                case=f"ResNet-50, every {interval}" if interval > 1 else "ResNet-50, every step",
+                case=kind,
                 table="kfac",
-                column=f"{name}, ms",
-                value=1e3 * sorted(seconds)[len(seconds) // 2],
+                column=f"{part}, ms",
+                value=1e3 * sorted(found)[len(found) // 2],
             )
+        if DEVICE.type == "cuda":
+            lines = [waited(ours.step) for _ in range(PERIOD)]
+            for kind, some in ((UPDATE, lines[0]), (PRECONDITION, lines[1])):
+                yield from figures_of_waits(kind, "kfac", some)
+        kernels = [busy_ms(ours.step) for _ in range(2)]
+        for kind, busy in zip((UPDATE, PRECONDITION), kernels, strict=True):
+            value = sum(busy.values())
+            yield Figure(case=kind, table="kfac", column="device busy, ms", value=value)
+            for name, ms in busy.most_common(8):
+                yield Figure(case=name, table=f"kernels: {kind}", column="ms", value=ms)
+
+
+def busy_ms(step: Callable[[], None]) -> Counter[str]:
+    """For how long each kernel runs in a step, by name; on a CPU, each operation."""
+    kinds = torch.profiler.ProfilerActivity
+    on_gpu = DEVICE.type == "cuda"
+    wait_for_device()
+    with torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU]) as profile:
+        step()
+        wait_for_device()
+    found: Counter[str] = Counter()
+    for each in profile.key_averages():
+        is_kernel = (each.device_type == torch.autograd.DeviceType.CPU) != on_gpu
+        if is_kernel and "#" not in each.key:  # a range that an optimizer names, and no kernel
+            time_us = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+            found[short_name(each.key)] += time_us / 1e3
+    return found
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without what it returns and gets, and what it computes if that is told."""
+    kernel = kernel.replace("(anonymous namespace)::", "")
+    told = r"\w*Functor\w*|cutlass_\w+|\w+_kernel_cuda\b|\w+Ops\b"
+    functor = re.search(told, kernel.partition("<")[2])
+    name = re.split(r"[<(]", kernel.removeprefix("void "))[0].rpartition("::")[2] or kernel
+    return (f"{name}: {functor[0]}" if functor else name)[:60]
 
 
 def main() -> None:

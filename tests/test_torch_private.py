@@ -25,6 +25,7 @@ from offbeat.torch_private import (
     call_after_backward_pass,
     call_first_after_steps,
     current_backward_pass,
+    for_each,
     has_avx512_bfloat16,
     is_compiled_module,
     is_in_flat_parameter,
@@ -255,6 +256,18 @@ def test_ddps_logger_tells_what_it_logged() -> None:
     assert callable(getattr(torch.distributed.Logger, TELLS_WHAT_DDP_LOGGED))
 
 
+def test_every_tensor_of_a_list_undergoes_an_operation() -> None:
+    tensors, factor = [torch.ones(2), torch.full((1, 3), 2.0)], torch.tensor(3.0)
+    for_each("mul_", tensors, factor)
+    for_each("div_", tensors, [torch.tensor(1.0), torch.tensor(2.0)])
+    for_each("lerp_", tensors, [torch.zeros(2), torch.zeros(1, 3)], 0.5)
+    assert all(torch.equal(each, torch.full_like(each, 1.5)) for each in tensors)
+    assert [float(each) for each in for_each("norm", tensors, ord=float("inf"))] == [1.5, 1.5]
+    copied = [torch.empty_like(each) for each in tensors]
+    for_each("copy_", copied, tensors)
+    assert all(map(torch.equal, copied, tensors))
+
+
 def test_a_tensor_without_content_can_be_read() -> None:
     size = torch.empty(3, device="meta")
     with WeightlessReads():
@@ -263,6 +276,7 @@ def test_a_tensor_without_content_can_be_read() -> None:
         assert size.to("cpu", torch.float64).tolist() == size.tolist() == [0.0] * 3
         assert torch.ones(3).copy_(size).tolist() == [0.0] * 3
         assert size.mul_(2).add_(1) is size
+        for_each("mul_", [size, size], 2.0)
         for other in (size, torch.empty(2, 3, dtype=torch.float64, device="meta")):
             for _ in range(2):  # what was found is remembered, by size and type
                 assert (size + other).shape == other.shape
@@ -270,3 +284,19 @@ def test_a_tensor_without_content_can_be_read() -> None:
                 assert (size > other).dtype == torch.bool
     with pytest.raises(RuntimeError, match="meta"):
         size.sum().item()
+
+
+def test_each_tensor_of_a_list_is_copied_and_divided_as_it_would_be_alone() -> None:
+    sources = [torch.randn(3, 2), torch.randn(5).double(), torch.randn(()), torch.randn(4)]
+    targets = [torch.empty(3, 2), torch.empty(5), torch.empty(()), torch.empty(8)[::2].bfloat16()]
+    for_each("copy_", targets, sources)
+    alone = [source.to(target.dtype) for source, target in zip(sources, targets, strict=True)]
+    torch.testing.assert_close(targets, alone, rtol=0, atol=0)
+    divisors = [
+        torch.tensor(float(3 + place), dtype=each.dtype) for place, each in enumerate(alone)
+    ]
+    for_each("div_", targets, divisors)
+    alone = [each / float(divisor) for each, divisor in zip(alone, divisors, strict=True)]
+    torch.testing.assert_close(targets, alone, rtol=0, atol=0)
+    for_each("copy_", [], [])
+    for_each("div_", [], [])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from types import FunctionType, MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -208,6 +208,27 @@ def new_nccl_backend(
             os.environ[_NCCL_ERROR_HANDLING] = before
 
 
+def for_each(
+    operation: Literal["add_", "copy_", "div_", "lerp_", "mul_", "norm"],
+    tensors: Sequence[torch.Tensor],
+    *others: Any,
+    **options: Any,
+) -> Any:
+    """Have every tensor of a list undergo an operation: on a GPU, by a few kernels for all of them.
+
+    PyTorch's optimizers do so, and it has no public name.
+
+    Args:
+        operation: what `Tensor` calls it.
+        tensors: any number.
+        others: lists as long as `tensors`, or what is the same for all.
+        options: as of the operation.
+    """
+    if not tensors:
+        return []
+    return getattr(torch, f"_foreach_{operation}")(list(tensors), *others, **options)
+
+
 def unscales_gradients_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `GradScaler` leaves it to `optimizer.step` to divide gradients by the scale, as it
     does with `fused=True`.
@@ -289,7 +310,7 @@ class WeightlessReads(TorchDispatchMode):
         if name in self._computes:
             self._computes[name](*args)
         if is_inplace or "out" in options:
-            return options.get("out", first)
+            return options.get("out", None if isinstance(args[0], list) else first)
         if name == "_local_scalar_dense":
             return torch.ones((), dtype=first.dtype).item()
         if name == "_to_copy" and (options.get("device") or first.device).type != "meta":

@@ -70,6 +70,7 @@ PLAIN |= {f"local sgd, {name}": offbeat.LocalSGD(period=name) for name in SCHEDU
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
     "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
+    "diloco, offloaded": offbeat.LocalSGD(period=2, outer=offbeat.Outer(offload=True)),
     "streaming diloco": offbeat.LocalSGD(
         period=4, outer="diloco", codec="e3m0", exchange="2x1x0.5"
     ),
@@ -542,6 +543,39 @@ def test_the_outer_optimizer_is_sgd_on_the_change(attached: Callable, nesterov: 
         slow_optimizer.step()
         inner.load_state_dict(slow.state_dict() | dict(inner.named_buffers()))
     assert_same(net, slow, rtol=1e-5, atol=1e-6)
+
+
+OFFLOADED = {
+    "plain": {"period": 2},
+    "adaptive": {"period": "adaptive", "codec": "linear8"},
+    "streaming": {"period": 4, "codec": "e3m0", "exchange": "2x1x0.5"},
+    "pairs": {"period": 2, "exchange": "pairs"},
+    "members": {"period": 2, "exchange": "members", "codec": "sparseloco"},
+}
+
+
+@pytest.mark.parametrize("options", OFFLOADED.values(), ids=OFFLOADED)
+@pytest.mark.parametrize("first", [False, True])
+def test_an_offloaded_outer_optimizer_takes_the_same_steps_and_has_the_same_state(
+    attached: Callable, options: dict[str, Any], first: bool
+) -> None:
+    plain = offbeat.LocalSGD(outer=offbeat.Outer(), **options)
+    halves = [
+        offbeat.LocalSGD(outer=offbeat.Outer(offload=where), **options)
+        for where in (first, not first)
+    ]
+    net, optimizer, _ = attached(plain)
+    train(net, optimizer, range(12))
+    begun, begun_optimizer, begun_session = attached(halves[0])
+    train(begun, begun_optimizer, range(5))
+    resumed, resumed_optimizer, resumed_session = attached(halves[1])
+    resumed.load_state_dict(begun.state_dict())
+    resumed_optimizer.load_state_dict(copy.deepcopy(begun_optimizer.state_dict()))
+    resumed_session.load_state_dict(begun_session.state_dict())
+    train(resumed, resumed_optimizer, range(5, 12))
+    train(begun, begun_optimizer, range(5, 12))
+    assert_same(resumed, net, rtol=0, atol=0)
+    assert_same(begun, net, rtol=0, atol=0)
 
 
 def test_an_anchor_is_taken_when_training_begins(attached: Callable) -> None:

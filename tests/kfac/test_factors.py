@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
 from offbeat.kfac import convolution
-from offbeat.kfac.callback import RunningFactor, damping_of, mean_eigenvalue
-from offbeat.kfac.convolution import Window, by_rows, by_shifts, patch_moment
+from offbeat.kfac.callback import RunningFactor, damping_of, mean_eigenvalue, update_all_
+from offbeat.kfac.convolution import Window, by_patches, by_rows, by_shifts, patch_moment
 from offbeat.kfac.factors import (
     FactorShape,
     cholesky_,
@@ -162,15 +162,16 @@ def test_shifts_equal_patches_equal_the_definition(
     expected = slowly(images, window, ones).triu()
     assert torch.equal(by_rows(images, window, ones=ones).triu(), expected)
     assert torch.equal(by_shifts(images, window, ones=ones).triu(), expected)
+    assert torch.equal(by_patches(images, window, ones=ones).triu(), expected)
 
 
 @given(stride=pairs, taps=pairs)
 def test_patches_may_lie_apart(stride: tuple[int, int], taps: tuple[int, int]) -> None:
     window = Window(taps=taps, stride=stride, before=(1, 0), after=(0, 1))
     images = torch.randint(-3, 4, (2, 2, 5, 5), generator=torch.Generator().manual_seed(1)).double()
-    assert torch.equal(
-        by_rows(images, window, ones=True).triu(), slowly(images, window, True).triu()
-    )
+    expected = slowly(images, window, True).triu()
+    for way in (by_rows, by_patches):
+        assert torch.equal(way(images, window, ones=True).triu(), expected)
 
 
 def test_shifts_are_precise_in_float32() -> None:
@@ -226,10 +227,15 @@ def test_grams_are_symmetric_products(dim: int, ones: bool, groups: int) -> None
 def test_long_sums_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.randint(-3, 4, (5, 4, 6, 6), generator=torch.Generator().manual_seed(0)).double()
     window = Window(taps=(3, 3), before=(1, 1), after=(1, 1))
-    whole = [way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts)]
+    whole = [
+        way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts, by_patches)
+    ]
     monkeypatch.setattr(convolution, "MAX_SUMMED", 80)
-    pieces = [way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts)]
-    assert all(torch.equal(piece, whole[0]) for piece in (*pieces, whole[1]))
+    monkeypatch.setattr(convolution, "MAX_LAID_OUT", 2 * 4 * 9 * 36)
+    pieces = [
+        way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts, by_patches)
+    ]
+    assert all(torch.equal(piece, whole[0]) for piece in (*pieces, *whole))
 
 
 # Averages over steps, free of damping.
@@ -267,6 +273,28 @@ def test_the_average_is_the_weighted_mean_of_what_was_good(steps: list[str], dec
     else:
         assert factor.mass == 0
         assert not factor.average().any()
+
+
+@given(
+    st.lists(st.tuples(*[st.sampled_from(["good", "nan", "inf", "nobody"])] * 3), max_size=5),
+    st.floats(0, 0.99),
+)
+def test_all_averages_together_are_those_of_each_alone(
+    steps: list[tuple[str, ...]], decay: float
+) -> None:
+    alone, together = ([running() for _ in range(3)] for _ in range(2))
+    for seed, kinds in enumerate(steps):
+        new = [increment(3 * seed + place) for place in range(3)]
+        for each, kind in zip(new, kinds, strict=True):
+            if kind in ("nan", "inf"):
+                each[0, 2] = float(kind)
+        weights = torch.tensor([0.0 if kind == "nobody" else 5.0 for kind in kinds])
+        for factor, each, weight in zip(alone, new, weights, strict=True):
+            factor.update_(each, weight=weight, decay=decay)
+        update_all_(together, new, weights, decay=decay)
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.weighted_sum, other.weighted_sum)
+        assert torch.equal(one.mass, other.mass)
 
 
 def test_state_goes_round() -> None:
@@ -324,6 +352,3 @@ def test_rows_that_stand_for_nothing_have_no_eigenvalues(
     matrices: torch.Tensor, shape: FactorShape
 ) -> None:
     assert float(mean_eigenvalue(pack(matrices), shape)) == 9
-    factor = RunningFactor(shape, dtype=torch.float32, device=torch.device("cpu"))
-    factor.update_(pack(matrices), weight=1.0, decay=0.5)
-    assert float(factor.mean_eigenvalue()) == 9

@@ -305,7 +305,7 @@ def test_owners_invert_as_messages_arrive_and_others_while_they_wait(
     phase: InverseExchange, inverter: Noting
 ) -> None:
     answers = iter([False, True])
-    phase.start(task_of)
+    phase.start(lambda slots: list(map(task_of, slots)))
     phase.fill(lambda: False)
     assert inverter.noted == [], "no message has arrived"
     phase.advance(1)
@@ -326,6 +326,6 @@ def test_without_messages_all_is_inverted_at_the_end_and_every_time_anew(
 ) -> None:
     for _ in range(2):
         inverter.noted.clear()
-        phase.start(task_of)
+        phase.start(lambda slots: list(map(task_of, slots)))
         phase.finish()
         assert inverter.noted == ["0", "1", "2", "3", "4"]

@@ -179,7 +179,8 @@ def test_a_gradient_of_zeros_stays_so_when_it_is_grafted(grafting: Grafting) -> 
     _, blocks, capture = trained()
     pairs = tasks_of(capture, blocks)
     for block in blocks:
-        block.gradient().scale_(torch.tensor(0.0))
+        for part in block.gradient().parts:
+            part.zero_()
     precondition_(
         blocks,
         inverses(pairs, "triangle"),

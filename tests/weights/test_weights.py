@@ -131,7 +131,7 @@ def test_no_copy_is_made_of_a_model_that_is_laid_out(dtype: torch.dtype) -> None
 
 def test_a_long_mean_is_made_of_many_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.weights.model_weights.FRAGMENT_BYTES", 32)
-    driver, tensors = Rehearsed(0, 1), [torch.randn(7, 3), torch.randn(5), torch.tensor(2.0)]
+    driver, tensors = Rehearsed(0, 2), [torch.randn(7, 3), torch.randn(5), torch.tensor(2.0)]
     before = [tensor.clone() for tensor in tensors]
     average_(tensors, tensors, driver=driver, stream=Stream(0), weight=1.0)
     assert len(driver.noted) == 5  # three times two rows; a row and the vector; the number

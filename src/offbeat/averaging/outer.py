@@ -23,6 +23,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.periodic import TakeMean
+from offbeat.codec.device_copies import on_device, on_host
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 
 OuterFactory: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -37,10 +38,8 @@ class OuterOptimizer(TakeMean):
 
     Args:
         parameters: the model's, by name.
-        make: makes the optimizer of the anchor's parameters, which are float32 or float64.
-
-    Attributes:
-        anchor: where the last average left the parameters, by name.
+        make: makes the optimizer of the anchor's parameters, which are float32 or float64. If it
+            has an attribute `offload` that is true, the host's memory holds both between averages.
 
     Raises:
         ConfigError: `make` returns no optimizer, or one of other parameters.
@@ -50,8 +49,36 @@ class OuterOptimizer(TakeMean):
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, make: OuterFactory) -> None:
         self._parameters = parameters
         self._make = make
-        self.anchor, self._optimizer = self._fresh()
+        self._offloads, self._is_away = bool(getattr(make, "offload", False)), False
+        self._anchor, self._optimizer = self._fresh()
         self._has_begun = False
+
+    @property
+    def anchor(self) -> Mapping[str, torch.nn.Parameter]:  # type: ignore[override]  # nobody sets it
+        """Where the last average left the parameters, by name: on their devices, from now on until
+        the next average.
+        """
+        if self._is_away:
+            self._is_away = False
+            self._move(on_device)
+        return self._anchor
+
+    def _offload(self) -> None:
+        if self._offloads:
+            self._is_away = True
+            self._move(lambda tensor, home: on_host(tensor))
+            for device in {each.device for each in self._parameters.values() if each.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
+
+    def _move(self, copied: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
+        """Replace the anchor's memory, and that of what the optimizer keeps beside it."""
+        for name, anchor in self._anchor.items():
+            home = self._parameters[name].device
+            anchor.data = copied(anchor.data, home)
+            kept = self._optimizer.state.get(anchor, {})
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    kept[key] = copied(value, home)
 
     @override
     def begin(self) -> None:
@@ -60,6 +87,7 @@ class OuterOptimizer(TakeMean):
             for name, anchor in self.anchor.items():
                 anchor.detach().copy_(self._parameters[name].detach())
             self._has_begun = True
+            self._offload()
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
@@ -89,16 +117,17 @@ class OuterOptimizer(TakeMean):
         self._optimizer.zero_grad(set_to_none=True)  # a gradient weighs as much as the model
         for name, anchor in self.anchor.items():
             self._parameters[name].detach().copy_(anchor.detach())
+        self._offload()
 
     @override
     def state(self) -> dict[str, Any]:
         """Everything by kind and parameter name; empty before `begin`. Tensors are live ones."""
         if not self._has_begun:
             return {}
-        anchors = {f"anchor/{name}": anchor.detach() for name, anchor in self.anchor.items()}
+        anchors = {f"anchor/{name}": anchor.detach() for name, anchor in self._anchor.items()}
         kept = {
             f"{_prefix(self._optimizer)}{key}/{name}": value
-            for name, anchor in self.anchor.items()
+            for name, anchor in self._anchor.items()
             for key, value in self._optimizer.state.get(anchor, {}).items()
             if value is not None
         }
@@ -124,7 +153,8 @@ class OuterOptimizer(TakeMean):
                 )
         if saved:
             _fill(anchors, optimizer, saved)
-        self.anchor, self._optimizer, self._has_begun = anchors, optimizer, bool(saved)
+        self._anchor, self._optimizer, self._has_begun = anchors, optimizer, bool(saved)
+        self._is_away = False
 
     def _fresh(self) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
         anchors = {

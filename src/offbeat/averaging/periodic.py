@@ -31,6 +31,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
+from offbeat.codec.device_copies import read_numbers
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import WeightCodec
@@ -171,7 +172,7 @@ class EncodedChanges:
         """
         for index, change in enumerate(changes):
             bucket, position = self._places[index]
-            bucket.copy_in(position, change)
+            bucket.copy_in({position: change})
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             used = np.ones(len(bucket.indices), dtype=np.bool_)
             tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
@@ -377,15 +378,14 @@ class MeanSquares:
         """What the optimizer has gathered before ranks move apart is the mean's."""
         if self._last is None:
             self._last = {
-                name: (float(state["step"]), state["exp_avg_sq"].clone())
-                for name, state, _ in self._states()
+                name: (step, state["exp_avg_sq"].clone()) for name, step, state, _ in self._states()
             }
 
     def correct_(self) -> None:
         """After an average of all states, on all ranks."""
         assert self._last is not None, "nobody has begun"
-        for name, state, (beta1, beta2) in self._states():
-            step, square = float(state["step"]), state["exp_avg_sq"]
+        for name, step, state, (beta1, beta2) in self._states():
+            square = state["exp_avg_sq"]
             last_step, last = self._last.get(name, (0.0, torch.zeros_like(square)))
             if step == last_step:  # a frozen parameter gains nothing
                 continue
@@ -414,12 +414,21 @@ class MeanSquares:
                 if f"square/{name}" in state
             }
 
-    def _states(self) -> Iterator[tuple[str, dict[str, Any], tuple[float, float]]]:
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self._optimizer.state.get(parameter)
-                if state and id(parameter) in self._names:
-                    yield self._names[id(parameter)], state, group["betas"]
+    def _states(self) -> list[tuple[str, float, dict[str, Any], tuple[float, float]]]:
+        """Of each parameter that has been stepped: its name, the number of steps, its state and the
+        betas. The host waits for a device once.
+        """
+        found = [
+            (self._names[id(parameter)], self._optimizer.state[parameter], group["betas"])
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if self._optimizer.state.get(parameter) and id(parameter) in self._names
+        ]
+        steps = read_numbers([torch.as_tensor(state["step"]) for _, state, _ in found])
+        return [
+            (name, step, state, betas)
+            for step, (name, state, betas) in zip(steps, found, strict=True)
+        ]
 
 
 def _squares_of(
@@ -538,10 +547,11 @@ class MeanOfAll(WeightExchange):
             if changes is None
             else map(torch.add, self.rule.anchor.values(), changes)
         )
-        squared = sum(
-            float((one.to(mean.dtype) - mean.detach()).abs().double().square().sum())
+        distances = [
+            (one.to(mean.dtype) - mean.detach()).abs().double().square().sum()
             for one, mean in zip(before, means, strict=True)
-        )
+        ]
+        squared = sum(read_numbers(distances))
         lr = 1.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
         measured = self._peers.launch(gather_values([squared, lr])).wait()
         return Drift(*np.mean(measured, axis=0).tolist())

@@ -4,13 +4,14 @@ as in `codec.selectors`.
     guess a threshold from a sample, or take the last step's
     one pass: add, write back, collect the candidates        (a Triton kernel; without Triton some
                                                               passes of torch)
-    finish among the candidates with torch
+    finish among the candidates with torch, in vectors whose sizes do not depend on their number
+    one copy to the host, for which alone it waits
 
 A candidate's place depends on which block of the GPU comes first, so candidates are sorted by index
 before anything else.
 
-Tested on CPU tensors: the torch passes as they are, the kernel under Triton's interpreter. No
-figures from a GPU exist yet; the bound is 12 bytes of memory traffic a float32 element.
+Tested on CPU tensors: the torch passes as they are, the kernel under Triton's interpreter; and on a
+GPU, bit for bit, by `make test-gpu`. The bound is 12 bytes of memory traffic a float32 element.
 
 Difference from the CPU: the kernel may fuse residual + weight * gradient into one rounding.
 """
@@ -19,12 +20,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from offbeat.codec.selectors import GAIN, THRESHOLD, WITHIN, Selection, sample_plan
+from offbeat.codec.device_copies import fetch
+from offbeat.codec.selectors import GAIN, THRESHOLD, WITHIN, SamplePlan, Selection, sample_plan
 from offbeat.codec.sparse import Sparse
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -42,12 +44,12 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
     plan = sample_plan(flat.numel(), k)
     if plan is None:
         torch.add(residual, flat, alpha=weight, out=flat)
-        return _finish(flat, flat.nonzero().squeeze(1), k)
+        return _largest(flat, k)
     places = slice(None, None, flat.numel() // plan.num_samples)
     sample = torch.add(residual[places], flat[places], alpha=weight).abs_()
-    threshold = sample.topk(plan.rank, sorted=False).values.min()
-    candidates = accumulate(flat, residual, weight, threshold, plan.capacity)
-    return _finish(flat, candidates if candidates.numel() >= k else flat.nonzero().squeeze(1), k)
+    candidates = accumulate(flat, residual, weight, _threshold(sample, plan), plan.capacity)
+    taken = _take(flat, candidates, least=k, most=plan.capacity, k=k)
+    return _largest(flat, k) if taken is None else taken
 
 
 def reuse(
@@ -71,14 +73,28 @@ def reuse(
     """
     if not 0 < threshold < math.inf:
         return _with_threshold(exact(flat, residual, k=k, weight=weight))
-    candidates = accumulate(flat, residual, weight, flat.new_full((), threshold), 4 * k)
-    count = candidates.numel()
-    if within[0] * k <= count <= within[1] * k:
-        state = {THRESHOLD: threshold * (count / k) ** GAIN}
-        return replace(_finish(flat, candidates, count), state=state)
-    return _with_threshold(
-        _finish(flat, candidates if count >= k else flat.nonzero().squeeze(1), k)
-    )
+    least, most = math.ceil(within[0] * k), math.floor(within[1] * k)
+    reaching = flat.new_full((), threshold)
+    candidates = accumulate(flat, residual, weight, reaching, max(1, most))
+    taken = _take(flat, candidates, least=least, most=most, k=most)
+    if taken is None:
+        return _with_threshold(_largest(flat, k))
+    ratio = len(taken.sparse) / k if taken.finite else 1.0
+    return replace(taken, state={THRESHOLD: threshold * ratio**GAIN})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Candidates:
+    """Where entries reach a threshold.
+
+    Attributes:
+        indices: ascending, int32 or int64; the number of all entries stands where there is none.
+        count: how many there are, one element; where there was no room for all, `indices` are any
+            of them.
+    """
+
+    indices: torch.Tensor
+    count: torch.Tensor
 
 
 def accumulate(
@@ -87,47 +103,81 @@ def accumulate(
     weight: float,
     threshold: torch.Tensor,
     capacity: int,
-) -> torch.Tensor:
-    """flat = residual + weight * flat, and the ascending indices of what is nonzero and reaches
-    `threshold`, or is NaN.
+) -> _Candidates:
+    """flat = residual + weight * flat, and where it is nonzero and reaches `threshold`, or is NaN.
 
     Args:
         flat: float32 or float64, shape (n,), on any device; overwritten.
         residual: same shape, dtype and device.
         weight: of `flat`.
         threshold: a magnitude, one element of the same dtype and device.
-        capacity: how many indices the kernel makes room for, >= 1. When there are more, torch
-            collects them again.
+        capacity: how many indices the kernel makes room for, >= 1.
     """
     threshold = threshold.clamp(min=torch.finfo(flat.dtype).tiny)
     if _HAS_TRITON and flat.is_cuda and flat.dtype == torch.float32 and flat.numel() < 1 << 31:
         from offbeat.codec import triton_kernels
 
-        count, indices = triton_kernels.accumulate(flat, residual, weight, threshold, capacity)
-        if count <= capacity:
-            return indices
-    else:
-        torch.add(residual, flat, alpha=weight, out=flat)
-    return (flat.abs() < threshold).logical_not_().nonzero().squeeze(1)
+        indices, count = triton_kernels.accumulate(flat, residual, weight, threshold, capacity)
+        return _Candidates(indices=indices, count=count)
+    torch.add(residual, flat, alpha=weight, out=flat)
+    return _reaching((flat.abs() < threshold).logical_not_())
 
 
-def _finish(flat: torch.Tensor, indices: torch.Tensor, k: int) -> Selection:
-    """Take the `k` largest of the entries at the ascending `indices`, the first ones among equals,
-    out of `flat`.
+def _reaching(mask: torch.Tensor) -> _Candidates:
+    indices = mask.nonzero().squeeze(1)
+    return _Candidates(indices=indices, count=indices.new_full((1,), indices.numel()))
 
-    Whatever is not finite must be among the entries.
+
+def _largest(flat: torch.Tensor, k: int) -> Selection:
+    """Take the `k` largest of all entries that are not zero, or as many as there are."""
+    plan, taken = sample_plan(flat.numel(), k), None
+    if plan is not None:
+        sample = flat[:: flat.numel() // plan.num_samples].abs()
+        candidates = _reaching((flat.abs() < _threshold(sample, plan)).logical_not_())
+        taken = _take(flat, candidates, least=k, most=flat.numel(), k=k)
+    if taken is None:
+        taken = _take(flat, _reaching(flat != 0), least=0, most=flat.numel(), k=k)
+    assert taken is not None, "any number of entries is enough"
+    return taken
+
+
+def _threshold(sample: torch.Tensor, plan: SamplePlan) -> torch.Tensor:
+    """What enough entries are likely to reach, and no zero does."""
+    threshold = sample.topk(plan.rank, sorted=False).values.min()
+    return threshold.clamp(min=torch.finfo(sample.dtype).tiny)
+
+
+def _take(
+    flat: torch.Tensor, candidates: _Candidates, *, least: int, most: int, k: int
+) -> Selection | None:
+    """Take the `k` largest candidates, the first ones among equals, out of `flat`. None, and `flat`
+    as it was, unless there are `least` to `most` candidates.
+
+    Whatever is not finite must be among them. The host waits for the device once.
     """
-    values = flat[indices]
-    if not bool(values.isfinite().all()):
-        return Selection(sparse=_to_host(indices[:0], values[:0], flat.numel()), finite=False)
+    num_elements, indices = flat.numel(), candidates.indices
+    is_there = indices < num_elements
+    values = torch.where(is_there, flat[indices.clamp(max=num_elements - 1)], 0)
+    is_finite = values.isfinite().all()
     if k < indices.numel():
-        magnitudes = values.abs()
-        kth = magnitudes.topk(k, sorted=False).values.min()
-        above, equal = magnitudes > kth, magnitudes == kth
-        taken = above | equal & (equal.cumsum(0) <= k - above.sum())
-        indices, values = indices[taken], values[taken]
-    flat[indices] = 0
-    return Selection(sparse=_to_host(indices, values, flat.numel()), finite=True)
+        magnitudes = torch.where(is_there, values.abs(), -1)
+        kept = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
+        indices, values, is_there = indices[kept], values[kept], is_there[kept]
+    is_taken = is_finite & (candidates.count >= least) & (candidates.count <= most) & is_there
+    # What is finite minus itself is zero. To write zeros would need as many places as are taken.
+    flat.index_add_(
+        0, indices.clamp(max=num_elements - 1), torch.where(is_taken, values, 0), alpha=-1
+    )
+    count, finite, places, numbers = fetch(
+        candidates.count.long(), is_finite.long().view(1), indices.long(), values
+    )
+    if not finite:
+        return Selection(sparse=Sparse.empty(num_elements, numbers.dtype), finite=False)
+    if not least <= count <= most:
+        return None
+    found = slice(min(int(count[0]), places.size))
+    sparse = Sparse(indices=places[found], values=numbers[found], num_elements=num_elements)
+    return Selection(sparse=sparse, finite=True)
 
 
 def _with_threshold(selection: Selection) -> Selection:
@@ -135,9 +185,3 @@ def _with_threshold(selection: Selection) -> Selection:
     magnitudes = np.abs(selection.sparse.values)
     threshold = float(magnitudes.min()) if magnitudes.size else 0.0
     return replace(selection, state={THRESHOLD: threshold})
-
-
-def _to_host(indices: torch.Tensor, values: torch.Tensor, num_elements: int) -> Sparse:
-    return Sparse(
-        indices=indices.cpu().numpy(), values=values.cpu().numpy(), num_elements=num_elements
-    )

@@ -1,12 +1,18 @@
-"""Copies from the host to a device for which the host does not wait.
+"""Copies between the host and a device. The host does not wait for those to a device, and once for
+several from one.
 
-From usual memory such a copy begins when all that was queued on the device before is done, and the
-host waits for it. From pinned memory, which PyTorch keeps for the next copy, it is queued.
+From usual memory a copy begins when all that was queued on the device before is done, and the host
+waits for it. From pinned memory, which PyTorch keeps for the next copy, it is queued.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 
 
 def put(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -21,3 +27,48 @@ def on_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return source.to(device)
     return source.pin_memory().to(device, non_blocking=True)
+
+
+def fetch(*tensors: torch.Tensor) -> list[NDArray[Any]]:
+    """What tensors of one device hold, each of shape (n,), as arrays of the host. Numbers of more
+    bytes come before those of fewer, so that each array is aligned.
+    """
+    if tensors[0].device.type != "cuda":
+        return [tensor.cpu().numpy() for tensor in tensors]
+    joined = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors])
+    # Memory of its own, since the arrays outlive the next copy: pinned memory does not come back
+    # before the last of them is dropped.
+    here = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True)
+    here.copy_(joined, non_blocking=True)
+    torch.cuda.current_stream(joined.device).synchronize()
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return [
+        part.view(tensor.dtype).numpy()
+        for part, tensor in zip(here.split(sizes), tensors, strict=True)
+    ]
+
+
+def on_host(source: torch.Tensor) -> torch.Tensor:
+    """A copy of `source` in the host's memory, which is complete when its device has come to the
+    end of what is queued on it.
+    """
+    if source.is_meta:
+        return source  # as arithmetic they are alike
+    copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+    return copy.copy_(source, non_blocking=True)
+
+
+def read_numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The elements of all `tensors`, which are few. The host waits once for all that have the same
+    device and type.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(place)
+    found: dict[int, list[float]] = {}
+    for places in alike.values():
+        numbers = iter(
+            torch.cat([tensors[place].detach().reshape(-1) for place in places]).tolist()
+        )
+        found |= {place: [*islice(numbers, tensors[place].numel())] for place in places}
+    return [*chain.from_iterable(found[place] for place in range(len(tensors)))]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -175,7 +176,8 @@ class ModelMessage:
         """The number of elements from `begin` on."""
         return self.num_coded or self.codes.size or self.values.size
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self) -> memoryview:
+        """The message as it travels, read-only."""
         is_rounded = self.codes.size > 0
         head = _HEAD.pack(
             self.kind,
@@ -198,12 +200,12 @@ class ModelMessage:
         values = np.ascontiguousarray(self.values).data
         if self.bits:
             sizes = _COUNT.pack(self.coded.size) + _COUNT.pack(self.values.size)
-            return b"".join([head, *notes, counters, sizes, values, self.coded.data])
+            return _joined([head, *notes, counters, sizes], values, self.coded.data)
         if not is_rounded:
-            return b"".join([head, *notes, counters, values])
+            return _joined([head, *notes, counters], values)
         num_exact = _COUNT.pack(self.values.size)
         codes = np.ascontiguousarray(self.codes, _CODE).data
-        return b"".join([head, *notes, counters, num_exact, values, codes])
+        return _joined([head, *notes, counters, num_exact], values, codes)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ModelMessage:
@@ -288,6 +290,17 @@ class ModelMessage:
             num_coded=num_values if bits else 0,
             bits=bits,
         )
+
+
+def _joined(small: Sequence[bytes | memoryview], *large: memoryview) -> memoryview:
+    """All of them side by side. While `bytes.join` copies a model no other thread runs; numpy lets
+    the trainer go on meanwhile.
+    """
+    every = (memoryview(b"".join(small)), *large)
+    parts = [np.frombuffer(part, np.uint8) for part in every if part.nbytes]
+    content = np.empty(sum(part.size for part in parts), np.uint8)
+    np.concatenate(parts, out=content)
+    return content.data.toreadonly()
 
 
 def bytes_at_scale(message: bytes | bytearray | memoryview, num_elements: int) -> float:

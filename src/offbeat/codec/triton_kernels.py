@@ -35,8 +35,9 @@ def accumulate(
     weight: float,
     threshold: torch.Tensor,
     capacity: int,
-) -> tuple[int, torch.Tensor]:
-    """flat = residual + weight * flat, and the indices of what reaches `threshold` or is NaN.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flat = residual + weight * flat, and the indices of what reaches `threshold` or is NaN. The
+    host does not wait.
 
     Args:
         flat: float32, shape (n,), n < 2**31, overwritten.
@@ -46,14 +47,12 @@ def accumulate(
         capacity: how many indices to make room for.
 
     Returns:
-        How many there are, and the int64 indices, ascending, of as many as there was room for (any
-        of them).
+        The int32 indices, ascending, shape (capacity,): n where there is none, and any of them
+        where there was no room for all. How many there are, int32, shape (1,).
     """
-    indices = torch.empty(capacity, dtype=torch.int64, device=flat.device)
+    n = flat.numel()
+    indices = torch.full((capacity,), n, dtype=torch.int32, device=flat.device)
     count = torch.zeros(1, dtype=torch.int32, device=flat.device)
-    grid = (triton.cdiv(flat.numel(), BLOCK),)
-    _accumulate[grid](
-        flat, residual, weight, threshold, indices, count, flat.numel(), capacity, BLOCK=BLOCK
-    )
-    found = int(count.item())
-    return found, indices[:found].sort().values
+    grid = (triton.cdiv(n, BLOCK),)
+    _accumulate[grid](flat, residual, weight, threshold, indices, count, n, capacity, BLOCK=BLOCK)
+    return indices.sort().values, count

@@ -4,12 +4,13 @@ carries them all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 
 from offbeat.arithmetic.fusion import fuse
+from offbeat.torch_private import for_each
 
 _NUM_BUFFERS = 2
 """Buffers that a sparse reduction uses in turns."""
@@ -98,13 +99,25 @@ class Bucket:
             and gradient.device == self._flat.device
         )
 
-    def copy_in(self, position: int, gradient: torch.Tensor) -> None:
-        """Copy `gradient`, which may be sparse, into its place, unless it is there already."""
-        place = self.views[position]
-        if gradient.is_sparse:
-            place.zero_().add_(gradient)
-        elif gradient.data_ptr() != place.data_ptr() or gradient.device != place.device:
-            place.copy_(gradient)
+    def copy_in(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Copy gradients, which may be sparse, into their places by position, unless they are
+        there already.
+        """
+        places, dense = list[torch.Tensor](), list[torch.Tensor]()
+        views = self.views
+        for position, gradient in gradients.items():
+            place = views[position]
+            if gradient.is_sparse:
+                place.zero_().add_(gradient.detach())
+            elif gradient.data_ptr() != place.data_ptr() or gradient.device != place.device:
+                places.append(place)
+                dense.append(gradient.detach() if gradient.requires_grad else gradient)
+        for_each("copy_", places, dense)
+
+    def clear(self, positions: Sequence[int]) -> None:
+        """Zeros in the places of those that have no gradient."""
+        for position in positions:
+            self.views[position].zero_()
 
 
 def make_buckets(

@@ -318,8 +318,8 @@ class GradientExchange(Callback):
             for b, (bucket, _) in enumerate(self._pairs)
             for position, index in enumerate(bucket.indices)
         }
-        self._ready = [np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs]
-        self._num_missing = [len(ready) for ready in self._ready]
+        # What backward has accumulated of each bucket, by position; None: it is in its place.
+        self._arrived: list[dict[int, torch.Tensor | None]] = [{} for _ in self._pairs]
         self._published = [
             np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs
         ]
@@ -351,8 +351,7 @@ class GradientExchange(Callback):
         self._num_accumulated = 0
         self._synchronised = synchronised
         for b in range(len(self._pairs)):
-            self._ready[b][:] = False
-            self._num_missing[b] = len(self._ready[b])
+            self._arrived[b].clear()
             if synchronised or self._may_keep_entries or not self._gives_whole:
                 self._stash(b)
             else:
@@ -382,24 +381,25 @@ class GradientExchange(Callback):
             self._unsent = True
             return
         b, position = self._place[index]
-        if self._ready[b][position]:
+        bucket, arrived = self._pairs[b][0], self._arrived[b]
+        if position in arrived:
             raise UnsupportedError(
-                f"the gradient of {self._pairs[b][0].names[position]!r} was accumulated twice in"
+                f"the gradient of {bucket.names[position]!r} was accumulated twice in"
                 " one backward pass; re-entrant checkpointing does that: use"
                 " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        self._copy_in(b, position)
-        # Until the result takes its place, its memory is that of the gradients that come next.
-        self._pairs[b][0].parameters[position].grad = None
+        parameter = bucket.parameters[position]
+        # Once the bucket has it, its memory is that of the gradients that come next.
+        arrived[position], parameter.grad = parameter.grad, None
+        if len(arrived) == len(bucket.parameters):
+            self._gather_in(b)
         # The last bucket waits for the end of backward, so that its tally can still say that this
         # rank failed.
         # Buckets are launched in one order on every rank, because dense operations match by order.
         # Where the whole gradient is clipped, none may leave before all are there.
         if self._clips_first:
             return
-        while (
-            self._num_launched < len(self._pairs) - 1 and not self._num_missing[self._num_launched]
-        ):
+        while self._num_launched < len(self._pairs) - 1 and self._is_whole(self._num_launched):
             self._launch_next()
 
     @override
@@ -534,9 +534,8 @@ class GradientExchange(Callback):
 
     def _clip_gradients(self) -> None:
         assert self._clipping is not None
-        for b, ready in enumerate(self._ready):
-            for position in np.flatnonzero(~ready).tolist():
-                self._copy_in(b, position)
+        for b in range(len(self._pairs)):
+            self._gather_in(b)
         flats = [bucket.flat for bucket, _ in self._pairs]
         self._clipping.clip_(flats, grad_scale=self._grad_scale(), combine=self._island.hypot)
 
@@ -544,14 +543,13 @@ class GradientExchange(Callback):
         """Launch the next bucket in order, with whatever of its gradients is there."""
         b = self._num_launched
         bucket, reduction = self._pairs[b]
-        for position in np.flatnonzero(~self._ready[b]).tolist():
-            self._copy_in(b, position)
+        used = self._gather_in(b)
         self._num_launched += 1
         tally = Tally(
             weight=self._weight_now(),
             num_nonfinite=0,
             num_failed=int(failed),
-            used=self._ready[b].copy(),
+            used=used,
         )
         for listener in self._listeners:
             listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
@@ -579,18 +577,24 @@ class GradientExchange(Callback):
             return 1.0
         return 0.0 if self._is_idle else float(self._num_samples)
 
-    def _copy_in(self, b: int, position: int) -> None:
-        """Copy a parameter's local gradient into its bucket, unless that is where it is; zeros if
-        there is none.
+    def _is_whole(self, b: int) -> bool:
+        return len(self._arrived[b]) == len(self._pairs[b][0].parameters)
+
+    def _gather_in(self, b: int) -> NDArray[np.bool_]:
+        """Copy this rank's gradient into its bucket, zeros where it has none. Returns of which
+        parameters it has one.
         """
-        bucket = self._pairs[b][0]
-        gradient = bucket.parameters[position].grad
-        if gradient is None:
-            bucket.views[position].zero_()
-            return
-        self._num_missing[b] -= not self._ready[b][position]
-        self._ready[b][position] = True
-        bucket.copy_in(position, gradient.detach() if gradient.requires_grad else gradient)
+        bucket, arrived = self._pairs[b][0], self._arrived[b]
+        for position, parameter in enumerate(bucket.parameters):
+            if position not in arrived and parameter.grad is not None:
+                arrived[position] = parameter.grad
+        used = np.zeros(len(bucket.parameters), dtype=np.bool_)
+        used[list(arrived)] = True
+        # One call for all: on a GPU the host would otherwise launch a kernel for each parameter.
+        bucket.copy_in({place: each for place, each in arrived.items() if each is not None})
+        arrived.update(dict.fromkeys(arrived))
+        bucket.clear(np.flatnonzero(~used).tolist())
+        return used
 
     def _stash(self, b: int) -> None:
         bucket = self._pairs[b][0]

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.codec.tally import all_finite
 from offbeat.errors import NonFiniteError
 from offbeat.membership.island import Island
 from offbeat.torch_private import stored_entries
@@ -59,7 +60,7 @@ class GradientGuard(Callback):
         gradients = [
             _entries(p.grad.detach()) for p in self._parameters.values() if p.grad is not None
         ]
-        if not any(self._island.largest(not _all_finite(gradients))):
+        if not any(self._island.largest(not all_finite(gradients))):
             self._num_in_a_row = 0
             return
         for parameter in self._parameters.values():
@@ -94,10 +95,3 @@ class GradientGuard(Callback):
 def _entries(gradient: torch.Tensor) -> torch.Tensor:
     """What a gradient holds: of a sparse one, the rows that it has."""
     return stored_entries(gradient)[1] if gradient.is_sparse else gradient
-
-
-def _all_finite(gradients: list[torch.Tensor]) -> bool:
-    """A norm is not finite if an element is not; one that overflows needs a second, slower look."""
-    if not gradients or bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
-        return True
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

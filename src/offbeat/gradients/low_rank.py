@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -82,7 +83,17 @@ class RightFactors:
         """Called when all buckets are launched, at the same point on all ranks: dense operations of
         different ranks are matched by the order in which they begin.
         """
-        factors = [each for reduction in self._reductions for each in reduction.right_factors()]
+        sums = [reduction.left_sums() for reduction in self._reductions]
+        tallies = Tally.read_from([tail for _, tail in sums])
+        if not all(tally.good for tally in tallies):  # the other factors are of no use
+            lefts: list[list[torch.Tensor]] = [[] for _ in sums]
+        else:
+            lefts = _orthonormal([parts for parts, _ in sums])
+        factors = [
+            factor
+            for reduction, tally, left in zip(self._reductions, tallies, lefts, strict=True)
+            for factor in reduction.right_factors(tally, left)
+        ]
         if not factors:
             return
         message = torch.cat([factor.flatten() for factor in factors])
@@ -133,22 +144,29 @@ class LowRankReduction(ResidualReduction):
         self._sum = TalliedSum(parts, tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s
 
-    def right_factors(self) -> Sequence[torch.Tensor]:
-        """This rank's Q of each matrix. They are made the sum over all ranks."""
+    def left_sums(self) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """The sums over ranks of P of each matrix, shape (r, n), and what the tally of all ranks is
+        written to.
+        """
         assert self._sum is not None, "nothing was launched"
         sums, tail = self._sum.wait()
-        (self.tally,) = Tally.read_from([tail])  # it says whether the other factors are of use
-        begin_s, num_matrices = time.perf_counter(), len(self._matrices)
-        self._sum, self._lefts, self._new_rights = None, [], []
-        self._totals = sums[num_matrices:]
-        for each, total in zip(self._matrices, sums, strict=False):
-            if not self.tally.good:
-                break
-            left = orthonormal(total.view(len(each.right), -1))
+        self._sum, self._totals = None, sums[len(self._matrices) :]
+        lefts = zip(self._matrices, sums, strict=False)
+        return [total.view(each.right.shape[0], -1) for each, total in lefts], tail
+
+    def right_factors(self, tally: Tally, lefts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """This rank's Q of each matrix. They are made the sum over all ranks.
+
+        Args:
+            tally: of all ranks.
+            lefts: P of each matrix, orthonormal, shape (r, n); empty: this step is not applied.
+        """
+        begin_s = time.perf_counter()
+        self.tally, self._lefts, self._new_rights = tally, list(lefts), []
+        for each, left in zip(self._matrices, lefts, strict=False):
             mine = each.of(self._mine)
             right = left @ mine
             mine.addmm_(left.T, right, alpha=-1)  # what is left of it is owed
-            self._lefts.append(left)
             self._new_rights.append(right)
         self.encode_s += time.perf_counter() - begin_s
         return self._new_rights
@@ -214,17 +232,33 @@ def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix]
     return matrices, whole
 
 
+def _orthonormal(parts: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """`orthonormal` of each matrix of each bucket: those of one shape together, since on a GPU the
+    host needs longer to launch what is done with one than the device to do it.
+    """
+    every = [matrix for part in parts for matrix in part]
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
+    for number, matrix in enumerate(every):
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(number)
+    for numbers in alike.values():
+        made = orthonormal(torch.stack([every[number] for number in numbers]))
+        for number, matrix in zip(numbers, made.unbind(), strict=True):
+            every[number] = matrix
+    result = iter(every)
+    return [list(islice(result, len(part))) for part in parts]
+
+
 def orthonormal(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of a matrix, shape (r, n), each made orthogonal to those before it and of norm 1
-    (Gram and Schmidt); one that depends on those before it becomes zero.
+    """The rows of matrices, shape (..., r, n), each made orthogonal to those before it and of norm
+    1 (Gram and Schmidt); one that depends on those before it becomes zero.
     """
     result = rows.clone()
-    for place in range(len(result)):
-        row, before = result[place], result[:place]
-        norm = row.norm()
-        for _ in range(2):  # once more, for what rounding has left of the others
-            row -= (before @ row) @ before
-        rest = row.norm()
+    for place in range(result.shape[-2]):
+        row, before = result[..., place, :], result[..., :place, :]
+        norm = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+        for _ in range(2 if place else 0):  # once more, for what rounding has left of the others
+            row -= ((before @ row.unsqueeze(-1)).mT @ before).squeeze(-2)
+        rest = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
         keeps = rest > 1e-6 * norm
         row.mul_(torch.where(keeps, 1 / torch.where(keeps, rest, 1.0), 0.0))
     return result

@@ -59,7 +59,7 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
-from offbeat.torch_private import version_of
+from offbeat.torch_private import for_each, version_of
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -174,7 +174,7 @@ class OptimizerScaling(GradientTransform):
             self._add_decay_(moments, used)
             moments.gradient.copy_(bucket.flat)
         if self.is_taken:
-            bucket.flat.copy_(bucket.flat / self._denominator(moments))
+            bucket.flat.div_(self._denominator(moments))
         return bucket.flat, weight
 
     @override
@@ -327,23 +327,24 @@ class OptimizerScaling(GradientTransform):
 
     def _update(self) -> None:
         """The optimizer's step, which then finds no gradient."""
-        rates, kept = list[float](), list[float]()  # by group
-        for group in self._optimizer.param_groups:
-            lr = float(group["lr"])
-            rates.append(lr if group["maximize"] else -lr)
-            decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
-            kept.append(1 - lr * decay)
+        scaled: list[list[torch.nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         for moments in self._moments.values():
             for parameter, number in zip(
                 moments.bucket.parameters, moments.groups.groups, strict=True
             ):
-                if number is None or (scaled := parameter.grad) is None:
-                    continue
-                if kept[number] != 1:
-                    parameter.mul_(kept[number])
-                parameter.add_(scaled, alpha=rates[number])
-                self._hidden.append((parameter, scaled))
-                parameter.grad = None
+                if number is not None and parameter.grad is not None:
+                    scaled[number].append(parameter)
+        for group, parameters in zip(self._optimizer.param_groups, scaled, strict=True):
+            lr = float(group["lr"])
+            decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            rate = lr if group["maximize"] else -lr
+            if lr * decay:
+                for_each("mul_", parameters, 1 - lr * decay)
+            for_each("add_", parameters, gradients, alpha=rate)
+            self._hidden.extend(zip(parameters, gradients, strict=True))
+        for parameter, _ in self._hidden:
+            parameter.grad = None
 
     def _decide(self, is_changed: bool) -> None:
         """Agree whether the loop leaves gradients alone: all ranks scale, or none. Not before
@@ -380,10 +381,16 @@ class OptimizerScaling(GradientTransform):
         )
 
     def _ranges(self, moments: _Moments) -> Iterator[tuple[slice, tuple[float, float, float]]]:
-        """Neighbouring elements with the same beta1, beta2 and eps."""
+        """Neighbouring elements with the same beta1, beta2 and eps; on a CPU so many that its cache
+        holds what one operation leaves for the next.
+        """
         options = [(*group["betas"], group["eps"]) for group in self._optimizer.param_groups]
         # What the optimizer does not move is scaled as any other.
-        return moments.groups.merged(options, default=options[0])
+        whole = max(1, moments.mean.numel())
+        step = _BLOCK if moments.mean.device.type == "cpu" else whole
+        for here, found in moments.groups.merged(options, default=options[0]):
+            for begin in range(here.start, here.stop, step):
+                yield slice(begin, min(begin + step, here.stop)), found
 
     # The optimizer's state
 
@@ -452,6 +459,9 @@ class OptimizerScaling(GradientTransform):
             mean = moments.mean[here] / grown[0]
             square[here] = with_noise(mean, square[here] / grown[1], beta1, factor) * grown[1]
 
+
+_BLOCK: Final = 1 << 16
+"""Elements that are scaled at a time on a CPU."""
 
 NORM_INTERVAL: Final = 10
 """Norms are compared in the first so many steps, and once in so many steps afterwards. One takes a

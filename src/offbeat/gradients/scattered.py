@@ -100,7 +100,7 @@ class _Piece:
         if self.state:
             optimizer.state[self.parameter] = self.state
         if self.whole.grad is not None:
-            self._bucket.copy_in(self._position, self.whole.grad)
+            self._bucket.copy_in({self._position: self.whole.grad})
             self.parameter.grad = self._part_of(self._bucket.views[self._position])
 
     def hide(self, optimizer: torch.optim.Optimizer) -> None:

@@ -34,6 +34,7 @@ from torch import nn
 from typing_extensions import override
 
 from offbeat.kfac.factors import FactorShape, factor_shape
+from offbeat.torch_private import for_each
 
 Side: TypeAlias = Literal["input", "output"]
 """Which factor of a block: "input" is A, "output" is G."""
@@ -136,11 +137,55 @@ class BlockGradient(NamedTuple):
         shape = self.weight.shape[2:]
         self.weight.copy_(matrix if len(shape) == 1 else matrix.unflatten(-1, shape))
 
-    def scale_(self, factor: torch.Tensor) -> None:
-        """Multiply by `factor`."""
-        self.weight.mul_(factor)
-        if self.bias is not None:
-            self.bias.mul_(factor)
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+
+class JoinedGradients(NamedTuple):
+    """Gradients of several blocks of one kind, as if their groups were groups of one block.
+
+    Attributes:
+        members: the gradients, at least one; all have a bias, or none.
+    """
+
+    members: list[BlockGradient]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Groups of each block."""
+        return [len(each.weight) for each in self.members]
+
+    def matrix(self) -> torch.Tensor:
+        """As of `BlockGradient`: a copy."""
+        weights = torch.cat([as_real(each.weight).flatten(2) for each in self.members])
+        biases = [each.bias for each in self.members if each.bias is not None]
+        return torch.cat([weights, as_real(torch.cat(biases))], dim=2) if biases else weights
+
+    def write_(self, matrix: torch.Tensor) -> None:
+        """The inverse of `matrix`, by one call for all weights and one for all biases."""
+        biases = [each.bias for each in self.members if each.bias is not None]
+        if biases:
+            theirs = matrix[..., -1:].contiguous()
+            for_each("copy_", biases, list(theirs.split(self.sizes)))
+            matrix = matrix[..., :-1]
+        parts = matrix.contiguous().split(self.sizes)
+        weights = [each.weight for each in self.members]
+        for_each(
+            "copy_", weights, [part.view_as(to) for part, to in zip(parts, weights, strict=True)]
+        )
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [part for each in self.members for part in each.parts]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.members[0].dtype
 
 
 class Covered(TypedDict, total=False):

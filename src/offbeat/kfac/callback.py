@@ -31,6 +31,7 @@ message, or, where no factors are sent, what this rank has seen itself.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +53,8 @@ from offbeat.kfac.factors import FactorShape, diagonal_of
 from offbeat.kfac.inverses import InversionTask, form_of, is_asynchronous
 from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
 from offbeat.kfac.preconditioner import Preconditioner
-from offbeat.kfac.scheduler import FactorScheduler
+from offbeat.kfac.scheduler import FactorScheduler, SummedFactor
+from offbeat.torch_private import for_each
 
 _WHY_UNSEEN: Final = (
     "Hooks do not run where the model was compiled and called before attach(): attach first, or"
@@ -180,7 +182,7 @@ class KFACCallback(Callback):
         if has_factors and not self._is_checked:
             self._check_what_was_seen()
         if inverts:
-            inverses.start(self.averages.inversion_task)
+            inverses.start(self.averages.inversion_tasks)
         if has_factors:
             self._take_in(inverts=inverts)
         if inverts:
@@ -252,9 +254,9 @@ class KFACCallback(Callback):
             began_s = time.monotonic()
             message.wait()
             self.wait_s += time.monotonic() - began_s
-            for slot, mean, weight, num_retired_ranks in message.read():
-                self.averages.add(slot, mean, weight)
-                num_retired.append((slot // 2, num_retired_ranks))
+            sums = message.read()
+            self.averages.add(sums)
+            num_retired += [(each.slot // 2, each.num_retired) for each in sums]
             if inverts:
                 inverses.advance(number)
         for slot, increment in self.scheduler.pop_own_increments().items():
@@ -370,27 +372,13 @@ class RunningFactor:
             weight: the ranks' weights together; only whether it is 0 matters.
             decay: how much of the past to keep, in [0, 1).
         """
-        counts = torch.isfinite(increment.sum()) & (
-            torch.as_tensor(weight, device=increment.device) > 0
-        )
-        # On a GPU the host would wait for `counts`, so it is used as a mask there. The CPU's way is
-        # the same arithmetic without the copies.
-        if not is_asynchronous(increment.device):
-            if counts:
-                self.mass.lerp_(torch.ones_like(self.mass), 1 - decay)
-                self.weighted_sum.lerp_(increment, 1 - decay)
-            return
-        self.mass.lerp_(torch.where(counts, 1.0, self.mass), 1 - decay)
-        self.weighted_sum.lerp_(torch.where(counts, increment, self.weighted_sum), 1 - decay)
+        if torch.isfinite(increment.sum()) and weight > 0:
+            self.mass.lerp_(torch.ones_like(self.mass), 1 - decay)
+            self.weighted_sum.lerp_(increment, 1 - decay)
 
     def average(self) -> torch.Tensor:
         """The average, packed; zeros as long as there is none."""
-        return self.weighted_sum / torch.where(self.mass > 0, self.mass, 1.0)
-
-    def mean_eigenvalue(self) -> torch.Tensor:
-        """Of the average, without making it: a scalar tensor."""
-        mean = mean_eigenvalue(self.weighted_sum, self.shape)
-        return mean / torch.where(self.mass > 0, self.mass, 1.0)
+        return self.weighted_sum / _or_one(self.mass)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"sum": self.weighted_sum, "mass": self.mass}
@@ -399,6 +387,40 @@ class RunningFactor:
         """Inverse of `state_dict`."""
         self.weighted_sum.copy_(state["sum"])
         self.mass.copy_(state["mass"])
+
+
+def update_all_(
+    factors: Sequence[RunningFactor],
+    increments: Sequence[torch.Tensor],
+    weights: torch.Tensor,
+    *,
+    decay: float,
+) -> None:
+    """As `RunningFactor.update_` of each factor, without asking for values, for which the host
+    would wait on a GPU. It overwrites `increments`.
+
+    Args:
+        factors: all of one dtype and device.
+        increments: one for each of them.
+        weights: likewise, shape (factors,).
+        decay: as of `update_`.
+    """
+    largest = torch.stack(for_each("norm", list(increments), ord=math.inf))
+    counts = torch.isfinite(largest) & (weights > 0)
+    masses = torch.stack([factor.mass for factor in factors])
+    masses.lerp_(masses.masked_fill(counts, 1.0), 1 - decay)
+    for_each("copy_", [factor.mass for factor in factors], list(masses.unbind()))
+    sums = [factor.weighted_sum for factor in factors]
+    for increment, sum_, is_counted in zip(increments, sums, counts.unbind(), strict=True):
+        torch.where(is_counted, increment, sum_, out=increment)
+    for_each("lerp_", sums, list(increments), 1 - decay)
+
+
+def _or_one(values: torch.Tensor) -> torch.Tensor:
+    """`values`, with 1 in place of what is not positive. `torch.where` with a number would make the
+    host wait on a GPU, to which it copies the number.
+    """
+    return values.masked_fill(~(values > 0), 1.0)
 
 
 def mean_eigenvalue(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
@@ -418,17 +440,17 @@ def damping_of(
     trace is not positive, pi is 1.
 
     Args:
-        inputs, outputs: the mean eigenvalues of the averages of A and G, scalar tensors.
+        inputs, outputs: the mean eigenvalues of the averages of A and G, of one block or several.
         damping: > 0.
         pi: whether to correct.
 
     Returns:
-        Two scalar tensors.
+        Two tensors of as many numbers.
     """
     if not pi:
         return torch.full_like(inputs, damping), torch.full_like(outputs, damping)
     are_positive = (inputs > 0) & (outputs > 0)
-    ratio = torch.where(are_positive, inputs / outputs, 1.0).sqrt()
+    ratio = (inputs / outputs).masked_fill(~are_positive, 1.0).sqrt()
     return ratio * damping**0.5, damping**0.5 / ratio
 
 
@@ -466,44 +488,63 @@ class FactorAverages:
             if plan.is_kept_by(self._rank, slot.index)
         }
 
-    def add(self, slot: int, mean: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """Take in what all ranks have seen of a factor, if this rank keeps it."""
-        if slot in self.factors:
-            decay = self._settings.curvature.decay
-            self.factors[slot].update_(mean, weight=weight, decay=decay)
+    def add(self, sums: Sequence[SummedFactor]) -> None:
+        """Take in what all ranks have seen of the factors of a message that this rank keeps."""
+        decay = self._settings.curvature.decay
+        kept = [each for each in sums if each.slot in self.factors]
+        if kept and is_asynchronous(kept[0].mean.device):
+            update_all_(
+                [self.factors[each.slot] for each in kept],
+                [each.mean for each in kept],
+                torch.stack([each.weight for each in kept]),
+                decay=decay,
+            )
+            return
+        for each in kept:
+            self.factors[each.slot].update_(each.mean, weight=each.weight, decay=decay)
 
     def add_own(self, slot: int, increment: Increment, *, is_retired: bool) -> None:
         """Take in what this rank has seen itself of a factor that it keeps."""
-        self.add(slot, *increment)
+        # What has no weight is known here already.
+        if increment.weight > 0:
+            packed = increment.packed
+            self.add([SummedFactor(slot, packed, packed.new_ones(()), packed.new_zeros(()))])
         if is_retired:
             # Without an average there is no inverse, which is what the owner's message then says.
             self.factors[slot].mass.zero_()
 
-    def inversion_task(self, slot: int) -> InversionTask:
-        """What is to be inverted of a factor that this rank keeps."""
-        own, shape = self.factors[slot], self._slots[slot].shape
-        pair = slot & ~1, slot | 1
-        if shape.uses > 1:
-            averages = [self.factors[of].average() for of in pair]
-            shapes = [self._slots[of].shape for of in pair]
-            joined = joined_factors((averages[0], shapes[0]), (averages[1], shapes[1]))
-            packed = joined[slot % 2]
-            means = [
-                mean_eigenvalue(each, of.joined) for each, of in zip(joined, shapes, strict=True)
-            ]
-        else:
-            packed = own.average()
-            # Without pi the partner may not have arrived yet, and does not matter.
-            means = [self.factors[of].mean_eigenvalue() for of in pair]
-        pi = self._settings.curvature.pi
-        of_each = damping_of(*means, damping=self._settings.damping, pi=pi)
-        return InversionTask(
-            name=self._slots[slot].name,
-            packed=packed,
-            shape=shape.joined,
-            damping=of_each[slot % 2],
-            valid=own.mass > 0,
+    def inversion_tasks(self, slots: Sequence[int]) -> list[InversionTask]:
+        """What is to be inverted of factors that this rank keeps, all of one dtype and device."""
+        pairs = list(dict.fromkeys((slot & ~1, slot | 1) for slot in slots))
+        both = [slot for pair in pairs for slot in pair]
+        masses = torch.stack([self.factors[slot].mass for slot in both])
+        are_valid = dict(zip(both, (masses > 0).unbind(), strict=True))
+        divisors = dict(zip(both, _or_one(masses).unbind(), strict=True))
+        sums = {slot: self.factors[slot].weighted_sum for slot in both}
+        shapes = {slot: self._slots[slot].shape for slot in both}
+        for pair in pairs:
+            if shapes[pair[0]].uses > 1:
+                averages = [(self.factors[slot].average(), shapes[slot]) for slot in pair]
+                for slot, joined in zip(pair, joined_factors(*averages), strict=True):
+                    sums[slot], divisors[slot] = joined, torch.ones_like(divisors[slot])
+        # Without pi the partner may not have arrived yet, and does not matter.
+        means = torch.stack([mean_eigenvalue(sums[slot], shapes[slot].joined) for slot in both])
+        of_sides = damping_of(
+            *(means / torch.stack([divisors[slot] for slot in both])).view(-1, 2).unbind(1),
+            damping=self._settings.damping,
+            pi=self._settings.curvature.pi,
         )
+        damping = dict(zip(both, torch.stack(of_sides, dim=1).flatten().unbind(), strict=True))
+        return [
+            InversionTask(
+                name=self._slots[slot].name,
+                packed=sums[slot] / divisors[slot],
+                shape=shapes[slot].joined,
+                damping=damping[slot],
+                valid=are_valid[slot],
+            )
+            for slot in slots
+        ]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {
@@ -562,10 +603,9 @@ def joined_factors(
     weights = traces_of_products.sqrt()
     # c, which is 0 / 0 where no use has been seen
     total = weights.sum()
-    scale = torch.where(total > 0, traces_of_products.sum().sqrt() / total, 0.0)
+    scale = (traces_of_products.sum().sqrt() / total).masked_fill(~(total > 0), 0.0)
     found = [
-        torch.einsum("u,ugn->gn", scale * weights / torch.where(traces > 0, traces, 1.0), each)
-        for each, traces in sides
+        torch.einsum("u,ugn->gn", scale * weights / _or_one(traces), each) for each, traces in sides
     ]
     return found[0], found[1]
 

@@ -159,7 +159,7 @@ class Capture:
         self._sums = [_Sums() for _ in self._uses]
         self._layers_seen: set[str] = set()
         self._pass = 0
-        self._terms_in_loss: dict[int, int | torch.Tensor] = {}  # by forward pass of the root
+        self._terms_in_loss: dict[int, float | torch.Tensor] = {}  # by forward pass of the root
         self._handles: list[Any] = self._hook_root(model)
         self._watched: list[nn.MultiheadAttention] = []
         for module in model.modules():
@@ -251,6 +251,9 @@ class Capture:
         """
         num_terms = num_seen = 0.0
         for number, (own, own_seen) in sums.terms.items():
+            # The host waits for a pass's count once, and not for every factor.
+            if number in self._terms_in_loss:
+                self._terms_in_loss[number] = float(self._terms_in_loss[number])
             in_loss = float(self._terms_in_loss.get(number, own))
             num_terms += in_loss
             num_seen += in_loss * own_seen / max(own, 1)

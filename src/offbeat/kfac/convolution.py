@@ -1,10 +1,13 @@
 """Second moments of what a convolution's kernel sees: the A factor of a Conv2d.
 
 A kernel of k x k taps sees at each output position one patch of k k C numbers, and the factor is
-the sum over images and positions of patch patch^T. No patches are laid out (im2col). Sums of
-products of an image with itself, some way shifted, are what a convolution's weight gradient is, if
-the image is its input and its output's gradient at once; and libraries have the fastest kernels for
-that. Two ways, for 3 x 3 taps and per position and pair of channels:
+the sum over images and positions of patch patch^T. On a GPU the patches are laid out (im2col), a
+few images at a time, and multiplied: its memory is fast, and its libraries have no kernels for
+weight gradients with such taps that come near to those for products of matrices.
+
+Elsewhere no patches are laid out. Sums of products of an image with itself, some way shifted, are
+what a convolution's weight gradient is, if the image is its input and its output's gradient at
+once. Two ways, for 3 x 3 taps and per position and pair of channels:
 
 - *rows*: each row of taps with itself and those below, in one call each: 54 products of the 81, of
   which symmetry needs 45.
@@ -14,7 +17,7 @@ that. Two ways, for 3 x 3 taps and per position and pair of channels:
   2. take off again the positions in the frame around the output. There a kernel touches the image
      with some of its taps only, so these patches are short, and they are few.
 
-Both give the moment's taps in the order (i, j, channel): a block of it belongs to one pair of taps.
+All give the moment's taps in the order (i, j, channel): a block of it belongs to one pair of taps.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from torch.nn.grad import conv2d_weight
 from offbeat.kfac.factors import gram, pack
 
 IntPair: TypeAlias = tuple[int, int]
+
+MAX_LAID_OUT = 1 << 26
+"""Numbers of patches in memory at a time, unless one image has more."""
 
 MAX_SUMMED = 4096
 """Positions summed in one call. Convolutions add them up one after the other, and lose precision as
@@ -69,7 +75,7 @@ class Window:
 def patch_moment(
     images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False
 ) -> tuple[torch.Tensor, int]:
-    """The sum of patch patch^T, in the cheaper of the two ways.
+    """The sum of patch patch^T, in the way that is cheapest on the device.
 
     Args:
         images: shape (N, C, H, W), float32 or float64.
@@ -83,7 +89,9 @@ def patch_moment(
     """
     height, width = window.positions((images.shape[2], images.shape[3]))
     num_patches = images.shape[0] * height * width
-    if _shifts_are_cheaper(images, window):
+    if images.is_cuda:
+        moment = by_patches(images, window, groups=groups, ones=ones)
+    elif _shifts_are_cheaper(images, window):
         moment = by_shifts(images, window, groups=groups, ones=ones)
     else:
         moment = by_rows(images, window, groups=groups, ones=ones)
@@ -129,6 +137,25 @@ def _shifts_are_cheaper(images: torch.Tensor, window: Window) -> bool:
     frame = frame_rows * taps[1] ** 2 * (width + reach[1]) + frame_columns * taps[0] ** 2 * rows
     by_row = taps[1] ** 2 * taps[0] * (taps[0] + 1) // 2 * rows * columns
     return shifts + frame < by_row
+
+
+def by_patches(
+    images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False
+) -> torch.Tensor:
+    """`patch_moment` for any window, of patches in memory. The arguments are those of
+    `patch_moment`, the result is its moment.
+    """
+    total, _ = _empty_moment(images, window, groups, ones)
+    per_image = (
+        images.shape[1]
+        * torch.Size((*window.taps, *window.positions((images.shape[2], images.shape[3])))).numel()
+    )
+    for some in images.split(max(MAX_LAID_OUT // max(per_image, 1), 1)):
+        seen = _windows(some, window).unflatten(1, (groups, -1))
+        # (groups, i j C, N rows columns): images are copied along their rows
+        laid = seen.permute(1, 5, 6, 2, 0, 3, 4).flatten(4).flatten(1, 3)
+        total += gram(laid.mT, ones=ones)
+    return total
 
 
 def by_rows(
@@ -198,12 +225,10 @@ def _weight_gradient(
     shape = (gradient.shape[1], images.shape[1] // groups, *kernel)
     step = max(MAX_SUMMED // gradient.shape[2:].numel(), 1)
     products = images.new_zeros(shape)
-    # TF32 would lose the small eigenvalues, on which an inverse depends most.
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        for some, their in zip(images.split(step), gradient.split(step), strict=True):
-            products += conv2d_weight(
-                some, shape, their, stride=stride, dilation=dilation, groups=groups
-            )
+    for some, their in zip(images.split(step), gradient.split(step), strict=True):
+        products += conv2d_weight(
+            some, shape, their, stride=stride, dilation=dilation, groups=groups
+        )
     return products
 
 

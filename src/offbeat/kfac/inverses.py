@@ -109,7 +109,7 @@ def form_for(form: InverseForm, shape: FactorShape) -> InverseForm:
 
 def is_asynchronous(device: torch.device) -> bool:
     """Whether asking for a value makes the host wait."""
-    return device.type == "cuda"
+    return device.type not in ("cpu", "meta")
 
 
 def has_inverse(inverse: torch.Tensor) -> torch.Tensor:
@@ -148,23 +148,29 @@ class Inverter:
         zeros where there is none. They may be made in `rooms`, the memory where they will be kept.
         """
         inverses: list[torch.Tensor] = [task.packed for task in tasks]
+        are_good: list[tuple[list[int], torch.Tensor]] = []
         for numbers in batches_of_one_shape(tasks):
             some = [tasks[number] for number in numbers]
             room = rooms[numbers[0]] if rooms is not None and len(some) == 1 else None
-            results = (
-                _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some, room)
-            )
-            for number, exact in zip(numbers, results, strict=True):
-                valid, result = tasks[number].valid, exact.to(dtype_of(self._form, exact.dtype))
-                # Asking whether the factor is valid saves a copy on a CPU, and costs a wait on a
-                # GPU.
-                may_ask = not is_asynchronous(result.device)
-                inverses[number] = result if may_ask and valid else torch.where(valid, result, 0.0)
+            if some[0].shape.is_diagonal:
+                results = _reciprocals(some, dtype_of(self._form, some[0].packed.dtype))
+            else:
+                results, good = self._decompose(some, room)
+                are_good.append((numbers, good))
+            for number, result in zip(numbers, results, strict=True):
+                inverses[number] = result
+        # The host waits for the answers of all batches together.
+        if are_good and not bool(torch.cat([good for _, good in are_good]).all()):
+            for numbers, good in are_good:
+                self._retry_failed([(tasks[number], inverses[number]) for number in numbers], good)
         return inverses
 
     def _decompose(
         self, tasks: Sequence[InversionTask], room: torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What stands for the inverses of factors of one shape, and for each of their matrices
+        whether nothing went wrong.
+        """
         dim, groups = tasks[0].shape.dim, [task.shape.groups for task in tasks]
         packed = tasks[0].packed if len(tasks) == 1 else torch.cat([task.packed for task in tasks])
         damping = torch.cat([task.damping.expand(task.shape.groups) for task in tasks])
@@ -192,14 +198,19 @@ class Inverter:
             goods.append(good)
         good = torch.cat(goods)
         counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
-        good |= ~counted
-        if not bool(good.all()):
-            names = [task.name for task in tasks for _ in range(task.shape.groups)]
-            for number, is_good in enumerate(good.tolist()):
-                if not is_good:
-                    again = self._retry(names[number], packed[number], dim, damping[number], form)
-                    found[number] = self._keep(again[None])[0]
-        return list(found.split(groups))
+        found.masked_fill_(~counted[:, None], 0.0)
+        return list(found.split(groups)), good | ~counted
+
+    def _retry_failed(
+        self, done: Sequence[tuple[InversionTask, torch.Tensor]], good: torch.Tensor
+    ) -> None:
+        """Make anew what is not `good` of the inverses of factors of one shape."""
+        matrices = [(*each, group) for each in done for group in range(each[0].shape.groups)]
+        for (task, inverse, group), is_good in zip(matrices, good.tolist(), strict=True):
+            if not is_good:
+                form, dim = form_for(self._form, task.shape), task.shape.dim
+                again = self._retry(task.name, task.packed[group], dim, task.damping, form)
+                inverse[group] = self._keep(again[None])[0]
 
     def _keep(self, results: torch.Tensor) -> torch.Tensor:
         """What is kept of inverses, shape (n, d, d): shape (n, ...)."""
@@ -254,9 +265,10 @@ def damp_and_invert_(
     has_tiny = is_tiny(len(matrices), matrices.shape[1])
     if has_tiny and form != "triangle":
         return _by_cofactors(matrices)
-    if has_tiny or matrices.device.type != "cpu":
-        return _on_device(matrices, form)
-    return _on_host(matrices, form)
+    has_values = matrices.device.type != "meta"
+    if not has_tiny and has_values and not is_asynchronous(matrices.device):
+        return _on_host(matrices, form)
+    return _on_device(matrices, form)
 
 
 def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,7 +291,7 @@ def _on_device(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor,
         lower = torch.where(good[:, None, None], result, identity)
         result = torch.cholesky_solve(identity.expand_as(lower), lower)
         good &= _all_finite(result)
-    return torch.where(good[:, None, None], result, 0.0).mT, good
+    return result.masked_fill(~good[:, None, None], 0.0).mT, good
 
 
 def _by_cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,7 +304,8 @@ def _by_cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         determinant = first * last - between * between
         adjugate = torch.stack([last, -between, -between, first], dim=1).view_as(matrices)
     good = (first > 0) & (determinant > 0) & torch.isfinite(determinant)
-    return torch.where(good[:, None, None], adjugate / determinant[:, None, None], 0.0), good
+    found = adjugate / determinant[:, None, None]
+    return found.masked_fill(~good[:, None, None], 0.0), good
 
 
 def _all_finite(matrices: torch.Tensor) -> torch.Tensor:
@@ -302,9 +315,11 @@ def _all_finite(matrices: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(matrices.diagonal(dim1=1, dim2=2).sum(dim=1))
 
 
-def _reciprocals(tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+def _reciprocals(tasks: Sequence[InversionTask], dtype: torch.dtype) -> list[torch.Tensor]:
     """Diagonal factors need no decomposition."""
-    return [1 / (task.packed + task.damping) for task in tasks]
+    return [
+        (1 / (task.packed + task.damping)).to(dtype).masked_fill(~task.valid, 0.0) for task in tasks
+    ]
 
 
 def form_of(

@@ -304,7 +304,10 @@ class EmbeddingBlock(LayerBlock):
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
-        counts = torch.bincount(inputs.flatten(), minlength=self.inputs.dim).to(dtype)
+        # For bincount the host would wait on a GPU.
+        counts = torch.zeros(self.inputs.dim, dtype=dtype, device=inputs.device)
+        rows = inputs.flatten().long()
+        counts.scatter_add_(0, rows, torch.ones_like(rows, dtype=dtype))
         if self._padding is not None:
             counts[self._padding] = 0
         return Moment(counts[None], inputs.numel())

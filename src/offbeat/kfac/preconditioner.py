@@ -47,7 +47,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import reduce
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -55,7 +56,7 @@ import torch
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import CheckpointError
-from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot
+from offbeat.kfac.blocks import Block, BlockGradient, FactorSlot, JoinedGradients
 from offbeat.kfac.curvature import Grafting, KFACSettings
 from offbeat.kfac.factors import (
     FactorShape,
@@ -72,11 +73,11 @@ from offbeat.kfac.inverses import (
     Inverter,
     dtype_of,
     form_for,
-    has_inverse,
     is_asynchronous,
 )
 from offbeat.kfac.placement import Owner
 from offbeat.kfac.plans import FactorPlan, InverseBatch
+from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -313,12 +314,14 @@ class _GradientMessage:
         self.change = change[0]
 
     def fill(self, grafting: Grafting) -> None:
+        look_up([each.inverse for each in self._members if each.inverse is not None])
         for number, (block, inverse, lr, _) in enumerate(self._members):
             assert inverse is not None, "the owner has them"
             preconditioned, gradient = self._preconditioned[number], block.gradient_matrix()
-            found = inverse.apply(gradient, block.inputs, block.outputs)
-            self._exists[number] = inverse.exists
-            preconditioned.copy_(torch.where(inverse.exists, found, 0.0))
+            if not inverse.exists:
+                continue
+            self._exists[number] = 1.0
+            preconditioned.copy_(inverse.apply(gradient, block.inputs, block.outputs))
             self.change.add_(torch.dot(preconditioned.flatten(), gradient.flatten()) * lr**2)
             graft_(preconditioned, gradient, grafting)
 
@@ -371,7 +374,7 @@ class InverseExchange:
                 flat = self._make_room([slots[slot] for slot in batch.slots], dtypes)
                 if batch.owner is not None:
                     self._messages.append((batch, batch.owner, flat))
-        self._task_of: Callable[[int], InversionTask] | None = None
+        self._tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]] | None = None
         self._num_messages: float = 0
         self._to_send: deque[tuple[InverseBatch, int, torch.Tensor]] = deque()
         self._to_fill: deque[InverseBatch] = deque()
@@ -396,11 +399,11 @@ class InverseExchange:
             if old is not None and new is not None:
                 new.copy_(old)
 
-    def start(self, task_of: Callable[[int], InversionTask]) -> None:
-        """From now on every inverse is brought up to date. `task_of` says what to invert for a slot
-        that this rank inverts.
+    def start(self, tasks_of: Callable[[Sequence[int]], Sequence[InversionTask]]) -> None:
+        """From now on every inverse is brought up to date. `tasks_of` says what to invert for slots
+        that this rank inverts, all of one dtype and device.
         """
-        self._task_of, self._num_messages = task_of, 0
+        self._tasks_of, self._num_messages = tasks_of, 0
         self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
 
     def advance(self, num_messages: float) -> None:
@@ -440,14 +443,12 @@ class InverseExchange:
         self._pending = []
 
     def _invert(self, slots: Sequence[int]) -> None:
-        assert self._task_of is not None
+        assert self._tasks_of is not None
         begin_s = time.monotonic()
         for some in self._portions(slots):
             rooms = [room for slot in some if (room := self.packed[slot]) is not None]
-            tasks = [self._task_of(slot) for slot in some]
-            inverses = self._inverter.invert(tasks, rooms=rooms)
-            for room, inverse in zip(rooms, inverses, strict=True):
-                room.copy_(inverse)
+            inverses = self._inverter.invert(self._tasks_of(some), rooms=rooms)
+            for_each("copy_", rooms, inverses)
         self.invert_s += time.monotonic() - begin_s
 
     def _portions(self, slots: Sequence[int]) -> Iterator[list[int]]:
@@ -466,20 +467,19 @@ class InverseExchange:
         yield portion
 
 
-@dataclass(frozen=True)
+@dataclass
 class InversePair:
     """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, as
     `form` keeps them. Once they change in place, another pair must be made.
+
+    Attributes:
+        exists: whether there are inverses; None as long as nobody has asked (`look_up`).
     """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
     form: InverseForm
-
-    @cached_property
-    def exists(self) -> torch.Tensor:
-        """Whether there are inverses, a scalar tensor."""
-        return has_inverse(self.inputs) & has_inverse(self.outputs)
+    exists: bool | None = None
 
     def apply(
         self, gradient: torch.Tensor, inputs: FactorShape, outputs: FactorShape
@@ -506,6 +506,18 @@ class InversePair:
         if self.form == "bfloat16":
             return kept.unflatten(1, (dim, dim)), form
         return (unpack_triangles if form == "triangle" else unpack)(kept, dim), form
+
+
+def look_up(inverses: Sequence[InversePair]) -> None:
+    """Ask for which blocks there are inverses, unless that is known. The host waits once."""
+    unknown = [each for each in inverses if each.exists is None]
+    if not unknown:
+        return
+    device = unknown[0].inputs.device
+    firsts = [kept[:, 0].to(device) for each in unknown for kept in (each.inputs, each.outputs)]
+    lacks = iter((~(torch.cat(firsts) > 0)).tolist())
+    for each in unknown:
+        each.exists = not any(list(islice(lacks, len(each.inputs) + len(each.outputs))))
 
 
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseForm) -> torch.Tensor:
@@ -549,10 +561,8 @@ def graft_(preconditioned: torch.Tensor, plain: torch.Tensor, grafting: Grafting
         return
     # How long it is over the plain one; 1 where both are zeros.
     share = (preconditioned.norm() / plain.norm()).nan_to_num(nan=1.0, posinf=1.0)
-    if grafting == "floor":
-        preconditioned.div_(torch.where(share > 0, share, 1.0).clamp(max=1))
-    else:
-        preconditioned.div_(torch.where(share > 0, share, 1.0))
+    divisor = share.masked_fill(~(share > 0), 1.0)
+    preconditioned.div_(divisor.clamp(max=1) if grafting == "floor" else divisor)
 
 
 @torch.no_grad()
@@ -577,35 +587,52 @@ def precondition_(
     Returns:
         nu, a scalar tensor in (0, 1]; None without a limit, or without a preconditioned gradient.
     """
-    done: list[_Preconditioned] = []
-    change: torch.Tensor | float = 0.0
+    look_up(inverses)
     live = [
         _Live(block, inverse, lr)
         for block, inverse, lr in zip(blocks, inverses, lrs, strict=True)
-        if block.has_gradient()
-        # on a GPU asking would make the host wait
-        and (is_asynchronous(inverse.exists.device) or inverse.exists)
+        if block.has_gradient() and inverse.exists
     ]
-    for each, gradient, matrix, preconditioned in _apply_each(live):
-        exists = each.inverse.exists
-        may_ask = not is_asynchronous(exists.device)
-        if not may_ask:
-            preconditioned = torch.where(exists, preconditioned, matrix)
-        product = None if kl_clip is None else _product(preconditioned, matrix)
+    products: dict[float, list[torch.Tensor]] = {}
+    written: list[torch.Tensor] = []
+    # Where a gradient's type is too short for it, a preconditioned gradient waits for nu apart.
+    apart: list[tuple[BlockGradient | JoinedGradients, torch.Tensor]] = []
+    for lr, gradient, matrix, preconditioned in _apply_each(live, joins=grafting == "none"):
+        if kl_clip is not None:
+            products.setdefault(lr, []).append(_product(preconditioned, matrix))
         graft_(preconditioned, matrix, grafting)
-        if product is None:
+        if kl_clip is not None and gradient.dtype.itemsize < preconditioned.dtype.itemsize:
+            apart.append((gradient, preconditioned))
+        else:
             gradient.write_(preconditioned)
-            continue
-        own = float(product) if may_ask else torch.where(exists, product, 0.0)
-        change = change + own * each.lr**2
-        done.append(_Preconditioned(gradient, preconditioned, None if may_ask else exists))
-    if kl_clip is None or not done:
+            written += gradient.parts
+    if kl_clip is None or not products:
         return None
-    nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip)
-    shortens = is_asynchronous(nu.device) or bool(nu < 1)
-    for waiting in done:
-        waiting.finish_(nu, shortens=shortens)
+    nu = kl_scale(_change(products), kl_clip)
+    for gradient, preconditioned in apart:
+        gradient.write_(preconditioned * nu.to(preconditioned.device))
+    if is_asynchronous(nu.device) or bool(nu < 1):
+        _multiply_(written, nu)
     return nu
+
+
+def _change(products: Mapping[float, Sequence[torch.Tensor]]) -> torch.Tensor:
+    """The sum of lr^2 times `products`, which are scalar tensors, by lr: in float64."""
+    device = next(iter(products.values()))[0].device
+    sums = [
+        torch.stack([each.to(device) for each in some]).double().sum() * lr**2
+        for lr, some in products.items()
+    ]
+    return torch.stack(sums).sum()
+
+
+def _multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all by a scalar tensor, those of one kind in one call."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for kind, some in kinds.items():
+        for_each("mul_", some, factor.to(*kind))
 
 
 class _Live(NamedTuple):
@@ -616,73 +643,44 @@ class _Live(NamedTuple):
     lr: float
 
 
-_Applied: TypeAlias = tuple[_Live, BlockGradient, torch.Tensor, torch.Tensor]
-"""A block, its gradient, that as a matrix, and the preconditioned gradient."""
+_Applied: TypeAlias = tuple[float, BlockGradient | JoinedGradients, torch.Tensor, torch.Tensor]
+"""A learning rate, a gradient, that as a matrix, and the preconditioned gradient."""
 
 
-def _apply_each(live: Sequence[_Live]) -> Iterator[_Applied]:
+def _apply_each(live: Sequence[_Live], *, joins: bool) -> Iterator[_Applied]:
     """The preconditioned gradients of all blocks. Those of norms, each of which has a tiny matrix
-    for each channel, are made together: handling each norm costs more than its arithmetic.
+    for each channel, are made together: handling each norm costs more than its arithmetic. They
+    stay together if `joins`.
     """
     norms: dict[object, list[_Live]] = {}
     for each in live:
-        block, inverse, _ = each
+        block, inverse, lr = each
         if block.inputs.is_tiny and block.outputs.is_tiny:
-            kind = block.inputs.dim, block.outputs.dim, block.weight.dtype, block.weight.device
-            norms.setdefault(kind, []).append(each)
+            kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
+            norms.setdefault((*kind, lr), []).append(each)
             continue
         gradient = block.gradient()
         matrix = gradient.matrix()
-        yield each, gradient, matrix, inverse.apply(matrix, block.inputs, block.outputs)
+        yield lr, gradient, matrix, inverse.apply(matrix, block.inputs, block.outputs)
     for some in norms.values():
-        yield from _apply_together(some)
-
-
-def _apply_together(norms: Sequence[_Live]) -> Iterator[_Applied]:
-    gradients = [block.gradient() for block, _, _ in norms]
-    matrices = [gradient.matrix() for gradient in gradients]
-    sizes = [len(matrix) for matrix in matrices]
-    first, inverse, _ = norms[0]
-    together = InversePair(
-        torch.cat([each.inverse.inputs for each in norms]),
-        torch.cat([each.inverse.outputs for each in norms]),
-        inverse.form,
-    )
-    found = together.apply(
-        torch.cat(matrices),
-        replace(first.inputs, groups=sum(sizes)),
-        replace(first.outputs, groups=sum(sizes)),
-    )
-    yield from zip(norms, gradients, matrices, found.split(sizes), strict=True)
-
-
-class _Preconditioned:
-    """A block whose preconditioned gradient waits for nu: in the place of its gradient, or, where
-    that is too short a type for it, apart.
-
-    Args:
-        gradient: the block's.
-        preconditioned: the preconditioned gradient.
-        exists: whether there is one, a scalar tensor; None: there is.
-    """
-
-    def __init__(
-        self, gradient: BlockGradient, preconditioned: torch.Tensor, exists: torch.Tensor | None
-    ) -> None:
-        self._gradient, self._exists = gradient, exists
-        self._apart: torch.Tensor | None = None
-        if gradient.weight.dtype.itemsize < preconditioned.dtype.itemsize:
-            self._apart = preconditioned
+        first, inverse, lr = some[0]
+        gradients = JoinedGradients([block.gradient() for block, _, _ in some])
+        matrix = gradients.matrix()
+        found = InversePair(
+            torch.cat([each.inverse.inputs for each in some]),
+            torch.cat([each.inverse.outputs for each in some]),
+            inverse.form,
+        ).apply(
+            matrix,
+            replace(first.inputs, groups=len(matrix)),
+            replace(first.outputs, groups=len(matrix)),
+        )
+        if joins:
+            yield lr, gradients, matrix, found
         else:
-            gradient.write_(preconditioned)
-
-    def finish_(self, nu: torch.Tensor, *, shortens: bool) -> None:
-        """Multiply by `nu`, which is less than 1 or may be, if `shortens`."""
-        factor = nu if self._exists is None else torch.where(self._exists, nu, 1.0)
-        if self._apart is not None:
-            self._gradient.write_(self._apart * factor)
-        elif shortens:
-            self._gradient.scale_(factor)
+            sizes = gradients.sizes
+            parts = zip(gradients.members, matrix.split(sizes), found.split(sizes), strict=True)
+            yield from ((lr, *part) for part in parts)
 
 
 def _product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

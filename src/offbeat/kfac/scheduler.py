@@ -16,7 +16,7 @@ ranks, because each message says which layers its sender has retired.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ import torch
 
 from offbeat.callbacks.context import Context
 from offbeat.codec.dense_wire import DenseWire
+from offbeat.codec.device_copies import put
 from offbeat.codec.tally import Tally, is_finite
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.coded_sum import coded_sum
@@ -39,6 +40,7 @@ from offbeat.kfac.costs import slowest_ready_s
 from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import diagonal_of, products_of_roots
 from offbeat.kfac.plans import FactorPlan, launch_sequence
+from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import Collective
 
@@ -464,7 +466,7 @@ class FactorMessage:
             packed, weight = take(slot.index)
             torch.mul(packed, weight, out=view)
             numbers += [weight, float(is_retired(slot.index))]
-        self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
+        put(torch.tensor(numbers, dtype=self._tail.dtype), self._tail)
         # Weights and numbers of ranks would no longer be exact in fewer bits.
         if self._codec == "float32":
             self._sums = launch_sums(driver, stream, self._flat)
@@ -492,7 +494,7 @@ class FactorMessage:
         diagonals = [part.view_as(each) for part, each in zip(parts, own, strict=True)]
         bounds = [products_of_roots(*each) for each in zip(diagonals, shapes, strict=True)]
         for view, bound, exact, shape in zip(self._views, bounds, diagonals, shapes, strict=True):
-            view.div_(torch.where(bound > 0, bound, 1))
+            view.div_(bound.masked_fill(~(bound > 0), 1))
             diagonal_of(view, shape, becomes=torch.zeros_like(exact))  # codes are finer without
         dtype: np.dtype[np.floating] = np.dtype(str(mine.dtype).removeprefix("torch."))
         values = VALUE_CODECS[self._codec].suited_to(dtype)
@@ -520,12 +522,16 @@ class FactorMessage:
             self._coded.wait()
             self._coded = None
 
-    def read(self) -> Iterator[SummedFactor]:
+    def read(self) -> list[SummedFactor]:
         """The sums of each slot, which must have been waited for. May be called once: means are
         made in place of the sums.
         """
-        numbers = self._tail.view(-1, 2)
-        for slot, view, (weight, num_retired) in zip(self.slots, self._views, numbers, strict=True):
-            yield SummedFactor(
-                slot.index, view.div_(torch.where(weight > 0, weight, 1.0)), weight, num_retired
+        weights, nums_retired = self._tail.view(-1, 2).unbind(1)
+        divisors = weights.masked_fill(~(weights > 0), 1.0)
+        for_each("div_", self._views, list(divisors.unbind()))
+        return [
+            SummedFactor(slot.index, *rest)
+            for slot, *rest in zip(
+                self.slots, self._views, weights.unbind(), nums_retired.unbind(), strict=True
             )
+        ]

@@ -886,7 +886,7 @@ class Session:
         self.finish()
         if self._sharded is not None:
             # No column may average while another one of this island cannot.
-            good = all_finite(tensor.detach() for tensor in weights.tensors())
+            good = all_finite([tensor.detach() for tensor in weights.tensors()])
             if any(self._island.largest(not good)):
                 raise non_finite_weights(self.rank)
         if source is not None:

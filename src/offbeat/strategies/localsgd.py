@@ -94,11 +94,14 @@ class Outer:
         lr: of the outer optimizer, > 0; 1 without momentum takes the mean as it is.
         momentum: from average to average, in [0, 1).
         nesterov: Nesterov's momentum in place of plain one.
+        offload: whether the host's memory holds what it keeps between averages, which is then as
+            large as the model or, with momentum, twice as large, instead of the model's device.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    offload: bool = False
 
     def __post_init__(self) -> None:
         require_positive("the outer lr", self.lr)

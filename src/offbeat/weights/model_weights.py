@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from offbeat.codec.device_copies import read_numbers
 from offbeat.codec.jit import keep_freed_memory
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.tally import all_finite, is_finite
@@ -31,6 +32,7 @@ from offbeat.collectives.dense import dense_all_reduce
 from offbeat.collectives.gather import all_gather, gather_largest
 from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements, weighted_mean
 from offbeat.errors import CheckpointError, NonFiniteError
+from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import AllGather, Collective, Payload
 
@@ -226,20 +228,21 @@ class Pack:
         return [self._shapes[position].numel() for position in piece.positions]
 
     def vectors(
-        self, tensors: Sequence[torch.Tensor | None], *, with_tails: bool = False
+        self, tensors: Sequence[torch.Tensor], *, with_tails: bool = False
     ) -> list[torch.Tensor]:
-        """Copies of `tensors` as vectors, shape (n,) each; zeros for None. A tail is a further 0
-        for each tensor.
+        """Copies of `tensors` as vectors, shape (n,) each. A tail is a further element for each
+        tensor, which is to be written.
         """
-        vectors = []
-        for piece in self.pieces:
-            parts = [self._flat(tensors[position], position, piece) for position in piece.positions]
-            tail = (
-                [torch.zeros(len(parts), dtype=piece.dtype, device=piece.device)]
-                if with_tails
-                else []
+        vectors = [
+            torch.empty(
+                sum(self.sizes(piece)) + with_tails * len(piece.positions),
+                dtype=piece.dtype,
+                device=piece.device,
             )
-            vectors.append(torch.cat(parts + tail))
+            for piece in self.pieces
+        ]
+        # Together, because a device takes as long to begin a copy as to make a small one.
+        for_each("copy_", self.views(vectors), [*map(real, tensors)])
         return vectors
 
     def views(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -258,20 +261,12 @@ class Pack:
 
     def write_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Inverse of `vectors`: copy them into `tensors`."""
-        for view, tensor in zip(self.views(vectors), tensors, strict=True):
-            real(tensor).copy_(view)
+        for_each("copy_", [*map(real, tensors)], self.views(vectors))
 
     def add_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Add `vectors` to `tensors`, rounding once."""
         for view, tensor in zip(self.views(vectors), tensors, strict=True):
             real(tensor).add_(view)
-
-    def _flat(self, tensor: torch.Tensor | None, position: int, piece: _Piece) -> torch.Tensor:
-        if tensor is None:
-            return torch.zeros(
-                self._shapes[position].numel(), dtype=piece.dtype, device=piece.device
-            )
-        return real(tensor).reshape(-1).to(piece.dtype)
 
 
 MINIATURE: Final = 1024
@@ -295,6 +290,7 @@ class Staging:
         scale: how many elements of tensors each of them stands for, 1 but in miniature.
         dtype: its type.
         exact: whether the tensors hold what the vector does; those of half precision round.
+        shares_memory: whether `parts` are the tensors' own memory; else they are new.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], *, in_miniature: bool = False) -> None:
@@ -324,7 +320,7 @@ class Staging:
             np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
         )
         self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
-        self._shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
+        self.shares_memory = self.exact and {piece.device.type for piece in pieces} == {"cpu"}
 
     def spans(self, positions: Collection[int]) -> list[slice]:
         """The elements of the vector that belong to the tensors at `positions`, in order."""
@@ -341,10 +337,8 @@ class Staging:
         return spans
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> list[Values]:
-        """What `tensors` hold, in vectors that are side by side what `read` gives. They are the
-        tensors' own memory where that can be.
-        """
-        if self._shares_memory:
+        """What `tensors` hold, in vectors that are side by side what `read` gives."""
+        if self.shares_memory:
             return [real(tensor).reshape(-1).numpy() for tensor in tensors]
         return [self.read(tensors)]
 
@@ -500,9 +494,10 @@ def average_(
             sent.
     """
     begin_s = time.perf_counter()
-    require_finite(map(real, tensors), rank=driver.rank)
-    means: dict[int, torch.Tensor] = {}
-    under_way: deque[Callable[[], float]] = deque()
+    require_finite(tensors, rank=driver.rank)
+    if driver.world_size == 1:  # they are their own mean
+        return time.perf_counter() - begin_s
+    means, under_way = _Means(tensors), deque[Callable[[], float]]()
     encode_s = time.perf_counter() - begin_s
     for cuts in _fragments(like):
         if len(under_way) == _UNDER_WAY:
@@ -512,16 +507,16 @@ def average_(
         mine, sums = [_cut(tensors[position], rows) for position, rows in cuts], []
         vectors = pack.vectors(mine, with_tails=True)
         for piece, vector in zip(pack.pieces, vectors, strict=True):
-            tail = [0.0 if cuts[place][0] in absent else weight for place in piece.positions]
-            vector.mul_(weight)[-len(tail) :] = vector.new_tensor(tail)
+            tail = vector.mul_(weight)[-len(piece.positions) :].fill_(weight)
+            for number, place in enumerate(piece.positions):
+                if cuts[place][0] in absent:
+                    tail[number].zero_()
             sums.append(driver.launch(dense_all_reduce(vector), stream.next()))
-        under_way.append(partial(_take_means, pack, cuts, sums, tensors, means))
+        under_way.append(partial(means.take, pack, cuts, sums))
         encode_s += time.perf_counter() - begin_s
     encode_s += sum(take() for take in under_way)
     begin_s = time.perf_counter()
-    # Only now, so that a rank whose peer fails meanwhile still has its own.
-    for position, mean in means.items():
-        real(tensors[position]).copy_(mean)
+    means.write_()
     return encode_s + time.perf_counter() - begin_s
 
 
@@ -561,29 +556,49 @@ def _cut(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:
     return whole if rows is None else whole[rows]
 
 
-def _take_means(
-    pack: Pack,
-    cuts: Sequence[_Cut],
-    sums: Sequence[Pending[torch.Tensor]],
-    like: Sequence[torch.Tensor],
-    means: dict[int, torch.Tensor],
-) -> float:
-    """Wait for the sums of a fragment, and write its means into `means`, by position. Returns the
-    seconds without the waiting.
+class _Means:
+    """Means that arrive a fragment at a time, and are written when all are there: a rank whose peer
+    fails meanwhile still has its own.
+
+    Args:
+        tensors: by position, whose means these are.
     """
-    totals = [pending.wait() for pending in sums]
-    begin_s = time.perf_counter()
-    views = pack.views(totals)
-    for piece, total in zip(pack.pieces, totals, strict=True):
-        divisors = total[-len(piece.positions) :].tolist()
-        for place, divisor in zip(piece.positions, divisors, strict=True):
-            position, rows = cuts[place]
-            if divisor:
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [real(tensor) for tensor in tensors]
+        self._means: dict[int, torch.Tensor] = {}
+        self._positions: list[int] = []
+        self._divisors: list[torch.Tensor] = []
+
+    def take(
+        self, pack: Pack, cuts: Sequence[_Cut], sums: Sequence[Pending[torch.Tensor]]
+    ) -> float:
+        """Wait for the sums of a fragment, but not for the device. Returns the seconds without the
+        waiting.
+        """
+        totals = [pending.wait() for pending in sums]
+        begin_s = time.perf_counter()
+        views = pack.views(totals)
+        for piece, total in zip(pack.pieces, totals, strict=True):
+            divisors = total[-len(piece.positions) :].clone()  # a view would keep all of `total`
+            here, places = [views[place] for place in piece.positions], []
+            for_each("div_", here, [*divisors.unbind()])
+            for position, rows in (cuts[place] for place in piece.positions):
                 # One block a tensor: where many small ones are freed, the heap may keep them all.
-                if position not in means:
-                    means[position] = torch.empty_like(real(like[position]))
-                _cut(means[position], rows).copy_(views[place].div_(divisor))
-    return time.perf_counter() - begin_s
+                if position not in self._means:
+                    self._means[position] = torch.empty_like(self._tensors[position])
+                places.append(_cut(self._means[position], rows))
+                self._positions.append(position)
+            for_each("copy_", places, here)
+            self._divisors.append(divisors)
+        return time.perf_counter() - begin_s
+
+    def write_(self) -> None:
+        """Write all means but those of what no rank has. The host waits for the device once."""
+        weights = read_numbers(self._divisors)
+        nowhere = {p for p, weight in zip(self._positions, weights, strict=True) if not weight}
+        written = [position for position in self._means if position not in nowhere]
+        for_each("copy_", [self._tensors[p] for p in written], [self._means[p] for p in written])
 
 
 def _maximum(mine: Counters) -> Collective[Counters]:
@@ -592,9 +607,9 @@ def _maximum(mine: Counters) -> Collective[Counters]:
     return np.max([np.frombuffer(payload, dtype=np.int64) for payload in payloads], axis=0)  # type: ignore[no-any-return]
 
 
-def require_finite(vectors: Iterable[torch.Tensor], *, rank: int) -> None:
+def require_finite(tensors: Iterable[torch.Tensor], *, rank: int) -> None:
     """Raise `NonFiniteError` before what is not finite reaches another rank."""
-    if not all_finite(vectors):
+    if not all_finite([*map(real, tensors)]):
         raise non_finite_weights(rank)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from offbeat.codec.device_copies import on_device, read_numbers
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError
 from offbeat.transport.driver import Driver, Stream
@@ -161,23 +162,16 @@ class OptimizerStates:
 
     def presence(self) -> Presence:
         """Which parameters have which states."""
-        found = [_names(self._optimizer, parameter) for parameter in self._parameters]
+        found = [_names(states) for states in self._found()]
         names = sorted({name for each in found for name in each})
         return {name: [name in each for each in found] for name in names}
 
     def local_names(self) -> list[str]:
         """The states that this rank has and that are not merged, ascending."""
         local = set()
-        for parameter in self._parameters:
-            state, merged = (
-                dense_state(self._optimizer, parameter),
-                _names(self._optimizer, parameter),
-            )
-            local |= {
-                key
-                for key, value in state.items()
-                if value is not None and _name(parameter, key, value) not in merged - {_OTHER}
-            }
+        for states in self._found():
+            merged = _names(states) - {_OTHER}
+            local |= {key for key, state in states.items() if state.name not in merged}
         return sorted(local)
 
     def tensors(self, name: str) -> list[torch.Tensor]:
@@ -185,15 +179,29 @@ class OptimizerStates:
         (). Zeros where it has none.
         """
         key, _, kind = name.partition(":")
-        found: list[Any] = []
-        for parameter in self._parameters:
-            value = dense_state(self._optimizer, parameter).get(key)
-            found.append(value if _name(parameter, key, value) == name else None)
+        states = [each.get(key) for each in self._found()]
+        found = [None if state is None or state.name != name else state.value for state in states]
         if kind:
             return _numbers([float(value or 0) for value in found], self._parameters)
         return [
             torch.zeros_like(_like(key, parameter.detach())) if value is None else value
             for value, parameter in zip(found, self._parameters, strict=True)
+        ]
+
+    def _found(self) -> list[dict[str, _State]]:
+        """Of each parameter, its states by key. The host waits for a device once."""
+        states = [
+            {k: v for k, v in dense_state(self._optimizer, each).items() if v is not None}
+            for each in self._parameters
+        ]
+        singles = [v for each in states for v in each.values() if _is_single(v)]
+        numbers = iter(read_numbers(singles))
+        return [
+            {
+                key: _state(parameter, key, value, next(numbers) if _is_single(value) else value)
+                for key, value in each.items()
+            }
+            for parameter, each in zip(self._parameters, states, strict=True)
         ]
 
     def zeros(self, name: str) -> list[torch.Tensor]:
@@ -225,6 +233,9 @@ class OptimizerStates:
         """
         groups = self._optimizer.param_groups
         options = {parameter: group for group in groups for parameter in group["params"]}
+        singles = [name for name in merged if ":" in name]
+        read = iter(read_numbers([tensor for name in singles for tensor in merged[name]]))
+        numbers = {name: [next(read) for _ in self._parameters] for name in singles}
         for number, parameter in enumerate(self._parameters):
             given = {
                 name: tensors[number] for name, tensors in merged.items() if shares[name][number]
@@ -243,7 +254,8 @@ class OptimizerStates:
                 if kind and (has_none or key in state):
                     before = state.get(key)
                     is_whole = key == "step" or kind == "int" or _is_integer(before)
-                    value = round(mean.item()) if is_whole else mean.item()
+                    value = numbers[name][number]
+                    value = round(value) if is_whole else value
                     if isinstance(before, torch.Tensor):
                         before.fill_(value)
                     elif kind == "tensor":
@@ -254,27 +266,42 @@ class OptimizerStates:
                     state[key] = mean
 
 
-def _names(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> set[str]:
-    """Of the states of `parameter`. Where one is not merged, no single number is either, since it
-    may count what the other one holds.
+class _State(NamedTuple):
+    """A state of a parameter.
+
+    Attributes:
+        name: as in `Presence`.
+        value: itself; of a single number that is a tensor, the number.
     """
-    state = dense_state(optimizer, parameter)
-    found = {_name(parameter, key, value) for key, value in state.items() if value is not None}
+
+    name: str
+    value: Any
+
+
+def _names(states: Mapping[str, _State]) -> set[str]:
+    """Of a parameter's states. Where one is not merged, no single number is either, since it may
+    count what the other one holds.
+    """
+    found = {state.name for state in states.values()}
     return {name for name in found if ":" not in name} | {_OTHER} if _OTHER in found else found
 
 
-def _name(parameter: torch.Tensor, key: str, value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        if value.dim() and value.shape == _shape(key, parameter) and value.is_floating_point():
-            return key
-        is_single = not value.dim() and not value.is_complex() and value.dtype != torch.bool
-    else:
-        is_single = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_single or not math.isfinite(value):  # type: ignore[arg-type]  # it is a number
-        return _OTHER
-    if isinstance(value, torch.Tensor):
-        return f"{key}:tensor"
-    return f"{key}:int" if isinstance(value, int) else f"{key}:float"
+def _is_single(value: object) -> bool:
+    """Whether it is a tensor of shape ()."""
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _state(parameter: torch.Tensor, key: str, value: object, number: Any) -> _State:
+    """`value` of `parameter`; `number`: what it holds, if it is a tensor of shape ()."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        fits = value.shape == _shape(key, parameter) and value.is_floating_point()
+        return _State(key if fits else _OTHER, value)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not math.isfinite(number):
+        return _State(_OTHER, value)
+    is_tensor = isinstance(value, torch.Tensor)
+    kind = "tensor" if is_tensor else "int" if isinstance(number, int) else "float"
+    return _State(f"{key}:{kind}", number)
 
 
 def _is_integer(value: object) -> bool:
@@ -291,8 +318,8 @@ def _numbers(values: Sequence[float], parameters: Sequence[torch.Tensor]) -> lis
     ]
     # Made together, since a copy to another device takes long, however small it is.
     made = {
-        (device, is_wide): torch.tensor(
-            values, dtype=torch.float64 if is_wide else torch.float32, device=device
+        (device, is_wide): on_device(
+            torch.tensor(values, dtype=torch.float64 if is_wide else torch.float32), device
         ).unbind()
         for device, is_wide in set(kinds)
     }
@@ -307,7 +334,8 @@ def _new_number(
         return torch.full_like(parameter.detach(), value)  # It has its parameter's shape too.
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
     is_on_device = options.get("capturable") or options.get("fused")
-    return torch.tensor(
+    return torch.full(
+        (),
         value,
         dtype=torch.float32 if options.get("fused") else dtype,
         device=parameter.device if is_on_device else None,

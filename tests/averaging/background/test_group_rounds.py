@@ -10,6 +10,7 @@ import random
 import tracemalloc
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,3 +339,27 @@ def test_what_an_average_of_two_takes_beside_their_models() -> None:
     assert peaks[0] < 1 + 2 + fragments
     assert peaks[1] < 1 + fragments
     assert [rule.current[0] for rule in rules] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "options", [{"rounding": Rounding(())}, {"changes": CodedChanges(E3M0Values(), ())}]
+)
+def test_a_group_of_one_sends_and_copies_nothing_and_rounds_nothing(
+    options: dict[str, Any],
+) -> None:
+    values = np.linspace(0, 1, 7, dtype=np.float32)
+    settings = ProtocolSettings(
+        members=(0,),
+        generation=0,
+        num_elements=7,
+        group_of=lambda _: VersionGroup(ranks=(0,)),
+        **options,
+    )
+    round_ = DirectRound(0, (0,), rank=0, settings=settings)
+    mine = Contribution(values=values, step=1, fresh=True, anchor=np.zeros_like(values))
+    assert round_.contribute(mine, set(), arrived=True) == []
+    assert round_.over
+    (piece,) = round_.take_pieces()
+    np.testing.assert_array_equal(piece.average[:], values)
+    assert piece.contributed is not None
+    assert np.shares_memory(piece.contributed[:], values)

@@ -165,6 +165,16 @@ def test_a_model_that_is_not_finite_changes_nothing_even_where_vectors_are_used_
         assert_array_equal(rule.take(), before + 1)
 
 
+@pytest.mark.parametrize("kind", [DeltaMerge, PaperMerge])
+def test_a_model_that_is_given_is_kept_without_a_copy(kind: Callable[[Values], MergeRule]) -> None:
+    rule, given = kind(vector(0, 0)), vector(1, 2)
+    assert rule.advance([given], is_given=True)
+    assert rule.take() is given
+    assert rule.advance([given + 1])
+    assert_array_equal(rule.take(), vector(2, 3))
+    assert_array_equal(given, vector(1, 2))
+
+
 def piece_of(contributions: list[Values], weights: list[float], own: int, *, fresh: bool) -> Piece:
     total = sum(weight * values for weight, values in zip(weights, contributions, strict=True))
     return Piece(

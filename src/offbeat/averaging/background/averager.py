@@ -252,8 +252,12 @@ class BackgroundCallback(Callback):
         """Publish the model as it is at the end of a step."""
         begin_s = time.perf_counter()
         self._num_steps += 1
-        parts = self._averager.staging.parts(self._averager.weights.tensors())
-        if not self._model.advance(parts, self._averager.weights.read_counters()):
+        staging, tensors = self._averager.staging, self._averager.weights.tensors()
+        if not staging.shares_memory:  # a device is faster at that than the host
+            require_finite(tensors, rank=self._averager.rank)
+        parts = staging.parts(tensors)
+        counters = self._averager.weights.read_counters()
+        if not self._model.advance(parts, counters, is_given=not staging.shares_memory):
             raise non_finite_weights(self._averager.rank)
         self._encode_s += time.perf_counter() - begin_s
 

@@ -181,8 +181,11 @@ class GradientLedger(SharedModel):
         super().begin(model, self._with_used(counters, self._none_used()), step=step)
 
     @override
-    def advance(self, model: Sequence[Values], counters: Counters) -> bool:
-        return super().advance(model, self._with_used(counters, self._none_used()))
+    def advance(
+        self, model: Sequence[Values], counters: Counters, *, is_given: bool = False
+    ) -> bool:
+        counters = self._with_used(counters, self._none_used())
+        return super().advance(model, counters, is_given=is_given)
 
     @override
     def take(self) -> Taken:

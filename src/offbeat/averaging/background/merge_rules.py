@@ -101,12 +101,13 @@ class MergeRule(ABC):
         return self._snapshot
 
     @abstractmethod
-    def advance(self, model: Sequence[Values]) -> bool:
+    def advance(self, model: Sequence[Values], *, is_given: bool = False) -> bool:
         """The trainer has ended a step.
 
         Args:
-            model: what it holds, in vectors that have all elements side by side. They are read now
-                and not kept, so they may be the memory of its tensors.
+            model: what it holds, in vectors that have all elements side by side.
+            is_given: whether `model` is known to be finite, and belongs to this object from now on;
+                else it is read now and not kept, so that it may be the memory of tensors.
 
         Returns:
             Whether all of that is finite; if not, nothing has changed.
@@ -147,18 +148,18 @@ class DeltaMerge(MergeRule):
         self.anchor = model if has_anchor else None
         self._statistics = statistics
 
-    def advance(self, model: Sequence[Values]) -> bool:
+    def advance(self, model: Sequence[Values], *, is_given: bool = False) -> bool:
         # Without a merge since `take`, the sum below would be `model` except for rounding.
         if self._snapshot is self._base:
-            copy, finite = _copied(model)
+            own, finite = _kept(model, is_given=is_given)
             if finite:
-                self.held = copy
-                self._replace(copy)
+                self.held = own
+                self._replace(own)
             return finite
         advanced = self._base
         if self._is_base_lent:
             advanced = np.empty_like(self._snapshot)
-        elif not all_finite(map(torch.from_numpy, model)):
+        elif not all_finite([*map(torch.from_numpy, model)]):
             return False  # before anything has changed
         statistics = []
         for span in self._statistics:
@@ -259,11 +260,11 @@ class PaperMerge(MergeRule):
         self._computing = True
         self._late: dict[int, Piece] = {}
 
-    def advance(self, model: Sequence[Values]) -> bool:
-        copy, finite = _copied(model)
+    def advance(self, model: Sequence[Values], *, is_given: bool = False) -> bool:
+        own, finite = _kept(model, is_given=is_given)
         if not finite:
             return False
-        self._snapshot = self._model = self.held = copy
+        self._snapshot = self._model = self.held = own
         self._computing = False
         late, self._late = self._late, {}
         self.merge([*late.values()])
@@ -292,8 +293,10 @@ def _fragments(size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + step, size))
 
 
-def _copied(parts: Sequence[Values]) -> tuple[Values, bool]:
-    """All elements of `parts` in one vector, and whether they are finite."""
+def _kept(parts: Sequence[Values], *, is_given: bool) -> tuple[Values, bool]:
+    """All elements of `parts` in one vector that may be kept, and whether they are finite."""
+    if is_given and len(parts) == 1:
+        return parts[0], True
     copy = np.empty(sum(part.size for part in parts), parts[0].dtype)
     finite, begin = True, 0
     for part in parts:

@@ -29,7 +29,7 @@ from offbeat.collectives.weighted_mean import FRAGMENT_BYTES, Elements
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, changes
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
-from offbeat.transport.operations import Collective, Operation, Post
+from offbeat.transport.operations import Collective, Operation, Payload, Post
 
 CHANNEL = 1 << 32
 """The channel of the protocol. A generation's mesh carries nothing else."""
@@ -416,7 +416,7 @@ class ServedGeneration:
         if member == self._model_source and not self.model.is_available:
             self.request_model(without=member)
 
-    def post(self, message: bytes) -> None:
+    def post(self, message: Payload) -> None:
         """Hand `message` to the protocol, as one of this rank's own."""
         self.driver.start(Post(message), CHANNEL).wait()
 

@@ -34,14 +34,14 @@ _FROM_THIS_RANK = (
 )
 
 
-def arrive(version: int, *, generation: int) -> bytes:
+def arrive(version: int, *, generation: int) -> Payload:
     """A rank posts this to its own member when it has ended a step. From then on, and until the
     version is closed, `SharedModel.contribute` must be fresh.
     """
     return ModelMessage(kind=MessageKind.ARRIVE, generation=generation, version=version).to_bytes()
 
 
-def fetch_model(peer: int | None, *, generation: int) -> bytes:
+def fetch_model(peer: int | None, *, generation: int) -> Payload:
     """A rank posts this to request the model of member `peer`, or of every living peer if that is
     None. The answers come to `SharedModel.receive_model`.
 
@@ -53,14 +53,14 @@ def fetch_model(peer: int | None, *, generation: int) -> bytes:
     ).to_bytes()
 
 
-def stop_stepping(*, generation: int) -> bytes:
+def stop_stepping(*, generation: int) -> Payload:
     """A rank posts this when it takes no more steps. Its member still contributes when peers need
     it, and no peer waits for the rank to arrive.
     """
     return ModelMessage(kind=MessageKind.STOP_STEPPING, generation=generation).to_bytes()
 
 
-def finish(*, generation: int) -> bytes:
+def finish(*, generation: int) -> Payload:
     """A rank posts this last. It implies `stop_stepping`. The protocol returns when all members
     have finished or are dead.
     """
@@ -84,7 +84,7 @@ class ProtocolMember(ABC):
         self._rank = rank
         self._settings = settings
         self._model = model
-        self._outgoing: list[tuple[int, bytes]] = []
+        self._outgoing: list[tuple[int, Payload]] = []
         self._asked: set[int] = set()
         self._requesters: list[int] = []
         self._fetches_final_models = self._said_final = False
@@ -105,7 +105,7 @@ class ProtocolMember(ABC):
         """
         return self.counts.stopped >= self.sources and not self._is_busy()
 
-    def take_outgoing(self) -> list[tuple[int, bytes]]:
+    def take_outgoing(self) -> list[tuple[int, Payload]]:
         """The messages to send now, each with its receiver."""
         if self._is_final:
             if not self._said_final:
@@ -307,6 +307,6 @@ def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:
         del event  # with a message that may be as large as the model
 
 
-def _send(messages: Sequence[tuple[int, bytes]]) -> Collective[None]:
+def _send(messages: Sequence[tuple[int, Payload]]) -> Collective[None]:
     for peer, message in messages:
         yield Send(peer, message)

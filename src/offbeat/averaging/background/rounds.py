@@ -47,8 +47,9 @@ from offbeat.codec.model_wire import (
 )
 from offbeat.codec.rounding import Rounding, add_rounded, make_up_for_rounding
 from offbeat.errors import WireError
+from offbeat.transport.operations import Payload
 
-Outgoing: TypeAlias = list[tuple[int, bytes]]
+Outgoing: TypeAlias = list[tuple[int, Payload]]
 """Messages to send, each with its receiver. A round keeps of a contribution what it sends of it, in
 the same memory: the values that it was made of may change afterwards.
 """
@@ -79,8 +80,10 @@ class GroupRound(ABC):
         self._fresh = False
         self._arrived = False
         self._changes = settings.changes_in(version)
-        self._rounding = None if self._changes is not None else settings.rounding
         self._moves_anchor = settings.changes is not None and self._changes is None
+        self._rounding = None if self._changes is not None else settings.rounding
+        if self._is_alone:
+            self._changes = self._rounding = None
 
     def must_contribute(self, min_arrivals: int, absent: Set[int], announced: Set[int]) -> bool:
         """Whether all members must contribute now.
@@ -176,8 +179,15 @@ class GroupRound(ABC):
             codes, values = self._rounding.encode(values, begin)
         return replace(chunk, values=values, codes=codes)
 
-    def _sent(self, chunk: ModelMessage) -> tuple[bytes, ModelMessage]:
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nobody is sent what this rank contributes: it averages with itself at once."""
+        return len(self.group) == 1
+
+    def _sent(self, chunk: ModelMessage) -> tuple[Payload, ModelMessage]:
         """`chunk` as it travels, and what was contributed by it, which is in the same memory."""
+        if self._is_alone:
+            return b"", chunk
         content = chunk.to_bytes()
         return content, self._decoded(ModelMessage.from_bytes(content))
 

@@ -205,13 +205,16 @@ class SharedModel:
         with self._changed:
             self._rule = None
 
-    def advance(self, model: Sequence[Values], counters: Counters) -> bool:
+    def advance(
+        self, model: Sequence[Values], counters: Counters, *, is_given: bool = False
+    ) -> bool:
         """The trainer has ended a step.
 
         Args:
-            model: what it holds, in vectors that have all elements side by side. They are read now
-                and not kept.
+            model: what it holds, in vectors that have all elements side by side.
             counters: its integer buffers.
+            is_given: whether `model` is known to be finite, and belongs to this object from now on;
+                else it is read now and not kept.
 
         Returns:
             Whether the model is finite; if not, nothing has changed.
@@ -220,7 +223,7 @@ class SharedModel:
             # A step that began with a model which was replaced meanwhile says nothing about the
             # new one.
             if not self._replaced:
-                if not self._existing.advance(model):
+                if not self._existing.advance(model, is_given=is_given):
                     return False
                 self._counters = counters
             self._replaced = False

@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 import offbeat
 from conformance_support.lent import lent
+from offbeat.averaging.periodic import Everyone, MeanOfAll
 from offbeat.codec.tally import Tally
 from offbeat.strategies.base import Strategy
+from offbeat.transport.driver import Stream
+from offbeat.transport.single_rank import SingleRank
+from offbeat.weights.model_weights import BufferNames, ModelWeights
 
 _ASK = {
     f"aten.{name}.default"
@@ -35,6 +41,19 @@ class Asked(TorchDispatchMode):
     ) -> object:
         self.num_seen += self.counts
         self.num_asked += self.counts and str(func) in _ASK
+        return func(*args, **(kwargs or {}))
+
+
+class AskedForMany(TorchFunctionMode):
+    """Counts what gives the host all elements of a tensor, which is no operation on a CPU."""
+
+    num_asked = 0
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.num_asked += func in (torch.Tensor.tolist, torch.Tensor.numpy)
         return func(*args, **(kwargs or {}))
 
 
@@ -91,3 +110,48 @@ def test_nothing_is_asked_within_backward(strategy: Strategy) -> None:
             assert asked.num_asked == 0
             optimizer.step()
             optimizer.zero_grad()
+
+
+class SilentPeer(SingleRank):
+    """A rank whose only peer contributes nothing."""
+
+    world_size = 2
+
+
+def asked_in_average(num_parameters: int, *, fragment_bytes: int) -> int:
+    """How often, in an average of weights, of an optimizer's state and of its numbers of steps, of
+    a model of 12,000 numbers.
+    """
+    parameters = {
+        str(number): torch.nn.Parameter(torch.randn(12_000 // num_parameters))
+        for number in range(num_parameters)
+    }
+    optimizer = torch.optim.AdamW(parameters.values(), fused=True)
+    weights = ModelWeights(
+        parameters=parameters,
+        buffers=lambda: {"mean": torch.ones(2)},
+        chosen=BufferNames(("mean",)),
+    )
+    exchange = MeanOfAll(
+        weights, Everyone(SilentPeer(), Stream(0)), optimizer=optimizer, averages_state=True
+    )
+    exchange.begin()
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    exchange.launch(0)
+    before = [parameter.detach().clone() for parameter in parameters.values()]
+    with Asked() as asked, AskedForMany() as asked_for_many, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offbeat.weights.model_weights.FRAGMENT_BYTES", fragment_bytes)
+        asked.counts = True
+        exchange.merge(measures_drift=True)
+    torch.testing.assert_close([*parameters.values()], before, rtol=0, atol=0)
+    assert asked.num_seen > num_parameters
+    return asked.num_asked + asked_for_many.num_asked
+
+
+def test_an_average_asks_as_often_whatever_the_number_of_parameters_and_of_fragments() -> None:
+    few = asked_in_average(10, fragment_bytes=1 << 20)
+    assert 0 < few <= 12
+    assert asked_in_average(100, fragment_bytes=1 << 20) == few
+    assert asked_in_average(100, fragment_bytes=1 << 10) == few
