@@ -189,13 +189,17 @@ def shown_interval(figure: Figure) -> str:
     return f"{low} to {high}"
 
 
+def with_interval(figure: Figure) -> str:
+    return shown(figure) + (f" ({shown_interval(figure)})" if figure.interval else "")
+
+
 def verdict(figure: Figure) -> str:
     return _WORDS[figure.holds]
 
 
 def in_a_cell(figure: Figure) -> str:
     """All that is known of a figure, for a table with columns."""
-    parts = [shown(figure) + (f" ({shown_interval(figure)})" if figure.interval else "")]
+    parts = [with_interval(figure)]
     if figure.goal:
         parts.append(f"goal {figure.goal}: {verdict(figure) or 'not analysed'}")
     if figure.bound is not None:
@@ -216,16 +220,12 @@ def rows_of(figures: Sequence[Figure]) -> Iterator[list[str]]:
     empty; a column that no case fills is left out.
     """
     if all(not figure.column for figure in figures):
-        lines = [["case", "value", "interval", "goal", "", "bound"]]
+        lines = [["case", "value", "goal", "bound"]]
         for figure in figures:
             bound = "" if figure.bound is None else number(figure.bound, figure.decimals)
-            lines.append(
-                [
-                    *(figure.case, shown(figure), shown_interval(figure), figure.goal),
-                    *(verdict(figure), bound),
-                ]
-            )
-        used = [place for place in range(6) if place < 2 or any(line[place] for line in lines[1:])]
+            goal = ": ".join(filter(None, (figure.goal, verdict(figure))))
+            lines.append([figure.case, with_interval(figure), goal, bound])
+        used = [place for place in range(4) if place < 2 or any(line[place] for line in lines[1:])]
         yield from ([line[place] for place in used] for line in lines)
         return
     columns = list(dict.fromkeys(figure.column for figure in figures))

@@ -15,7 +15,7 @@ from functools import partial
 from statistics import median
 
 from _measure import main
-from _results import DIRECTORY, STUDIES, Figure, ResultFile, Verdict, shown, shown_interval
+from _results import DIRECTORY, STUDIES, Figure, ResultFile, Verdict, shown, with_interval
 from links import PAUSED_RATIOS
 
 TABLE = "claims"
@@ -85,8 +85,7 @@ def middle(name: str, table: str, case: str, column: str) -> float | None:
 
 
 def told(case: str, found: Figure) -> str:
-    interval = f" ({shown_interval(found)})" if found.interval else ""
-    return f"{case} {shown(found)}{interval}"
+    return f"{case} {with_interval(found)}"
 
 
 def within(values: Sequence[float], low: float, high: float) -> bool:

@@ -128,8 +128,7 @@ def measure(
     every = offbeat.SPDKFAC(
         factor_interval=1,
         inverse_interval=1,
-        inverse_dtype=inverse_dtype,
-        curvature=offbeat.Curvature(sample_stride=stride),
+        curvature=offbeat.Curvature(sample_stride=stride, inverse_dtype=inverse_dtype),
     )
     seldom = replace(every, factor_interval=FACTOR_INTERVAL, inverse_interval=INVERSE_INTERVAL)
     strategies = {"ssgd": offbeat.AllReduce(), "every step": every, "at intervals": seldom}

@@ -70,7 +70,6 @@ def written(page: Path) -> str:
     Raises:
         PageError: a mark names a table that does not exist.
     """
-    last: list[str] = []
     told: set[str] = set()
 
     def table(mark: re.Match[str]) -> str:
@@ -79,12 +78,12 @@ def written(page: Path) -> str:
         if results is None:
             raise PageError(f"{page.name} asks for {name}/{title}, which no result file has")
         opening = mark[0].partition("\n")[0]
-        # What the table above says of itself, or any above of the machine, need not be said again.
-        commands, machines = _commands(results), _machines(results)
-        lines = [] if commands == last else commands
+        # What tables above say of commands, or of the machine, need not be said again.
+        ways = {_measured_by(result.origin) for result in results}
+        machines = _machines(results)
+        lines = [] if ways <= told else _commands(results)
         lines = [*lines, *(machine for machine in machines if machine not in told)]
-        last[:] = commands
-        told.update(machines)
+        told.update(ways, machines)
         below = [line for text in lines for line in _wrapped(f"- {text}", "  ")]
         return "\n".join([opening, *_table(results), "", *below, *[""] * bool(below), _END])
 

@@ -89,7 +89,8 @@ def _options(name: str, other: str | None) -> Iterator[str]:
         names = ", ".join(f"`{option}`" for option in alike)
         if own:
             yield ""
-        told = f"[`{entry.class_name}`]({other}.md#options) has these options, too: {names}."
+        link = f"[`{entry.class_name}`]({other}.md#options)"
+        told = f"{link} has these options, too: {names}." if own else f"Those of {link}: {names}."
         yield from textwrap.wrap(told, 100, break_on_hyphens=False)
 
 
@@ -130,14 +131,13 @@ def _object_rows(name: str) -> Iterator[str]:
 
 
 def _strategy_rows() -> Iterator[str]:
-    yield "| class | command line | what it does | paper |"
-    yield "|---|---|---|---|"
+    yield "| class | command line | what it does |"
+    yield "|---|---|---|"
     for family, entries in REGISTRY.families.items():
-        yield f"| **{family}** | | | |"
+        yield f"| **{family}** | | |"
         for entry in entries:
-            paper = f"arXiv [{entry.arxiv}](https://arxiv.org/abs/{entry.arxiv})"
             page = f"[`{entry.class_name}`](methods/{entry.name}.md#options)"
-            yield f"| {page} | `{entry.name}` | {entry.summary} | {paper} |"
+            yield f"| {page} | `{entry.name}` | {entry.summary} |"
 
 
 def _allowed(hint: object) -> str:

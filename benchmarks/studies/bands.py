@@ -38,7 +38,7 @@ from offbeat_lab.cluster import Cluster, LinkSpec, RackSpec, from_flags
 from offbeat_lab.plan import bands
 from offbeat_lab.plan.bands import Band, Factor, MeasuredCell, fit_band
 from offbeat_lab.plan.measure import measure_task
-from offbeat_lab.plan.predictions import predict_step
+from offbeat_lab.plan.predictions import StepPrediction, predict_step
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import factors_of, resnet, shipped_profile, tensors_of
 from offbeat_lab.plan.simulation import Setting
@@ -50,6 +50,7 @@ from published import (
     WAGMA_COMPUTE_S,
     WAGMA_MINUTES,
     WAGMA_STEPS,
+    in_one_bucket,
     piz_daint,
     profile_of,
 )
@@ -57,8 +58,14 @@ from published import (
 RESULTS: Final = Path(__file__).parents[1] / "results"
 
 
-def cell(of: str, spec: str, setting: Setting, measured_s: float) -> MeasuredCell:
-    predicted = predict_step(spec, setting, Band())
+def cell(
+    of: str,
+    spec: str,
+    setting: Setting,
+    measured_s: float,
+    predicted: StepPrediction | None = None,
+) -> MeasuredCell:
+    predicted = predicted or predict_step(spec, setting, Band())
     rate = setting.cluster.link.rate_bit_per_s or 0.0
     if setting.cluster.racks is not None and setting.world_size > setting.cluster.racks.size:
         rate = setting.cluster.racks.rate_bit_per_s
@@ -81,8 +88,8 @@ def gtopk() -> Iterator[MeasuredCell]:
                 cluster=Cluster(name="1 GbE", workers=nodes, link=ETHERNET),
                 payload_share=1.0,
             )
-            spec = "allreduce:bucket_mib=1e6"
-            yield cell("gTop-k", spec, setting, one.batch_size / samples_per_s)
+            predicted = in_one_bucket("allreduce", setting)
+            yield cell("gTop-k", "allreduce", setting, one.batch_size / samples_per_s, predicted)
 
 
 PCIE, NVLINK = LinkSpec(rate_bit_per_s=96e9), LinkSpec(rate_bit_per_s=1.04e12)

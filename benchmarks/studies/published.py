@@ -29,9 +29,10 @@ from _models.kfac_published import fitted_to_baselines
 from _results import Figure
 from offbeat.arithmetic.costs import MESSAGE_S
 from offbeat.kfac.placement import place_by_rule
+from offbeat.strategies.allreduce import AllReduce
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat_lab.plan.bands import Band
-from offbeat_lab.plan.predictions import StepPrediction, predict_step
+from offbeat_lab.plan.predictions import StepPrediction, predict_recipe, predict_step
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import PUBLISHED, shipped_profile
 from offbeat_lab.plan.simulation import Setting
@@ -115,6 +116,19 @@ def simulated(spec: str, setting: Setting) -> StepPrediction:
     return predict_step(spec, setting, Band())
 
 
+class OneBucket(AllReduce):
+    """All gradients in one message, as gTop-k's authors sent them."""
+
+    bucket_mib = None
+
+
+def in_one_bucket(spec: str, setting: Setting) -> StepPrediction:
+    """As `simulated`, with all gradients in one bucket."""
+    if spec == "allreduce":
+        return predict_recipe(spec, spec, OneBucket(), setting, Band())
+    return simulated(spec, setting)
+
+
 def ethernet(workers: int, profile: ModelProfile) -> Setting:
     return Setting(
         profile=profile,
@@ -141,13 +155,13 @@ def throughputs() -> Iterator[Row]:
     for network, one in GTOPK.items():
         profile = profile_of(one)
         methods = {
-            "dense": ("allreduce:bucket_mib=1e6", one.dense),
+            "dense": ("allreduce", one.dense),
             "top-k": (f"topk:density={one.density}", one.topk),
             "gTop-k": (f"gtopk:density={one.density}:collective=tree", one.gtopk),
         }
         for method, (spec, published) in methods.items():
             for nodes, measured in zip(NODES, published, strict=True):
-                predicted_s = simulated(spec, ethernet(nodes, profile)).step_s
+                predicted_s = in_one_bucket(spec, ethernet(nodes, profile)).step_s
                 predicted = one.batch_size / predicted_s
                 case = f"{network}, {method}, {nodes} nodes"
                 yield _figure(case, "throughputs", "published", measured, "samples/s")

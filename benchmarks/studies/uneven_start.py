@@ -78,7 +78,7 @@ class _ModelsMerged(offbeat.AdaptiveSGD):
 
 def contestants(mega_batch: int) -> Mapping[str, Strategy]:
     return {
-        "AllReduce": offbeat.AllReduce(replica_check_interval=0),
+        "AllReduce": offbeat.AllReduce(),
         "models merged first": _ModelsMerged(mega_batch=mega_batch),
         "AdaptiveSGD": offbeat.AdaptiveSGD(mega_batch=mega_batch),
     }

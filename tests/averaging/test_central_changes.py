@@ -80,7 +80,7 @@ def test_what_is_written_in_full_moves_models_as_without_a_codec() -> None:
 
 @pytest.mark.parametrize("codec", ["linear4", FEW])
 def test_a_run_goes_on_from_a_saved_state(codec: Any) -> None:
-    strategy = offbeat.Crossbow(period=2, codec=codec, centre_momentum=0.5)
+    strategy = offbeat.Crossbow(period=2, codec=codec)
     resumed, straight = (
         trained(3, strategy, 9, optimizer_of=sgd, held=parameters_of, stop=stop)
         for stop in (4, None)

@@ -197,8 +197,8 @@ def test_a_table_without_columns_leaves_out_what_no_case_has() -> None:
     ratio = Figure(case="a", value=2.0, goal="at least 1", holds=True)
 
     assert list(rows_of([ratio])) == [
-        ["case", "value", "goal", ""],
-        ["a", "2", "at least 1", "holds"],
+        ["case", "value", "goal"],
+        ["a", "2", "at least 1: holds"],
     ]
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.strategies.base import Strategy
 
 STEP_S: Final = 0.02
@@ -168,14 +169,16 @@ def promise(fault: Fault, strategy: Strategy, limit_s: float) -> Promise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contestant:
-    """A strategy of the matrix, and an option in which one rank may differ."""
+    """A strategy of the matrix, and an option in which one rank may differ; without one it has
+    another strategy.
+    """
 
     strategy: Strategy
     other: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def differing(self) -> Strategy:
-        return replace(self.strategy, **self.other)
+        return replace(self.strategy, **self.other) if self.other else offbeat.PowerSGD()
 
 
 _KFAC: dict[str, Any] = {"factor_interval": 2, "inverse_interval": 4}
@@ -183,9 +186,9 @@ _DAMPING = {"damping": 0.02}
 
 STRATEGIES: Final = {
     "AllReduce": Contestant(
-        strategy=offbeat.AllReduce(bucket_mib=1e-3), other={"bucket_mib": 2e-3}
+        strategy=lent(offbeat.AllReduce(), bucket_mib=1e-3), other={"codec": "sign"}
     ),
-    "DeAR": Contestant(strategy=offbeat.DeAR(bucket_mib=1e-3), other={"bucket_mib": 2e-3}),
+    "DeAR": Contestant(strategy=lent(offbeat.DeAR(), bucket_mib=1e-3)),
     "TopK": Contestant(strategy=offbeat.TopK(density=0.1), other={"density": 0.2}),
     "GTopK": Contestant(
         strategy=offbeat.GTopK(density=0.1, collective="reduce_scatter"), other={"density": 0.2}
@@ -211,7 +214,7 @@ STRATEGIES: Final = {
     "MPDKFAC": Contestant(strategy=offbeat.MPDKFAC(**_KFAC), other=_DAMPING),
     "DPKFAC": Contestant(strategy=offbeat.DPKFAC(**_KFAC), other=_DAMPING),
     "WAGMA": Contestant(strategy=offbeat.WAGMA(), other={"period": 7}),
-    "ADPSGD": Contestant(strategy=offbeat.ADPSGD(), other={"seed": 1}),
+    "ADPSGD": Contestant(strategy=offbeat.ADPSGD(), other={"values": "bfloat16"}),
     "EagerSGD": Contestant(strategy=offbeat.EagerSGD(), other={"mode": "solo"}),
     "AdaptiveSGD": Contestant(
         strategy=offbeat.AdaptiveSGD(mega_batch=10), other={"mega_batch": 11}

@@ -123,7 +123,7 @@ def test_strategies_are_listed_without_their_options(call) -> None:
     assert [family for family, _ in families] == list(REGISTRY.families)
     assert "gtopk " in dict(families)["Gradients, of which a part travels"]
     assert "arXiv 1901.04359" in listed
-    assert "replica_check_interval" not in listed
+    assert "momentum_correction" not in listed
     assert f"Of others, to compare with: alone, {', '.join(NATIVE)}" in listed
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from conformance_support.nets import Net, assert_same, loss_of, train
 from kfac_support.plans import FactorsOfEveryone, Unfused
 from offbeat import Session
@@ -30,17 +31,17 @@ AnyStrategy = GradientStrategy | KFACStrategy
 
 _STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce": offbeat.AllReduce(),
-    "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4),
+    "allreduce in small buckets": lent(offbeat.AllReduce(), bucket_mib=1e-4),
     "dear": offbeat.DeAR(),
-    "dear in small buckets": offbeat.DeAR(bucket_mib=1e-4),
+    "dear in small buckets": lent(offbeat.DeAR(), bucket_mib=1e-4),
     "allreduce in 8 bits": offbeat.AllReduce(codec="linear8"),
-    "allreduce by signs, in small buckets": offbeat.AllReduce(codec="sign", bucket_mib=1e-4),
+    "allreduce by signs, in small buckets": lent(offbeat.AllReduce(codec="sign"), bucket_mib=1e-4),
     "powersgd": offbeat.PowerSGD(rank=1),
-    "powersgd in small buckets": offbeat.PowerSGD(rank=1, bucket_mib=1e-4),
+    "powersgd in small buckets": lent(offbeat.PowerSGD(rank=1), bucket_mib=1e-4),
     "demo": offbeat.DeMo(density=0.2, decay=1.0, sign=False),
     "qgenx": offbeat.QGenX(codec="linear4"),
     "topk": offbeat.TopK(density=0.2),
-    "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
+    "topk in small buckets": lent(offbeat.TopK(density=0.2), bucket_mib=1e-4),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.2, collective="reduce_scatter"),
     "gtopk by all-gather": offbeat.GTopK(density=0.2, collective="all_gather", codec="bfloat16"),
     "gtopk by all-gather, the largest": offbeat.GTopK(density=0.2, collective="global"),
@@ -55,18 +56,15 @@ _STRATEGIES: dict[str, GradientStrategy] = {
         )
         for name in SELECTORS
     },
-    "gtopk with a norm that no gradient has, in small buckets": offbeat.GTopK(
-        density=0.2, collective="reduce_scatter", clip_norm=1e9, bucket_mib=1e-4
+    "gtopk with a norm that no gradient has, in small buckets": lent(
+        offbeat.GTopK(density=0.2, collective="reduce_scatter", clip_norm=1e9), bucket_mib=1e-4
     ),
     "gtopk with warm-up": offbeat.GTopK(
         density=0.1, collective="reduce_scatter", warmup=((0.25, 1), (0.15, 2))
     ),
     "ef21": offbeat.EF21(density=0.2),
-    "ef21 with momentum, in small buckets": offbeat.EF21(
-        density=0.2,
-        codec="reuse+float8",
-        bucket_mib=1e-4,
-        clip_norm=1e9,
+    "ef21 with momentum, in small buckets": lent(
+        offbeat.EF21(density=0.2, codec="reuse+float8", clip_norm=1e9), bucket_mib=1e-4
     ),
 }
 
@@ -86,27 +84,30 @@ def lossless_form(strategy: GradientStrategy) -> GradientStrategy:
     return strategy
 
 
-_CHECKED = offbeat.AllReduce(replica_check_interval=1)
+_CHECKED = lent(offbeat.AllReduce(), replica_check_interval=1)
 _KFAC: dict[str, KFACStrategy] = {
     "dkfac": offbeat.DKFAC(exchange=_CHECKED, inverse_interval=1),
     "mpdkfac": offbeat.MPDKFAC(exchange=_CHECKED, inverse_interval=2),
     "spdkfac": offbeat.SPDKFAC(exchange=_CHECKED, factor_interval=2, inverse_interval=4),
     "spdkfac without fusion, in small buckets": Unfused(
-        exchange=replace(_CHECKED, bucket_mib=1e-4), inverse_interval=1
+        exchange=lent(_CHECKED, bucket_mib=1e-4), inverse_interval=1
     ),
     "spdkfac with gtopk": offbeat.SPDKFAC(
-        exchange=offbeat.GTopK(density=0.2, collective="reduce_scatter", replica_check_interval=1),
+        exchange=lent(
+            offbeat.GTopK(density=0.2, collective="reduce_scatter"), replica_check_interval=1
+        ),
         kl_clip=None,
     ),
     "spdkfac with powersgd": offbeat.SPDKFAC(
-        exchange=offbeat.PowerSGD(rank=1, bucket_mib=1e-4, replica_check_interval=1), kl_clip=None
+        exchange=lent(offbeat.PowerSGD(rank=1), bucket_mib=1e-4, replica_check_interval=1),
+        kl_clip=None,
     ),
     "spdkfac in 4 bits": offbeat.SPDKFAC(exchange=replace(_CHECKED, codec="linear4")),
     "dpkfac": offbeat.DPKFAC(exchange=_CHECKED),
     "dpkfac with everyone's factors": FactorsOfEveryone(exchange=_CHECKED, inverse_interval=2),
 }
 GRADIENTS_ONLY = {
-    name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()
+    name: lent(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()
 }
 STRATEGIES: dict[str, AnyStrategy] = {**GRADIENTS_ONLY, **_KFAC}
 LOSSLESS: dict[str, GradientStrategy] = {}
@@ -632,7 +633,7 @@ def test_complex_parameters_are_refused_where_they_cannot_be_ranked() -> None:
 
 
 def test_a_state_that_does_not_fit_changes_nothing(attached: Callable) -> None:
-    net, optimizer, session = attached(offbeat.TopK(density=0.2, bucket_mib=1e-4))
+    net, optimizer, session = attached(lent(offbeat.TopK(density=0.2), bucket_mib=1e-4))
     train(net, optimizer, range(2))
     before = session.state_dict()
     wrong = copy.deepcopy(before)

@@ -258,7 +258,6 @@ OWN = offbeat.GTopK(
     density=0.2,
     collective="reduce_scatter",
     codec=offbeat.TopKCodec(selector=RoundRobin(), values=Float16(), indices=Bitmap()),
-    replica_check_interval=1,
 )
 
 
@@ -326,7 +325,6 @@ def test_options_take_objects_and_names_alike() -> None:
             density=0.2,
             collective="reduce_scatter",
             codec=offbeat.TopKCodec(selector=RoundRobin(), values=Float16(), indices=Bitmap()),
-            replica_check_interval=1,
         )
     )
     by_name = offbeat.TopKCodec(selector="reuse", values="bfloat16", indices="gaps")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.codec.topk_codec import SELECTORS, VALUE_CODECS
 from offbeat.errors import PeerError
 from offbeat.strategies.base import Strategy
@@ -27,7 +28,7 @@ STEPS, STOPS_AT = 6, 3
 WORLD_SIZES = (1, 2, 3, 5)
 
 _TAKE_CODECS: dict[str, Callable[[str], Strategy]] = {
-    "allreduce": lambda codec: offbeat.AllReduce(codec=codec, replica_check_interval=1),
+    "allreduce": lambda codec: lent(offbeat.AllReduce(codec=codec), replica_check_interval=1),
     "topk": lambda codec: offbeat.TopK(density=0.25, codec=codec, momentum_correction=None),
     **{
         f"gtopk by {collective}": lambda codec, collective=collective: offbeat.GTopK(

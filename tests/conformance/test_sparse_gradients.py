@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from conformance_support.nets import assert_same
 from conformance_support.sparse_nets import MakeOptimizer, SparseNet, batch, train
 from offbeat import Session
@@ -24,8 +25,8 @@ from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
 pytestmark = pytest.mark.filterwarnings("ignore:no loader of this session")
 
 EXCHANGE_GRADIENTS: dict[str, Strategy] = {
-    "allreduce": offbeat.AllReduce(replica_check_interval=1),
-    "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4),
+    "allreduce": lent(offbeat.AllReduce(), replica_check_interval=1),
+    "allreduce in small buckets": lent(offbeat.AllReduce(), bucket_mib=1e-4),
     "topk": offbeat.TopK(density=1.0),
     "gtopk": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
     "ef21": offbeat.EF21(density=1.0),

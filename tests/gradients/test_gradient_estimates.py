@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.errors import CheckpointError
 from thread_support.world import ThreadDriver, results_of, session_on
 
 Vector = NDArray[np.float64]
 
 STEPS, LR = 12, 0.3
-BARE = offbeat.EF21(density=0.25, replica_check_interval=1)
+BARE = lent(offbeat.EF21(density=0.25), replica_check_interval=1)
 ROUGH = replace(BARE, codec="reuse+float8")
 ALL = replace(BARE, density=1.0)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.strategies.gradient import GradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -16,8 +17,8 @@ STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce in 4 bits": offbeat.AllReduce(codec="linear4"),
     "topk": offbeat.TopK(density=0.1),
     "gtopk by reduce-scatter": offbeat.GTopK(density=0.1, collective="reduce_scatter"),
-    "gtopk by all-gather": offbeat.GTopK(
-        density=0.1, collective="all_gather", codec="bfloat16", bucket_mib=1e-4
+    "gtopk by all-gather": lent(
+        offbeat.GTopK(density=0.1, collective="all_gather", codec="bfloat16"), bucket_mib=1e-4
     ),
     "gtopk by tree": offbeat.GTopK(density=0.1, collective="tree"),
     "gtopk with few entries and then all": offbeat.GTopK(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from conformance_support.nets import Net, assert_same, loss_of, train
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -64,7 +65,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 SEND_ALL: dict[str, SparseGradientStrategy] = {
     "densely": offbeat.GTopK(collective="dense"),
     "as entries": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
-    "in small buckets": offbeat.TopK(density=1.0, bucket_mib=1e-4),
+    "in small buckets": lent(offbeat.TopK(density=1.0), bucket_mib=1e-4),
 }
 SPARSE = offbeat.GTopK(density=0.2, collective="reduce_scatter")
 AT_ONCE = offbeat.GTopK(density=0.1, collective="reduce_scatter")

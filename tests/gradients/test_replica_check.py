@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat import Session
 from offbeat.errors import DivergedError
 from thread_support.world import ThreadDriver, in_threads, results_of, session_on
@@ -20,7 +21,7 @@ def train(driver: ThreadDriver, num_steps: int, *, interval: int, before_step: L
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = offbeat.AllReduce(replica_check_interval=interval)
+    strategy = lent(offbeat.AllReduce(), replica_check_interval=interval)
     with session_on(driver, model, optimizer, strategy) as session:
         for step in range(1, num_steps + 1):
             model(torch.full((3, 4), 1 / (1.0 + driver.rank + step))).square().mean().backward()
@@ -84,7 +85,11 @@ def test_replicas_are_compared_after_two_early_steps_and_at_the_interval() -> No
 def test_a_state_without_comparisons_can_be_resumed_with_them() -> None:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with offbeat.attach(model, optimizer, offbeat.AllReduce(replica_check_interval=0)) as session:
+    with offbeat.attach(
+        model, optimizer, lent(offbeat.AllReduce(), replica_check_interval=0)
+    ) as session:
         state = session.state_dict()
-    with offbeat.attach(model, optimizer, offbeat.AllReduce(replica_check_interval=7)) as session:
+    with offbeat.attach(
+        model, optimizer, lent(offbeat.AllReduce(), replica_check_interval=7)
+    ) as session:
         session.load_state_dict(state)

@@ -232,7 +232,7 @@ def test_inverses_are_rounded_where_that_costs_nothing(
     assert form(single, often) == "triangle"
     assert form(single, seldom, alike=False) == form(double, seldom) == "inverse"
     for dtype, expected in (("float32", "inverse"), ("bfloat16", "bfloat16")):
-        assert form(single, replace(seldom, inverse_dtype=dtype)) == expected
+        assert form(single, replace(seldom, curvature=Curvature(inverse_dtype=dtype))) == expected
 
 
 # The phase of inversions: what is inverted when messages arrive, while waiting, and at the end.

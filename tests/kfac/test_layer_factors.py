@@ -220,25 +220,22 @@ def test_positions_with_a_loss_each_are_examples() -> None:
 @pytest.mark.parametrize(
     "kind", ["linear", "linear positions", "embedding padding", "conv padded", "conv groups"]
 )
-def test_factors_know_neither_the_size_of_the_batch_nor_the_kind_of_mean(kind: str) -> None:
+def test_factors_do_not_know_the_size_of_the_batch(kind: str) -> None:
     layer, x = layer_of(kind)
 
-    def factors(loss: Any, *batches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks, capture = capture_all(layer, Curvature(loss=loss))
+    def factors(*batches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks, capture = capture_all(layer, Curvature())
         for batch in batches:
-            values = losses(layer(batch))
-            (values.mean() / len(batches) if loss == "mean" else values.sum()).backward()
+            (losses(layer(batch)).mean() / len(batches)).backward()
         found = take_square(capture, blocks)
         capture.remove()
         return found
 
-    once = factors("mean", x)
-    torch.testing.assert_close(factors("mean", torch.cat([x, x, x])), once)
-    torch.testing.assert_close(factors("sum", x), once)
-    torch.testing.assert_close(factors("sum", torch.cat([x, x])), once)
-    torch.testing.assert_close(factors("mean", x, x), once)
+    once = factors(x)
+    torch.testing.assert_close(factors(torch.cat([x, x, x])), once)
+    torch.testing.assert_close(factors(x, x), once)
     half = len(x) // 2
-    torch.testing.assert_close(factors("mean", x[:half], x[half:]), once)
+    torch.testing.assert_close(factors(x[:half], x[half:]), once)
 
 
 def test_a_channel_that_few_examples_use_counts_as_in_the_whole_batch() -> None:
@@ -362,7 +359,7 @@ def test_samples_of_an_even_batch_count_alike() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"loss_terms": "position"}, {"batch_dim": 1}, {"loss": "sum"}],
+    [{"loss_terms": "position"}, {"batch_dim": 1}],
 )
 def test_samples_are_examples_however_they_are_counted(options: dict[str, Any]) -> None:
     layer, x = layer_of("linear positions")

@@ -216,7 +216,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
             Curvature(cross_attention=("atention",)),
         )
     for wrong in (
-        {"loss": "average"},
+        {"inverse_dtype": "float16"},
         {"loss_terms": "token"},
         {"batch_dim": -1},
         {"sample_stride": 0},

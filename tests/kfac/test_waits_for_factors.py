@@ -79,8 +79,7 @@ def test_waits_of_a_step_do_not_grow_with_the_number_of_layers(
     strategy = offbeat.SPDKFAC(
         factor_interval=4,
         inverse_interval=4,
-        inverse_dtype=inverse_dtype,
-        curvature=offbeat.Curvature(ramp=False),
+        curvature=offbeat.Curvature(inverse_dtype=inverse_dtype),
     )
     few, many = (waits_of_steps(num_layers, strategy) for num_layers in (3, 12))
     assert few == many

@@ -64,7 +64,6 @@ def train(
     pi: bool = True,
     factor_interval: int = 1,
     inverse_interval: int = 1,
-    ramp: bool = True,
     momentum: float = 0.0,
     grafting: str = "none",
 ) -> list[list[float]]:
@@ -77,12 +76,10 @@ def train(
     history: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {place: [] for place in places}
     directed: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for step, batch in enumerate(batches):
-        if step % factor_interval == 0 or (ramp and step < factor_interval):
+        if step % factor_interval == 0 or step < factor_interval:
             for place in places:
                 history[place].append(_factors(net, place, batch))
-        if step % inverse_interval == 0 or (
-            ramp and step < inverse_interval and step in (1, 2, 4, 8, 16)
-        ):
+        if step % inverse_interval == 0 or (step < inverse_interval and step in (1, 2, 4, 8, 16)):
             averages = {place: _averages(history[place], decay) for place in places}
             directed = {place: _damped_factors(averages[place], damping, pi=pi) for place in places}
         optimizer.zero_grad()

@@ -19,7 +19,6 @@ from offbeat.megabatch.batch_sizes import (
     Proportional,
     PublishedRule,
     binding,
-    learning_rate,
     square_root_rate,
 )
 
@@ -230,12 +229,6 @@ def test_the_published_rule_never_adapts_at_two_to_one() -> None:
     assert PublishedRule().resize([1024] * 4, updates, PAPERS) == (1024,) * 4
     found = spreads(PublishedRule(), flipping(TWO_TO_ONE, 99), PAPERS, base=1024, num_rounds=10)
     assert min(found) > 0.6
-
-
-def test_learning_rates_do_not_drift() -> None:
-    rates = [learning_rate(0.3, size, 1000) for size in (1000, 333, 777, 1000)]
-    assert rates[0] == rates[-1] == 0.3
-    assert rates[1] == pytest.approx(0.3 * 0.333)
 
 
 def test_where_noise_dominates_the_root_gives_adagrad_the_progress_of_s_sgd() -> None:

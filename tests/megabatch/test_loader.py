@@ -131,11 +131,9 @@ def test_what_is_left_is_halved_where_it_does_not_fit(
     assert [len(x) for (x,) in loader] == expected
 
 
-@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
-def test_at_first_models_are_merged_after_every_update(attached: Make, name: str) -> None:
-    """Then after two, and after three, as long as that is less than a mega-batch."""
-    strategy = getattr(offbeat, name)(mega_batch=8, warmup=4)
-    net, optimizer, session = attached(strategy)
+def test_at_first_gradients_are_averaged_and_then_models_more_often(attached: Make) -> None:
+    """After three updates, and after one more, as long as that is less than a mega-batch."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, warmup=4))
     merges: list[int] = []
     mega_batches: list[int] = []
     session.on_merge(lambda: mega_batches.append(session.stats.exchanges))
@@ -148,11 +146,9 @@ def test_at_first_models_are_merged_after_every_update(attached: Make, name: str
             seen += step(net, optimizer, x)
         assert sorted(seen) == list(range(48))
         assert loader.epoch == epoch + 1
-    # Of the first eight updates of a mega-batch each of the first four is merged, then every two;
-    # or all are steps with the mean of gradients.
-    is_adaptive = name == "AdaptiveSGD"
-    assert merges[:9] == [0, 1, 2, 3, 4, *((5, 6, 7, 8) if is_adaptive else (4, 5, 5, 6))]
-    assert mega_batches == [number + 2 * is_adaptive for number in (6, 9, 11, 12, 13, 14)]
+    # The first eight updates are steps with the mean of gradients.
+    assert merges[:9] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert mega_batches == [8, 11, 13, 14, 15, 16]
     assert [share.samples for share in loader.last] == [16]
 
 
@@ -424,7 +420,7 @@ def test_arguments_that_cannot_work_are_refused(
         (lambda: offbeat.AdaptiveSGD(rule="proportionate"), "did you mean 'proportional'"),
         (lambda: offbeat.AdaptiveSGD(rate_scaling="root"), "rate_scaling"),
         (lambda: offbeat.AdaptiveSGD(warmup=-1), "warmup must be an integer of at least 0"),
-        (lambda: offbeat.ElasticSGD(optimizer_state="mean"), "optimizer_state"),
+        (lambda: offbeat.AdaptiveSGD(optimizer_state="mean"), "optimizer_state"),
         (lambda: offbeat.Crossbow(alpha=0.0), r"alpha must be in \(0, 1\]"),
         (lambda: offbeat.Crossbow(period=0), "period"),
     ],

@@ -11,11 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from conformance_support.lent import lent
 from offbeat.codec.json_objects import build
 from offbeat.codec.topk_codec import SELECTORS
 from offbeat.errors import ConfigError
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
@@ -23,7 +25,7 @@ from offbeat_lab.cluster import Cluster, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan
-from offbeat_lab.plan.predictions import predict_recipe, predict_step
+from offbeat_lab.plan.predictions import StepPrediction, predict_recipe, predict_step
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import (
     PUBLISHED,
@@ -71,21 +73,27 @@ WITH_TALLIES = 1e-4
 """Tallies, and agreements on what is averaged, travel beside gradients and weights."""
 
 
+def in_mebibytes(where: Setting) -> StepPrediction:
+    """An all-reduce in buckets of 1 MiB."""
+    return predict_recipe("allreduce", "allreduce", lent(AllReduce(), bucket_mib=1.0), where)
+
+
 def test_an_all_reduce_behind_a_slow_link_takes_forward_first_bucket_and_ring() -> None:
     # A megabyte each in four tensors, one bucket each at 1 MiB: 4 MB at 1 MB/s.
-    step_s = predict_step("allreduce:bucket_mib=1.0", setting()).step_s
+    step_s = in_mebibytes(setting()).step_s
     assert step_s == pytest.approx(0.1 + 0.05 + 2 * 3 / 4 * 4.0, rel=WITH_TALLIES)
 
 
 def test_an_exchange_that_fits_behind_the_backward_pass_costs_its_last_bucket_only() -> None:
-    step_s = predict_step("allreduce:bucket_mib=1.0", setting("8gbit")).step_s
+    step_s = in_mebibytes(setting("8gbit")).step_s
     assert step_s == pytest.approx(0.3 + 2 * 3 / 4 * 1e-3)
 
 
 def test_halves_of_an_all_reduce_hide_behind_both_passes_and_divide_the_optimizers_state() -> None:
     where = setting("160mbit")  # .0375 s for half a bucket of four
     whole, halves = (
-        predict_step(f"{name}:bucket_mib=1.0", where) for name in ("allreduce", "dear")
+        predict_recipe(one.name, one.name, lent(one, bucket_mib=1.0), where)
+        for one in (AllReduce(), DeAR())
     )
     assert whole.step_s == pytest.approx(0.1 + 0.05 + 0.3, rel=WITH_TALLIES)
     # The last reduce-scatter is behind backward, and the last layer computes behind four gathers.
@@ -129,7 +137,7 @@ def test_an_adam_of_signs_is_predicted_to_send_less_in_each_of_its_phases() -> N
     assert 0 < local < dense / 32 / 8
 
 
-@pytest.mark.parametrize("spec", [f"{LOCAL}:period=5", "elasticsgd"])
+@pytest.mark.parametrize("spec", [f"{LOCAL}:period=5", "adaptive:warmup=0:optimizer_state=local"])
 @pytest.mark.parametrize("codec", WEIGHT_CODECS)
 def test_every_named_codec_of_weights_is_predicted_to_send_less(codec: str, spec: str) -> None:
     whole, coded = (
@@ -164,13 +172,12 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
             spec, Setting(profile=kfac, cluster=cluster, steps=steps), Band()
         ).step_s
 
-    ramp, even = (simulated_s(spec, first) for spec in ("dkfac", "dkfac:ramp=false"))
     one_s, all_s, factors_s = (
-        simulated_s("dkfac:ramp=false", steps) for steps in (range(1, 2), range(1), range(10, 11))
+        simulated_s("dkfac", steps) for steps in (range(11, 12), range(1), range(10, 11))
     )
-    # Factors in steps 0 to 10 in place of 0 and 10, inversions in 0, 1, 2, 4 and 8 in place of 0.
-    more_s = 9 * (factors_s - one_s) + 4 * (all_s - factors_s)
-    assert 12 * (ramp - even) == pytest.approx(more_s, rel=1e-3)
+    # Factors in steps 0 to 10, inversions in 0, 1, 2, 4 and 8.
+    expected_s = 5 * all_s + 6 * factors_s + one_s
+    assert 12 * simulated_s("dkfac", first) == pytest.approx(expected_s, rel=1e-3)
 
 
 def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
@@ -263,8 +270,8 @@ def test_one_worker_stands_for_those_that_wait_for_the_slowest_in_each_step(
         replicas_differ = True  # so that all workers are simulated
 
     where = setting("100mbit", 4, **flags)
-    one = predict_step("allreduce:bucket_mib=1.0", where).step_s
-    all_of_them = predict_recipe("apart", "apart", Apart(bucket_mib=1.0), where).step_s
+    one = in_mebibytes(where).step_s
+    all_of_them = predict_recipe("apart", "apart", lent(Apart(), bucket_mib=1.0), where).step_s
     assert one == pytest.approx(all_of_them)
 
 
@@ -316,7 +323,7 @@ MANY_SMALL = [(200, 300), (200,), (50, 200), (50,), (10, 50), (10,)]
         "gtopk:density=0.05:collective=all_gather",
         "gtopk:density=0.05:collective=dense",
         "gtopk:density=0.05:collective=all_gather:warmup=1.0x1+0.2x2",
-        "topk:density=0.05:bucket_mib=0.1",
+        "topk:density=0.05",
         "allreduce",
         "localsgd:period=2",
         "dpsgd",
@@ -386,7 +393,7 @@ def test_factors_in_fewer_bits_are_planned_to_take_fewer_bytes() -> None:
     )  # with factors, and without inversions
     gradients = predict_step("allreduce", where).bytes_per_step
     whole, halved, quartered = (
-        predict_step(f"dkfac:ramp=false:factor_codec={codec}", where).bytes_per_step - gradients
+        predict_step(f"dkfac:factor_codec={codec}", where).bytes_per_step - gradients
         for codec in ("float32", "bfloat16", "linear8")
     )
     assert 0 < halved == pytest.approx(whole / 2, rel=1e-3)
@@ -454,8 +461,8 @@ def test_a_strategy_of_ones_own_is_predicted() -> None:
     class Own(AllReduce):
         name = "own"
 
-    found = predict_recipe("own", "own", Own(bucket_mib=1.0), setting())
-    assert found.step_s == predict_step("allreduce:bucket_mib=1.0", setting()).step_s
+    found = predict_recipe("own", "own", lent(Own(), bucket_mib=1.0), setting())
+    assert found.step_s == in_mebibytes(setting()).step_s
 
 
 @pytest.mark.parametrize("collective", ["tree", "reduce_scatter", "all_gather"])

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.membership.island import Island
 from offbeat.strategies.base import Strategy
@@ -322,7 +323,7 @@ def mistakes(rank: int, mesh: DeviceMesh) -> Mistakes:
 def rebound(rank: int, world_size: int) -> dict[str, Any]:
     """The memory of shards changes while a session lasts."""
     mesh = make_mesh(world_size)
-    how = Training(strategy=offbeat.AllReduce(replica_check_interval=1))
+    how = Training(strategy=lent(offbeat.AllReduce(), replica_check_interval=1))
     model = make_model()
     shard(model, mesh, how)
     optimizer = make_optimizer(model, how)

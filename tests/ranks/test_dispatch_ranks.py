@@ -367,13 +367,12 @@ def drawn_together(rank: int, world_size: int) -> dict[str, float]:
     """CROSSBOW's step against the same done in one process: the largest difference, and how far
     models are apart.
     """
-    strategy = offbeat.Crossbow(period=2, alpha=0.4, centre_momentum=0.3)
+    strategy = offbeat.Crossbow(period=2, alpha=0.4)
     net = make_net()
     optimizer = sgd(net)
     nets = [make_net() for _ in range(world_size)]
     optimizers = [sgd(other) for other in nets]
     central = [p.detach().clone() for p in nets[0].parameters()]
-    moved = [torch.zeros_like(p) for p in central]
     data = Numbers()
     with offbeat.attach(net, optimizer, strategy, finish="keep"):
         for number in range(6):
@@ -396,9 +395,8 @@ def drawn_together(rank: int, world_size: int) -> dict[str, float]:
                 for other, pull in zip(nets, pulls, strict=True):
                     for p, by in zip(other.parameters(), pull, strict=True):
                         p.detach().sub_(by)
-                for position, (z, v) in enumerate(zip(central, moved, strict=True)):
-                    v.mul_(0.3).add_(sum(pull[position] for pull in pulls))
-                    z.add_(v)
+                for position, z in enumerate(central):
+                    z.add_(sum(pull[position] for pull in pulls))
     mine = torch.cat([p.detach().flatten() for p in net.parameters()])
     expected = torch.cat([p.detach().flatten() for p in nets[rank].parameters()])
     return {"error": float((mine - expected).abs().max())}

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.strategies.base import Strategy
 from rank_jobs.gradients import (
     exception_in_backward,
@@ -30,30 +31,29 @@ from ranks_support.launch import RunRanks
 pytestmark = pytest.mark.ranks
 
 Strategies = dict[str, Strategy]
-BASE: dict[str, Any] = {"replica_check_interval": 1}
-SMALL_BUCKETS = BASE | {"bucket_mib": 1e-3}
-SPARSE = BASE | {"density": 0.1}
-GTOPK = offbeat.GTopK(**SPARSE)
+SMALL_BUCKETS = {"bucket_mib": 1e-3, "replica_check_interval": 1}
+CHECKED = {"replica_check_interval": 1}
+GTOPK = lent(offbeat.GTopK(density=0.1), **CHECKED)
 STRATEGIES: Strategies = {
-    "allreduce": offbeat.AllReduce(**BASE),
-    "allreduce in small buckets": offbeat.AllReduce(**SMALL_BUCKETS),
-    "dear": offbeat.DeAR(bucket_mib=1e-3, **BASE),
-    "allreduce in 4 bits": offbeat.AllReduce(codec="linear4", **SMALL_BUCKETS),
-    "allreduce by signs": offbeat.AllReduce(codec="sign", **BASE),
-    "powersgd": offbeat.PowerSGD(rank=1, bucket_mib=1e-3, **BASE),
-    "demo": offbeat.DeMo(decay=1.0, sign=False, **SPARSE),
-    "topk": offbeat.TopK(**SPARSE),
+    "allreduce": lent(offbeat.AllReduce(), **CHECKED),
+    "allreduce in small buckets": lent(offbeat.AllReduce(), **SMALL_BUCKETS),
+    "dear": lent(offbeat.DeAR(), **SMALL_BUCKETS),
+    "allreduce in 4 bits": lent(offbeat.AllReduce(codec="linear4"), **SMALL_BUCKETS),
+    "allreduce by signs": lent(offbeat.AllReduce(codec="sign"), **CHECKED),
+    "powersgd": lent(offbeat.PowerSGD(rank=1), **SMALL_BUCKETS),
+    "demo": lent(offbeat.DeMo(density=0.1, decay=1.0, sign=False), **CHECKED),
+    "topk": lent(offbeat.TopK(density=0.1), **CHECKED),
     "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
-    "gtopk by reduce-scatter, bfloat16, small buckets": replace(
-        GTOPK, collective="reduce_scatter", codec="bfloat16", bucket_mib=1e-3
+    "gtopk by reduce-scatter, bfloat16, small buckets": lent(
+        replace(GTOPK, collective="reduce_scatter", codec="bfloat16"), bucket_mib=1e-3
     ),
     "gtopk by all-gather": replace(GTOPK, collective="all_gather"),
     "gtopk by all-gather, the largest": replace(GTOPK, collective="global"),
     "gtopk by tree": replace(GTOPK, collective="tree"),
-    "gtopk dense": replace(GTOPK, collective="dense", bucket_mib=1e-3),
+    "gtopk dense": lent(replace(GTOPK, collective="dense"), bucket_mib=1e-3),
     "gtopk auto": GTOPK,
-    "gtopk as it comes": offbeat.GTopK(**BASE),
-    "ef21": offbeat.EF21(**SPARSE),
+    "gtopk as it comes": lent(offbeat.GTopK(), **CHECKED),
+    "ef21": lent(offbeat.EF21(density=0.1), **CHECKED),
 }
 PAIR: Strategies = {
     label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
@@ -288,7 +288,7 @@ def more_passes_on_one_rank(rank: int, world_size: int, *, strategy: Strategy) -
 
 
 def test_a_rank_that_runs_more_passes_is_found_out(run_ranks: RunRanks) -> None:
-    strategy = replace(GTOPK, collective="reduce_scatter", replica_check_interval=0)
+    strategy = lent(replace(GTOPK, collective="reduce_scatter"), replica_check_interval=0)
     results = run_ranks(more_passes_on_one_rank, 3, strategy=strategy)
     assert {result["heard"] for result in results} & {"MismatchError", "PeerError"}
 

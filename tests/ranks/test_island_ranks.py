@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.supervise import run_script
 from offbeat.strategies.base import Strategy
@@ -46,9 +47,8 @@ from ranks_support.templates import Templates
 __all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
-BASE: dict[str, Any] = {"replica_check_interval": 1}
-ALLREDUCE = offbeat.AllReduce(**BASE, bucket_mib=1e-3)
-EVERYTHING: dict[str, Any] = {**BASE, "density": 1.0}
+CHECKED = {"replica_check_interval": 1}
+ALLREDUCE = lent(offbeat.AllReduce(), bucket_mib=1e-3, **CHECKED)
 ADAM: dict[str, Any] = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}}
 LOCALSGD = offbeat.LocalSGD(period=2, warmup=0)
 EQUAL: dict[str, Training] = {
@@ -59,12 +59,13 @@ EQUAL: dict[str, Training] = {
         strategy=ALLREDUCE, offload=True, clip="torch", **ADAM
     ),
     "topk of everything, clipped": Training(
-        strategy=offbeat.TopK(**EVERYTHING, clip_norm=0.5), clip="session"
+        strategy=lent(offbeat.TopK(density=1.0, clip_norm=0.5), **CHECKED), clip="session"
     ),
     "gtopk of everything, accumulated": Training(
-        strategy=offbeat.GTopK(**EVERYTHING, collective="reduce_scatter"), num_passes=3
+        strategy=lent(offbeat.GTopK(density=1.0, collective="reduce_scatter"), **CHECKED),
+        num_passes=3,
     ),
-    "ef21 of everything": Training(strategy=offbeat.EF21(**EVERYTHING)),
+    "ef21 of everything": Training(strategy=lent(offbeat.EF21(density=1.0), **CHECKED)),
     "localsgd after allreduce, accumulated, AdamW, clipped by torch": Training(
         strategy=offbeat.LocalSGD(period=2, warmup=0, start_step=2),
         num_passes=2,
@@ -88,15 +89,16 @@ def test_islands_train_as_whole_replicas_do(run_ranks: RunRanks) -> None:
             assert value["moved"] > 1e-2, label
 
 
-FEW: dict[str, Any] = {**BASE, "density": 0.1}
 SLOW: dict[str, Any] = {"options": {"lr": 0.002, "momentum": 0.9}}
 SAME: dict[str, Training] = {
     "allreduce, in bfloat16": Training(**SLOW, strategy=ALLREDUCE, half=True),
-    "topk, Adam": Training(strategy=offbeat.TopK(**FEW), **ADAM),
-    "gtopk": Training(**SLOW, strategy=offbeat.GTopK(**FEW, collective="reduce_scatter")),
-    "gtopk, as it comes": Training(**SLOW, strategy=offbeat.GTopK(**BASE), num_steps=22),
-    "ef21": Training(**SLOW, strategy=offbeat.EF21(**FEW)),
-    "powersgd": Training(**SLOW, strategy=offbeat.PowerSGD(rank=1, **BASE)),
+    "topk, Adam": Training(strategy=lent(offbeat.TopK(density=0.1), **CHECKED), **ADAM),
+    "gtopk": Training(
+        **SLOW, strategy=lent(offbeat.GTopK(density=0.1, collective="reduce_scatter"), **CHECKED)
+    ),
+    "gtopk, as it comes": Training(**SLOW, strategy=lent(offbeat.GTopK(), **CHECKED), num_steps=22),
+    "ef21": Training(**SLOW, strategy=lent(offbeat.EF21(density=0.1), **CHECKED)),
+    "powersgd": Training(**SLOW, strategy=lent(offbeat.PowerSGD(rank=1), **CHECKED)),
     "diloco": Training(**SLOW, strategy=offbeat.LocalSGD(period=2, outer="diloco")),
     "changes": Training(**SLOW, strategy=offbeat.LocalSGD(period=2, codec="sparseloco")),
 }
@@ -117,9 +119,13 @@ def test_islands_agree_by_one_message_a_step_and_stay_identical(run_ranks: RunRa
 def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(run_ranks: RunRanks) -> None:
     trainings = {
         "allreduce, clipped": Training(strategy=ALLREDUCE, clip="session"),
-        "topk, clipped": Training(strategy=offbeat.TopK(**FEW, clip_norm=0.5), clip="session"),
-        "gtopk": Training(strategy=offbeat.GTopK(**FEW, collective="all_gather")),
-        "ef21": Training(strategy=offbeat.EF21(**FEW)),
+        "topk, clipped": Training(
+            strategy=lent(offbeat.TopK(density=0.1, clip_norm=0.5), **CHECKED), clip="session"
+        ),
+        "gtopk": Training(
+            strategy=lent(offbeat.GTopK(density=0.1, collective="all_gather"), **CHECKED)
+        ),
+        "ef21": Training(strategy=lent(offbeat.EF21(density=0.1), **CHECKED)),
         "localsgd": Training(strategy=LOCALSGD, options={"lr": 0.02}),
     }
     results = run_ranks(for_each, 4, job=poisoned, trainings=trainings)
@@ -197,7 +203,7 @@ def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks
     [
         (ALLREDUCE, "backward"),
         (ALLREDUCE, "raise"),
-        (offbeat.GTopK(**FEW), "step"),
+        (lent(offbeat.GTopK(density=0.1), **CHECKED), "step"),
         (LOCALSGD, "step"),
         (ALLREDUCE, "stopped in a step"),
         (LOCALSGD, "stopped in backward"),
@@ -258,9 +264,11 @@ def test_an_island_comes_back_once_all_of_its_ranks_are_there(
 
 STEADY: dict[str, Any] = {"options": {"lr": 0.002}}
 RESUMED: dict[str, Training] = {
-    "gtopk": Training(strategy=offbeat.GTopK(**FEW, collective="all_gather"), **ADAM),
+    "gtopk": Training(
+        strategy=lent(offbeat.GTopK(density=0.1, collective="all_gather"), **CHECKED), **ADAM
+    ),
     "diloco": Training(strategy=offbeat.LocalSGD(period=2, warmup=0, outer="diloco"), **ADAM),
-    "ef21": Training(strategy=offbeat.EF21(**FEW), **STEADY),
+    "ef21": Training(strategy=lent(offbeat.EF21(density=0.1), **CHECKED), **STEADY),
 }
 
 

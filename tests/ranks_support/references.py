@@ -1,4 +1,6 @@
-"""Functions and dataclasses in JSON, by where they are defined: another process looks there."""
+"""Functions and dataclasses in JSON, by where they are defined: another process looks there. What
+a function has made names it, and its arguments, as `made_by`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,9 @@ def loads(text: str) -> Any:
 def _described(value: Any) -> dict[str, Any]:
     if isinstance(value, FunctionType):
         return {"function of": _place(value)}
+    if (made := getattr(value, "made_by", None)) is not None:
+        function, arguments = made
+        return {"instance of": _place(function), "with": arguments}
     if is_dataclass(value) and not isinstance(value, type):
         options = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         return {"instance of": _place(type(value)), "with": options}

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.averaging.periodic import Everyone, MeanOfAll
 from offbeat.codec.tally import Tally
 from offbeat.strategies.base import Strategy
@@ -78,7 +79,7 @@ def test_the_tallies_of_all_buckets_are_asked_for_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(Tally, "read_from", noting)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    strategy = offbeat.AllReduce(bucket_mib=1e-3)
+    strategy = lent(offbeat.AllReduce(), bucket_mib=1e-3)
     with offbeat.attach(model, optimizer, strategy):
         for _ in range(3):
             model(torch.randn(4, 32)).square().mean().backward()
@@ -91,9 +92,9 @@ def test_the_tallies_of_all_buckets_are_asked_for_at_once(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "strategy",
     [
-        offbeat.AllReduce(bucket_mib=1e-3),
-        offbeat.PowerSGD(rank=1, bucket_mib=1e-3),
-        offbeat.GTopK(density=1.0, collective="dense", warmup=None, bucket_mib=1e-3),
+        lent(offbeat.AllReduce(), bucket_mib=1e-3),
+        lent(offbeat.PowerSGD(rank=1), bucket_mib=1e-3),
+        lent(offbeat.GTopK(density=1.0, collective="dense", warmup=None), bucket_mib=1e-3),
     ],
     ids=["allreduce", "powersgd", "gtopk, densely"],
 )

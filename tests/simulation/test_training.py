@@ -12,6 +12,7 @@ import torch
 from typing_extensions import override
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat import TopKCodec
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -19,7 +20,6 @@ from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import WireError
-from offbeat.kfac.curvature import Curvature
 from offbeat.simulation.training import (
     REMEMBERED_STEPS,
     Common,
@@ -205,7 +205,7 @@ def test_what_a_callback_raises_ends_the_simulation() -> None:
 def test_entries_travel_as_numbers_and_selecting_takes_its_time(
     kind: type[offbeat.TopK | offbeat.EF21],
 ) -> None:
-    strategy = kind(density=0.01, replica_check_interval=0)
+    strategy = lent(kind(density=0.01), replica_check_interval=0)
     ranks, cluster = trained(strategy, range(4))
     expected = ranks[0].machine
     assert isinstance(expected, Device)
@@ -344,7 +344,7 @@ def test_factors_take_their_time_where_layers_are_seen(
     """Of four factors every rank inverts all, or its own. An inversion takes 0.5 s, and a rank that
     keeps to its own layer looks at that one alone.
     """
-    strategy = kind(factor_interval=2, inverse_interval=4, curvature=Curvature(ramp=False))
+    strategy = kind(factor_interval=2, inverse_interval=4)
     ranks, _ = trained(strategy, range(8), timeline=TWO_LAYERS)
     device = ranks[0].machine
     assert isinstance(device, Device)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError
@@ -134,7 +135,7 @@ def test_replicas_are_equal_after_a_change(name: str, make: type[torch.optim.Opt
             take_over(session, TAKES_OVER[name], step)
             for _ in range(4):
                 step()
-            take_over(session, offbeat.AllReduce(replica_check_interval=1), step)
+            take_over(session, lent(offbeat.AllReduce(), replica_check_interval=1), step)
             for _ in range(3):
                 step()
             states = [optimizer.state[p] for p in model.parameters()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat import Session
 from offbeat.errors import CheckpointError, PeerError, UnsupportedError
 from offbeat.strategies.base import Strategy
@@ -22,7 +23,7 @@ Found: TypeAlias = list[torch.Tensor]
 Way: TypeAlias = Callable[[Session, torch.nn.Module, int, int], None]
 
 NUM_STEPS = 10
-SMALL: dict[str, Any] = {"bucket_mib": 5e-4, "replica_check_interval": 7}
+SMALL = lent(offbeat.DeAR(), bucket_mib=5e-4, replica_check_interval=7)
 """Some 65 elements of float64 in a bucket, so that parts begin within parameters."""
 
 OPTIMIZERS: dict[str, Optimizers] = {
@@ -145,7 +146,7 @@ def assert_close(mine: Any, theirs: Any) -> None:
 def test_training_ends_as_with_all_reduce(num_ranks: int, make: Optimizers) -> None:
     """With the optimizer's state, which is whole at the end."""
     theirs = results_of(num_ranks, lambda driver: trained(driver, offbeat.AllReduce(), make))
-    mine = results_of(num_ranks, lambda driver: trained(driver, offbeat.DeAR(**SMALL), make))
+    mine = results_of(num_ranks, lambda driver: trained(driver, SMALL, make))
     for found in mine:
         assert_close(found[:2], theirs[0][:2])
         assert all(map(torch.equal, found[0], mine[0][0]))
@@ -155,7 +156,7 @@ def test_training_ends_as_with_all_reduce(num_ranks: int, make: Optimizers) -> N
 def test_whatever_the_loop_does_it_ends_as_with_all_reduce(way: Way) -> None:
     make = OPTIMIZERS["adam"]
     theirs = results_of(3, lambda driver: trained(driver, offbeat.AllReduce(), make, way))
-    mine = results_of(3, lambda driver: trained(driver, offbeat.DeAR(**SMALL), make, way))
+    mine = results_of(3, lambda driver: trained(driver, SMALL, make, way))
     for found in mine:
         assert_close(found, theirs[0])
     assert (mine[0][2] > 0) == (way is non_finite)
@@ -174,7 +175,7 @@ def test_a_resumed_run_goes_on_with_its_share_of_the_state(new_size: int, make: 
     def first(driver: ThreadDriver) -> tuple[Any, Any, Any]:
         net = attended()
         optimizer = OPTIMIZERS[make](list(net.parameters()))
-        with session_on(driver, net, optimizer, offbeat.DeAR(**SMALL)) as session:
+        with session_on(driver, net, optimizer, SMALL) as session:
             train(session, net, optimizer, range(10))
             saved = session.state_dict(), copy.deepcopy(net.state_dict()), optimizer.state_dict()
             assert any("session.state_dict()" in notice for notice in session.notices)
@@ -186,7 +187,7 @@ def test_a_resumed_run_goes_on_with_its_share_of_the_state(new_size: int, make: 
     def second(driver: ThreadDriver) -> Found:
         net = attended()
         optimizer = OPTIMIZERS[make](list(net.parameters()))
-        with session_on(driver, net, optimizer, offbeat.DeAR(**SMALL)) as session:
+        with session_on(driver, net, optimizer, SMALL) as session:
             net.load_state_dict(model)
             session.load_state_dict(offbeat.reshard(states, new_size, driver.rank))
             optimizer.load_state_dict(optimizer_state)
@@ -269,7 +270,7 @@ def test_gradients_of_parts_that_the_loop_clips_are_refused() -> None:
 def test_a_parameter_that_is_changed_while_it_is_gathered_is_refused() -> None:
     net = attended()
     optimizer = OPTIMIZERS["momentum"](list(net.parameters()))
-    session = offbeat.attach(net, optimizer, offbeat.DeAR(replica_check_interval=0))
+    session = offbeat.attach(net, optimizer, lent(offbeat.DeAR(), replica_check_interval=0))
     loss_of(net, 0, 0).backward()
     optimizer.step()
     with torch.no_grad():
@@ -299,7 +300,7 @@ def test_a_rank_that_ends_earlier_is_an_error_on_all(num_ranks: int) -> None:
     def job(driver: ThreadDriver) -> None:
         net = attended()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        with session_on(driver, net, optimizer, offbeat.DeAR(**SMALL)):
+        with session_on(driver, net, optimizer, SMALL):
             for step in range(3 if driver.rank == 1 else 5):
                 loss_of(net, driver.rank, step).backward()
                 optimizer.step()
@@ -317,7 +318,7 @@ def test_parameters_are_waited_for_one_module_after_the_other() -> None:
     layers = [torch.nn.Linear(4, 4) for _ in range(3)]
     net, last = torch.nn.Sequential(*layers), layers[-1].weight
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    strategy = offbeat.DeAR(bucket_mib=1e-6, replica_check_interval=0)
+    strategy = lent(offbeat.DeAR(), bucket_mib=1e-6, replica_check_interval=0)
     seen: list[int] = []
     with offbeat.attach(net, optimizer, strategy):
         net[1].register_forward_pre_hook(lambda *_: seen.append(version_of(last)))

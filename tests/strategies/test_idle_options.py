@@ -13,7 +13,6 @@ from offbeat.strategies.base import Strategy
 IDLE: list[tuple[type[Strategy], str, Any, dict[str, Any], dict[str, Any]]] = [
     (offbeat.GTopK, "codec", "bfloat16", {"collective": "dense"}, {"collective": "all_gather"}),
     (offbeat.WAGMA, "group_size", 4, {"interval": 10}, {"interval": 5}),
-    (offbeat.WAGMA, "max_ahead", 30, {"quorum": 1.0}, {"quorum": 0.9}),
     (offbeat.LocalSGD, "warmup", 5, {"period": 1}, {"period": 2}),
 ]
 """A strategy, an option, a value of it, others beside which it does nothing, and beside which it

@@ -84,12 +84,12 @@ class Quantised(torch.optim.SGD):
     [
         (offbeat.LocalSGD(period=1), 1),
         (offbeat.LocalSGD(period=1, optimizer_state="local"), 0),
-        (offbeat.ElasticSGD(mega_batch=1, optimizer_state="averaged"), 1),
+        (offbeat.AdaptiveSGD(mega_batch=1), 1),
     ],
 )
 @pytest.mark.filterwarnings("ignore:no loader of this session feeds the run")
 def test_a_state_that_cannot_be_averaged_is_said_once(
-    strategy: offbeat.LocalSGD | offbeat.ElasticSGD, num_said: int
+    strategy: offbeat.LocalSGD | offbeat.AdaptiveSGD, num_said: int
 ) -> None:
     net = torch.nn.Linear(2, 1)
     optimizer = Quantised(net.parameters(), lr=0.1, momentum=0.9)

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
@@ -121,12 +122,10 @@ def test_steps_are_those_of_the_paper(
     lossless: bool,
     decoupled: bool,
     maximize: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kind = Lossless if lossless else offbeat.OneBitAdam
-    strategy = kind(freeze_step=FREEZE)
     # A bucket for each parameter:
-    monkeypatch.setattr("offbeat.strategies.gradient.BUCKET_BYTES", 100)
+    strategy = lent(kind(freeze_step=FREEZE), bucket_mib=1e-4)
 
     def job(driver: ThreadDriver) -> list[torch.Tensor]:
         net = Net()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offbeat
+from conformance_support.lent import lent
 from offbeat.errors import ConfigError
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -60,7 +61,7 @@ def test_a_game_ends_at_its_solution() -> None:
     codec = "stochastic4"
     before = Game().distance()
     found = results_of(
-        3, lambda driver: play(driver, offbeat.QGenX(codec=codec, replica_check_interval=1))
+        3, lambda driver: play(driver, lent(offbeat.QGenX(codec=codec), replica_check_interval=1))
     )
     for distance, game in found:
         assert distance < before / 100

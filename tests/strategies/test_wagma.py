@@ -39,7 +39,7 @@ def test_all_ranks_average_after_every_period_of_steps_whatever_the_interval(
 
 
 def test_a_synchronization_waits_for_the_one_before_whatever_the_interval() -> None:
-    strategy = offbeat.WAGMA(interval=2, max_ahead=25)
+    strategy = offbeat.WAGMA(interval=2)
     assert strategy.group_of(14, 0, 8).catch_up == 9
 
 

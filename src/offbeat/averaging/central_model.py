@@ -37,7 +37,6 @@ class CentralModel(WeightExchange):
         weights: what is drawn together.
         peers: all ranks.
         alpha: how far, in (0, 1].
-        momentum: of the central average model, in [0, 1).
         codec: how differences travel, without a decay or clipping; None: whole.
     """
 
@@ -50,14 +49,12 @@ class CentralModel(WeightExchange):
         peers: Everyone,
         *,
         alpha: float,
-        momentum: float,
         codec: WeightCodec | None = None,
     ) -> None:
         self._weights, self._peers = weights, peers
-        self._alpha, self._momentum = alpha, momentum
+        self._alpha = alpha
         self._pack = Pack(weights.tensors())
         self._central: list[torch.Tensor] = []
-        self._moved: list[torch.Tensor] = []
         self._corrections: list[torch.Tensor] = []
         self._sums: list[Pending[torch.Tensor]] = []
         self._coded: EncodedChanges | None = None
@@ -71,7 +68,6 @@ class CentralModel(WeightExchange):
     def begin(self) -> None:
         if not self._central:
             self._central = self._pack.vectors(self._weights.tensors())
-            self._moved = [torch.zeros_like(central) for central in self._central]
 
     @override
     def launch(self, number: int) -> None:
@@ -103,9 +99,8 @@ class CentralModel(WeightExchange):
         begin_s = time.perf_counter()
         tensors = self._weights.tensors()
         self._draw_statistics(tensors, totals)
-        for central, moved, total in zip(self._central, self._moved, totals, strict=True):
-            moved.mul_(self._momentum).add_(total)
-            central.add_(moved)
+        for central, total in zip(self._central, totals, strict=True):
+            central.add_(total)
         views = self._pack.views(self._corrections)
         for name, tensor, view in zip(self._weights.names, tensors, views, strict=True):
             parameter = self._weights.parameters.get(name)
@@ -146,24 +141,21 @@ class CentralModel(WeightExchange):
         """Draw statistics to their central values, replace these by the means, and leave no change
         of either in `totals` and the corrections. All terms are plain means, which stay in range.
         """
-        central, sums, moved, corrections = (
-            self._pack.views(vectors)
-            for vectors in (self._central, totals, self._moved, self._corrections)
+        central, sums, corrections = (
+            self._pack.views(vectors) for vectors in (self._central, totals, self._corrections)
         )
         for position in self._weights.positions_of_statistics():
             tensor, centre = tensors[position], central[position]
             tensor.copy_((1 - self._alpha) * tensor.to(centre.dtype) + self._alpha * centre)
             centre.copy_(sums[position] / self._peers.driver.world_size)
-            for difference in (sums[position], moved[position], corrections[position]):
+            for difference in (sums[position], corrections[position]):
                 difference.zero_()
 
     @override
     def state(self) -> CallbackState:
+        views = self._pack.views(self._central) if self._central else []
         replicated = {
-            f"{kind}/{name}": view
-            for kind, vectors in (("centre", self._central), ("moved", self._moved))
-            if vectors
-            for name, view in zip(self._weights.names, self._pack.views(vectors), strict=True)
+            f"centre/{name}": view for name, view in zip(self._weights.names, views, strict=False)
         }
         local = {} if self._coded is None else self._coded.state()["local"]
         return {"replicated": replicated, "local": local}

@@ -60,7 +60,10 @@ class GradientGuard(Callback):
         gradients = [
             _entries(p.grad.detach()) for p in self._parameters.values() if p.grad is not None
         ]
-        if not any(self._island.largest(not all_finite(gradients))):
+        is_good = all_finite(gradients)
+        if self._island.size > 1:
+            is_good = not any(self._island.largest(not is_good))
+        if is_good:
             self._num_in_a_row = 0
             return
         for parameter in self._parameters.values():

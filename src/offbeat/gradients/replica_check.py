@@ -116,7 +116,7 @@ class ReplicaCheck(Callback):
             found = f"after step {self._num_steps} the parameters of ranks {odd} are no longer"
             raise DivergedError(
                 f"{found} those of rank {named(0)}, and {self._difference() or _USUAL_REASONS}"
-                " Resume from the last checkpoint, or set replica_check_interval=0 to go on"
+                " Resume from the last checkpoint, or attach with replica_check_interval=0 to go on"
                 " regardless"
             )
 

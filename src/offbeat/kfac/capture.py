@@ -236,8 +236,7 @@ class Capture:
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
         # The backward pass delivers the gradient of a mean over all terms: each term's own gradient
         # is that times the number of terms, and G is a product of two of them.
-        scale = num_terms if self._curvature.loss == "mean" else 1
-        return Increment(moment.packed.mul_(scale**2 / num_seen), num_seen)
+        return Increment(moment.packed.mul_(num_terms**2 / num_seen), num_seen)
 
     def pop_layers_seen(self) -> set[str]:
         """Names of the layers, or of the blocks of attentions, whose output gradients have been

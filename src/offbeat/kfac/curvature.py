@@ -19,18 +19,17 @@ from a part of the examples.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curvature:
     """How the curvature of a model is estimated: what its layers' Kronecker factors are taken over,
-    averaged over and damped by. The defaults fit a model whose loss is the mean over examples.
+    averaged over and damped by, and what their inverses are kept in.
 
-    With "mean" the loss whose gradient the optimizer gets is the mean over the step's examples, so
-    the gradient of one example's loss is the number of examples times what the backward pass
-    delivers, and factors do not depend on the batch size. When gradients are accumulated over
-    several batches, that means each batch's mean loss divided by the number of batches, as with
-    DistributedDataParallel.
+    The loss whose gradient the optimizer gets is the mean over the step's examples, so the gradient
+    of one example's loss is the number of examples times what the backward pass delivers, and
+    factors do not depend on the batch size: divide a sum by the number of examples. When gradients
+    are accumulated over several batches, that means each batch's mean loss divided by the number of
+    batches, as with DistributedDataParallel.
 
     Args:
         loss_terms: whether each "example" has a loss, or each "position", as in language models; a
             position without a gradient, such as padding, has none.
-        loss: whether the loss is the "mean" or the "sum" over examples.
         batch_dim: which dimension of inputs counts examples; 0, or 1 where time comes first.
         sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
             "auto": of every fourth where a layer sees 16 positions of each or more, but of no fewer
@@ -46,15 +45,16 @@ class Curvature:
         pi: whether the square root of the damping is divided between A and G by the ratio of their
             mean eigenvalues, which comes near to damping their product; False: all of the damping
             is added to each of them.
-        ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
-            inversions in steps 0, 1, 2, 4, 8, ... of the first `inverse_interval`.
         factor_codec: what factors travel in: "float32" (float64 where the model is), "bfloat16" for
             half the bytes, in which they are also summed, or "linear8" for a quarter, in messages
             that owners sum; running averages stay as they are.
+        inverse_dtype: what inverses are kept, sent and multiplied by in: "float32" (float64 where
+            the model is), or "bfloat16", which is fast on hardware for it and precise to two or
+            three digits. "auto": bfloat16 on such hardware where `inverse_interval` is above 25 or
+            factors are on a GPU, and none is in float64.
     """
 
     loss_terms: Literal["example", "position"] = "example"
-    loss: Literal["mean", "sum"] = "mean"
     batch_dim: int = 0
     sample_stride: int | Literal["auto"] = "auto"
     max_dim: int = 2048
@@ -62,13 +62,13 @@ class Curvature:
     cross_attention: tuple[str, ...] = ()
     decay: float = 0.95
     pi: bool = True
-    ramp: bool = True
     factor_codec: Literal["float32", "bfloat16", "linear8"] = "float32"
+    inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("loss_terms", ("example", "position")),
-            ("loss", ("mean", "sum")),
+            ("inverse_dtype", ("auto", "float32", "bfloat16")),
             ("factor_codec", ("float32", "bfloat16", "linear8")),
         ):
             if (value := getattr(self, name)) not in allowed:
@@ -143,22 +143,16 @@ class KFACSettings:
     curvature: Curvature
 
     def has_factors(self, step: int) -> bool:
-        """Whether factors are averaged in `step`."""
-        return not step % self.factor_interval or (
-            self.curvature.ramp and step < self.factor_interval
-        )
+        """Whether factors are averaged in `step`: in each of the first ones."""
+        return not step % self.factor_interval or step < self.factor_interval
 
     def num_with_factors(self, step: int) -> int:
         """How many steps before `step`, which has factors, had them too."""
-        if not self.curvature.ramp:
-            return step // self.factor_interval
         return step if step < (first := self.factor_interval) else first - 1 + step // first
 
     def has_inversions(self, step: int) -> bool:
-        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2,
-        4, 8, ...
-        """
+        """Whether factors are inverted in `step`: of the first ones in 0, 1, 2, 4, 8, ..."""
         is_power_of_two = not step & (step - 1)
         return not step % self.inverse_interval or (
-            self.curvature.ramp and is_power_of_two and step < self.inverse_interval
+            is_power_of_two and step < self.inverse_interval
         )

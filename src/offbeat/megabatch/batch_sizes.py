@@ -175,15 +175,6 @@ def binding(
     return found
 
 
-def learning_rate(eta_0: float, batch_size: int, base: int) -> float:
-    """eta_0 b_i / b_base.
-
-    >>> learning_rate(0.1, 512, 1024)
-    0.05
-    """
-    return eta_0 * batch_size / base
-
-
 def square_root_rate(eta_0: float, batch_size: int, base: int, num_ranks: int) -> float:
     """eta_0 sqrt(n b_i / b_base), for an optimizer that divides by the root of squared gradients.
 

@@ -26,7 +26,6 @@ from offbeat.megabatch.batch_sizes import (
     PublishedRule,
     RateScaling,
     binding,
-    learning_rate,
     merge_weights,
     perturbed,
     square_root_rate,
@@ -146,7 +145,7 @@ class ScaledLearningRate:
         self._before = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = (
-                learning_rate(group["lr"], num_samples, base)
+                group["lr"] * num_samples / base
                 if self.is_linear
                 else square_root_rate(group["lr"], num_samples, base, num_ranks)
             )
@@ -459,14 +458,9 @@ class MegaBatchCallback(Callback):
     # Events
 
     @override
-    def on_backward_begins(self, *, synchronised: bool) -> None:
+    def on_before_step(self) -> None:
         # The model with which the first mega-batch begins is copied as late as possible, since the
         # user may load weights after attaching.
-        if self._momentum is not None:
-            self._momentum.begin()
-
-    @override
-    def on_before_step(self) -> None:
         if self._momentum is not None:
             self._momentum.begin()
         self._protocol.rows.note_sparse_gradients()

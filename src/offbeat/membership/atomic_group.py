@@ -316,7 +316,8 @@ class _ActiveGeneration:
         """Let those at the positions `here` carry `work` out and commit it."""
         generation = self.generation
         place, key = here.index(self.position), f"settled/{generation.number}/{self._num_attempts}"
-        if len(here) < generation.size:
+        are_all = len(here) == len(generation.members)
+        if not are_all:
             generation = replace(
                 generation,
                 members=tuple(generation.members[position] for position in here),
@@ -331,7 +332,7 @@ class _ActiveGeneration:
             return bool(store.compare_set(key, "", word) == _DONE.encode())
 
         committed = all_or_none(place, len(here), work(generation, place), verdict)
-        if len(here) < self.generation.size:
+        if not are_all:
             committed = among(here, committed)
         return self.driver.run(committed, channel)
 

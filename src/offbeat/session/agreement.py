@@ -26,8 +26,7 @@ def describe(
     optimizer: torch.optim.Optimizer | None,
     strategy: Strategy,
     *,
-    has_scaler: bool,
-    finish: str,
+    session: Mapping[str, object],
     ignored: Collection[str] = (),
 ) -> Description:
     """What must be the same on all ranks, as JSON.
@@ -36,8 +35,7 @@ def describe(
         model: the root module.
         optimizer: the user's, over parameters of `model`; None: there is none.
         strategy: described by its options.
-        has_scaler: whether an enabled GradScaler is in use.
-        finish: what becomes of models at the end.
+        session: its options.
         ignored: names of parameters and buffers that may differ.
     """
     return {
@@ -58,7 +56,10 @@ def describe(
             "class": type(optimizer).__qualname__,
             **({} if optimizer is None else _hyperparameters(model, optimizer)),
         },
-        "strategy": {"options": repr(strategy), "scaler": str(has_scaler), "finish": finish},
+        "strategy": {
+            "options": repr(strategy),
+            **{name: str(value) for name, value in session.items()},
+        },
     }
 
 

@@ -19,7 +19,7 @@ from offbeat.session.session import ATTACHED_MODELS, Adopted, Finish, Session
 from offbeat.session.sharded import ShardedModel, check_sharded
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import build_strategy, parse_spec
-from offbeat.strategies.options import require_one_of
+from offbeat.strategies.options import require_at_least, require_one_of, require_positive
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
     Connection,
@@ -84,6 +84,8 @@ def attach(
     mesh: DeviceMesh | None = None,
     scaler: torch.amp.GradScaler | None = None,
     finish: Finish = "average",
+    bucket_mib: float | None = None,
+    replica_check_interval: int = 100,
     recorder: SessionRecorder | None = None,
     loggers: Sequence[MetricsLogger] = (),
 ) -> Session:
@@ -113,6 +115,11 @@ def attach(
         finish: what a rank's model is when the session has ended well, with a strategy that
             averages weights: "average", the mean of all ranks' models, the same on every rank; or
             "keep", its own.
+        bucket_mib: gradients that are exchanged leave in buckets of at most this size, > 0, as
+            backward completes them. None: 25; 1 with A2SGD; all in one with those of which a part
+            travels, since each bucket has a top-k of its own.
+        replica_check_interval: where gradients are exchanged, compare the ranks' parameters after
+            the first, the tenth, and every this many steps; 0 never does.
         recorder: writes the session's steps down, such as `offbeat.Recorder("runs/mine")`. Given
             on every rank or on none.
         loggers: what hears metrics while training runs, such as
@@ -135,6 +142,8 @@ def attach(
         mesh=mesh,
         scaler=scaler,
         finish=finish,
+        bucket_mib=bucket_mib,
+        replica_check_interval=replica_check_interval,
     )
     if override is not None:
         override.attached(session, model, optimizer)
@@ -159,6 +168,8 @@ def attach_through(
     mesh: DeviceMesh | None = None,
     scaler: torch.amp.GradScaler | None = None,
     finish: Finish = "average",
+    bucket_mib: float | None = None,
+    replica_check_interval: int = 100,
     ignored: Collection[str] = (),
     adopted: Adopted = "model",
     finds_islands: bool = False,
@@ -167,8 +178,8 @@ def attach_through(
 
     Args:
         wrap: puts the wrapper around the driver that it is given.
-        model, strategy, group, mesh, scaler, finish: have the meaning that they have in
-            `offbeat.attach`.
+        model, strategy, group, mesh, scaler, finish, bucket_mib, replica_check_interval: have the
+            meaning that they have in `offbeat.attach`.
         optimizer: the user's; None where updates are made in another way, for strategies that need
             none.
         ignored: names of parameters and buffers that are each rank's own affair: they are neither
@@ -196,6 +207,9 @@ def attach_through(
     refusal: OffbeatError | None = None
     try:
         require_one_of("finish", finish, get_args(Finish))
+        require_at_least("replica_check_interval", replica_check_interval, 0)
+        if bucket_mib is not None:
+            require_positive("bucket_mib", bucket_mib)
         if isinstance(strategy, str):
             strategy = build_strategy(*parse_spec(strategy))
         _check(model, optimizer, strategy, world_size=world_size, returns=returns)
@@ -237,6 +251,8 @@ def attach_through(
             refusal=refusal,
             returns=returns,
             finish=finish,
+            bucket_mib=bucket_mib,
+            replica_check_interval=replica_check_interval,
             ignored=ignored,
             adopted=adopted,
             sharded=sharded,

@@ -255,7 +255,8 @@ class EventDispatcher:
     def _on_progress(self, gradient: Any) -> None:
         if self._is_open or self._is_removed:
             return
-        if self._recomputing_pass not in (NO_BACKWARD_PASS, current_backward_pass()):
+        recomputing = self._recomputing_pass
+        if recomputing != NO_BACKWARD_PASS and recomputing != current_backward_pass():
             raise UnsupportedError(
                 "the attached model itself runs inside a re-entrant checkpoint, so its backward"
                 " pass is nested in another one; use torch.utils.checkpoint.checkpoint(...,"

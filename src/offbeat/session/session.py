@@ -130,6 +130,8 @@ class Session:
         refusal: OffbeatError | None = None,
         returns: bool = False,
         finish: Finish = "average",
+        bucket_mib: float | None = None,
+        replica_check_interval: int = 100,
         ignored: Collection[str] = (),
         adopted: Adopted = "model",
         sharded: ShardedModel | None = None,
@@ -160,7 +162,16 @@ class Session:
             # What is refused cannot be described in all cases, and the peers need the refusal only.
             agree(driver, control, refusal)
         description = describe(
-            model, optimizer, strategy, has_scaler=has_scaler, finish=finish, ignored=ignored
+            model,
+            optimizer,
+            strategy,
+            session={
+                "scaler": has_scaler,
+                "finish": finish,
+                "bucket_mib": bucket_mib,
+                "replica_check_interval": replica_check_interval,
+            },
+            ignored=ignored,
         )
         self._buffers = persistent_buffers(model, ignored)
         everything = dict(model.named_parameters()) if sharded is None else sharded.parameters
@@ -213,6 +224,8 @@ class Session:
             waited_s=self._traffic.counting.waited_s,
             resting=self.resting,
             switch=self._switch,
+            bucket_mib=bucket_mib,
+            replica_check_interval=replica_check_interval,
         )
         self._is_last_step, self._skipped_before, self._num_entered = False, 0, count()
         self._max_norm: float | None = None
@@ -725,7 +738,7 @@ class Session:
         """Inside, this rank takes no step: it evaluates, saves, or waits for its peers elsewhere.
 
         With strategies whose ranks do not keep step, no peer then waits for the end of its step,
-        as WAGMA's `max_ahead` says. With the others it does nothing.
+        as WAGMA's ranks do. With the others it does nothing.
         """
         for callback in self._callbacks:
             callback.on_rest()

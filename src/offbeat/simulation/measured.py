@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,13 +200,12 @@ def predict(strategy: Buildable, run: MeasuredRun, *, period: int = 1) -> Predic
         run: as it was measured.
         period: steps after which exchanges repeat.
     """
-    quiet = _without_checks(strategy)
     if not strategy.replicas_differ:
         # Ranks that wait for each other in every step are as fast as the slowest in each. If they
         # have dense operations only, one stands for all.
         with suppress(DeadlockError):
-            return _simulate(quiet, run, period=period, num_ranks=1)
-    return _simulate(quiet, run, period=period, num_ranks=run.world_size)
+            return _simulate(strategy, run, period=period, num_ranks=1)
+    return _simulate(strategy, run, period=period, num_ranks=run.world_size)
 
 
 def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: int) -> Predicted:
@@ -256,13 +255,6 @@ def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: 
         kept_bytes=max(one.rank.kept_bytes for one in machines),
         exchanges=float(np.mean([one.rank.exchanges for one in machines])),
     )
-
-
-def _without_checks(strategy: Any) -> Any:
-    """Without comparisons of replicas, which are too rare to count."""
-    if "replica_check_interval" in {field.name for field in fields(strategy)}:
-        return replace(strategy, replica_check_interval=0)
-    return strategy
 
 
 class _Alone(Wrapper):

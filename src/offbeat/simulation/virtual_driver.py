@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import OffbeatError, PeerError, PeerTimeoutError
-from offbeat.transport.driver import Condition, Driver, Finished, Pending, Ticket
+from offbeat.transport.driver import DONE, Condition, Driver, Finished, Pending, Ticket
 from offbeat.transport.operations import (
     Collective,
     DenseOperation,
@@ -65,7 +65,7 @@ class VirtualDriver(Driver):
         match operation:
             case Send(peer, payload):
                 cluster.deliver(self.rank, peer, channel, payload)
-                return Finished()
+                return DONE
             case Recv(peer):
                 self.waiting_for = f"Recv from {peer}"
                 return _VirtualReceive(cluster, self.rank, operation, channel)
@@ -74,7 +74,7 @@ class VirtualDriver(Driver):
                 return _VirtualReceive(cluster, self.rank, operation, channel)
             case Post(payload):
                 cluster.post(self.rank, channel, payload)
-                return Finished()
+                return DONE
             case Now():
                 return Finished(cluster.now_s)
             case _Beside(work=work):

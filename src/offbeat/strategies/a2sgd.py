@@ -32,8 +32,8 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import Reduction, TalliedSum
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.gradient import BucketedStrategy
-from offbeat.strategies.options import require_at_least, require_positive
+from offbeat.strategies.gradient import GradientStrategy
+from offbeat.strategies.options import require_at_least
 from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
 
@@ -44,18 +44,15 @@ class A2SGD(AveragingStrategy):
 
     Args:
         period: parameters are averaged after every so many steps, >= 1.
-        bucket_mib: of each bucket of gradients, of at most this size, two numbers travel, > 0.
     """
 
     name: ClassVar[str] = "a2sgd"
 
     period: int = 16
-    bucket_mib: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("period", self.period, 1)
-        require_positive("bucket_mib", self.bucket_mib)
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -64,7 +61,7 @@ class A2SGD(AveragingStrategy):
 
     @property
     def _gradients(self) -> _TwoMeans:
-        return _TwoMeans(replica_check_interval=0, bucket_mib=self.bucket_mib)
+        return _TwoMeans()
 
     @override
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
@@ -75,12 +72,14 @@ class A2SGD(AveragingStrategy):
             notify=context.notices.notify,
         )
         average = PeriodicAverage(exchange, GrowingPeriod(self.period))
-        return [*self._gradients.build(context), average]
+        return [*self._gradients.build(replace(context, replica_check_interval=0)), average]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TwoMeans(BucketedStrategy):
+class _TwoMeans(GradientStrategy):
     """Of each bucket, two numbers."""
+
+    bucket_mib = 1.0
 
     @override
     def reduction(

@@ -65,35 +65,16 @@ class MegaBatchStrategy(AveragingStrategy):
     Args:
         mega_batch: batches between merges, of all ranks together, >= 1. What a batch has on
             average, b_base, is the batch size of the loader.
-        warmup: within a mega-batch models are merged more often at first: after one update of each
-            rank, and after one more with every so many steps of all ranks (n batches each), >= 0;
-            0: only after whole mega-batches.
-        optimizer_state: "averaged": momenta, second moments and numbers of steps are merged with
-            the weights, which multiplies the bytes; "local": they stay the rank's own.
-        codec: how changes of weights since the last merge travel: the name of a codec, or a
-            `WeightCodec`; what it drops is owed. None: weights travel whole, as what else is merged
-            does anyway.
     """
 
     survives_death = True
     shares_samples: ClassVar[bool] = True
 
     mega_batch: int = 100
-    warmup: int = 0
-    optimizer_state: Literal["local", "averaged"] = "local"
-    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chosen_codec(self.codec)
         require_at_least("mega_batch", self.mega_batch, 1)
-        require_at_least("warmup", self.warmup, 0)
-        require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
-
-    @override
-    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if self.codec is not None:
-            require_real(model)
 
     @override
     def samples_between_merges(self, batch_size: int) -> int:
@@ -102,11 +83,6 @@ class MegaBatchStrategy(AveragingStrategy):
     @abstractmethod
     def plan(self) -> MegaBatchPlan:
         """How mega-batches are shared out and merged."""
-
-    @property
-    def weight_codec(self) -> WeightCodec | None:
-        """How changes of weights travel; None: weights travel whole."""
-        return chosen_codec(self.codec)
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         group = AtomicGroup(context.own_store(), count=context.count, notify=context.notices.notify)
@@ -119,11 +95,15 @@ class AdaptiveSGD(MegaBatchStrategy):
     are merged after every mega-batch.
 
     Args:
-        warmup: in the first 2 `warmup` steps of all ranks (n batches each) gradients are averaged
-            before each, and batch sizes follow speeds from the third on; then models are merged
-            after three updates of each rank, and after one more with every `warmup` steps. With
-            the published rule, or with a codec, models are merged in the place of gradients, after
-            one update and after two. >= 0; 0: models are merged only after whole mega-batches.
+        warmup: in the first 2 `warmup` steps of all ranks (n batches each) gradients are averaged,
+            and models are merged more often for some time. With the published rule, or with a
+            codec, models are merged in the place of gradients, after one update and after two. >=
+            0; 0: models are merged only after whole mega-batches.
+        optimizer_state: "averaged": momenta, second moments and numbers of steps are merged with
+            the weights, which multiplies the bytes; "local": they stay the rank's own.
+        codec: how changes of weights since the last merge travel: the name of a codec, or a
+            `WeightCodec`; what it drops is owed. None: weights travel whole, as what else is merged
+            does anyway.
         rule: what follows from the updates that ranks have made. "proportional": batch sizes, so
             that updates become equal, and merge weights; "published": the same by the paper's
             rules, with its perturbation of the weights and its momentum of merges.
@@ -143,6 +123,7 @@ class AdaptiveSGD(MegaBatchStrategy):
 
     warmup: int = 20
     optimizer_state: Literal["local", "averaged"] = "averaged"
+    codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
     rule: Literal["proportional", "published"] = "proportional"
     min_batch_size: int | None = None
     rate_scaling: RateScaling = "auto"
@@ -150,10 +131,23 @@ class AdaptiveSGD(MegaBatchStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        chosen_codec(self.codec)
+        require_at_least("warmup", self.warmup, 0)
+        require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
         require_one_of("rule", self.rule, ("proportional", "published"))
         require_one_of("rate_scaling", self.rate_scaling, ("auto", "linear", "sqrt"))
         if self.min_batch_size is not None:
             require_at_least("min_batch_size", self.min_batch_size, 1)
+
+    @override
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.codec is not None:
+            require_real(model)
+
+    @property
+    def weight_codec(self) -> WeightCodec | None:
+        """How changes of weights travel; None: weights travel whole."""
+        return chosen_codec(self.codec)
 
     def plan(self) -> MegaBatchPlan:
         return MegaBatchPlan(

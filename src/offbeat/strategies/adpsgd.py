@@ -36,7 +36,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.rounding import Rounding
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.strategies.options import require_one_of
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 
@@ -45,7 +45,6 @@ class ADPSGD(AveragingStrategy):
     """Weights averaged with one random worker after every step, asynchronously.
 
     Args:
-        seed: the seed of the choice of partners, >= 0.
         values: how weights travel: "float32" (float64 where the model has such), or "bfloat16" for
             half the bytes, whose rounding stays in the worker's own model.
     """
@@ -54,12 +53,10 @@ class ADPSGD(AveragingStrategy):
     survives_death = True
     trains_islands = True
 
-    seed: int = 0
     values: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least("seed", self.seed, 0)
         require_one_of("values", self.values, ("float32", "bfloat16"))
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
@@ -87,5 +84,5 @@ class ADPSGD(AveragingStrategy):
             return VersionGroup(ranks=(position,))
         # One draw of a generator of its own for each version, so that the choice depends on
         # nothing else.
-        draw = int(np.random.default_rng([self.seed, position, version]).integers(num_members - 1))
+        draw = int(np.random.default_rng([position, version]).integers(num_members - 1))
         return VersionGroup(ranks=(position, draw + (draw >= position)))

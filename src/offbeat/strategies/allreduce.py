@@ -17,8 +17,8 @@ step; buffers are broadcast once, when attached, and not before each forward pas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from typing_extensions import override
@@ -30,17 +30,15 @@ from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import DenseReduction, Reduction
-from offbeat.strategies.gradient import MIB, BucketedStrategy
+from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(BucketedStrategy):
+class AllReduce(GradientStrategy):
     """Dense all-reduce of gradients.
 
     Args:
-        bucket_mib: gradients are fused into buckets of at most this size, > 0. The first one is
-            smaller where they are larger than 1 MiB, to have something on the wire early.
         codec: how values travel: a name of `codec.topk_codec.VALUE_CODECS`, such as "linear8" or
             "sign", or a `ValueCodec`; None: as they are.
     """
@@ -52,7 +50,6 @@ class AllReduce(BucketedStrategy):
     codec: ValueCodec | str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.codec is not None:
             TopKCodec(values=self.codec)  # which refuses what is no codec of values
 
@@ -62,18 +59,17 @@ class AllReduce(BucketedStrategy):
         if self.codec is not None:
             require_real(model)
 
+    @property
     @override
-    def as_first_steps(self) -> Self:
-        return replace(self, replica_check_interval=0)
+    def can_start(self) -> bool:
+        return True
 
     @override
     def buckets(self, context: Context) -> list[Bucket]:
-        first_mib = min(self.bucket_mib, max(1.0, self.bucket_mib / 25))
-        return make_buckets(
-            context.parameters,
-            cap_bytes=int(self.bucket_mib * MIB),
-            first_cap_bytes=int(first_mib * MIB),
-        )
+        cap_bytes = self.bucket_bytes(context)
+        # The first one is smaller, to have something on the wire early.
+        first_bytes = None if cap_bytes is None else min(cap_bytes, max(MIB, cap_bytes // 25))
+        return make_buckets(context.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_bytes)
 
     @override
     def reduction(

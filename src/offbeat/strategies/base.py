@@ -96,12 +96,12 @@ class Strategy(ABC):
         """
         return self
 
-    def as_first_steps(self) -> Self | None:
-        """The same strategy for the first steps of a run whose replicas part afterwards, so that
-        nothing compares them; None where it has no use there, or would owe gradients when these
-        steps are over.
+    @property
+    def can_start(self) -> bool:
+        """Whether a run can begin with it whose replicas part afterwards, since it owes no
+        gradients then.
         """
-        return None
+        return False
 
     def begins_as(self) -> Strategy:
         """The strategy whose callbacks are at work first; another one only where the choice is made

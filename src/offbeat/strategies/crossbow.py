@@ -3,7 +3,7 @@
 
     every tau steps, on each rank j:  c_j = alpha (x_j - z)
         x_j = x_j - eta gradient(x_j) - c_j
-        z   = z + sum over j of c_j + mu (z - z_before)
+        z   = z + sum over j of c_j
 
 With `codec`, c_j is what has travelled of alpha (x_j - z), so the sum of z and of all x_j is what
 it would be without one; see `averaging.central_model`.
@@ -11,9 +11,9 @@ it would be without one; see `averaging.central_model`.
 Cost per average: one all-reduce of the weights, beside the optimizer's step; in lock-step. With a
 codec 2(P-1)/P n coded values, or P - 1 times a message of k entries, sent by each rank.
 
-Differences from the paper: the codec; the central model is not copied into the models when the
-learning rate falls, since nothing here sees that; `Session.averaged_model` is the mean of the
-models, not z; statistics are drawn to their plain mean.
+Differences from the paper: the codec; the central model has no momentum, and is not copied into
+the models when the learning rate falls, since nothing here sees that; `Session.averaged_model` is
+the mean of the models, not z; statistics are drawn to their plain mean.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
 from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
-from offbeat.strategies.options import require_at_least, require_fraction_below_one
+from offbeat.strategies.options import require_at_least
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
 
@@ -41,7 +41,6 @@ class Crossbow(AveragingStrategy):
         period: tau, steps between averages, >= 1.
         alpha: how far a model is drawn to the central average model, in (0, 1]; None: one over the
             number of ranks, at most 1/2.
-        centre_momentum: mu, of the central average model, in [0, 1).
         codec: how differences from the central model travel: the name of a codec, or a
             `WeightCodec`. What does not travel is part of the next difference. None: weights travel
             whole.
@@ -51,13 +50,11 @@ class Crossbow(AveragingStrategy):
 
     period: int = 1
     alpha: float | None = None
-    centre_momentum: float = 0.0
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("period", self.period, 1)
-        require_fraction_below_one("centre_momentum", self.centre_momentum)
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ConfigError(
                 f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
@@ -78,7 +75,6 @@ class Crossbow(AveragingStrategy):
             weights,
             peers,
             alpha=alpha,
-            momentum=self.centre_momentum,
             codec=chosen_codec(self.codec),
         )
         return [PeriodicAverage(central, GrowingPeriod(self.period))]

@@ -27,7 +27,7 @@ from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import is_dense
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.scattered import ScatterReduction, ShardedSteps
-from offbeat.strategies.gradient import BucketedStrategy, Reductions
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.sparse_gradient import require_real
 
 ELEMENTWISE: Final = (
@@ -47,7 +47,7 @@ ELEMENTWISE: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeAR(BucketedStrategy):
+class DeAR(GradientStrategy):
     """Gradients reduced during backward, weights gathered during forward, and steps shared out.
 
     Each rank steps with an equal part of each bucket.

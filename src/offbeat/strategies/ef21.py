@@ -53,18 +53,10 @@ class EF21(EntriesStrategy):
     Args:
         density: fraction of the changes that travel in a step, in (0, 1]; 1 gives the result of
             `AllReduce`.
-        momentum_correction: momentum that each rank applies to its gradient before changes are
-            looked for, which keeps the noise of single batches out of the estimates. "auto": that
-            of `torch.optim.SGD`, with its weight decay, taken over until the session ends; other
-            optimizers keep theirs. None: the optimizer works on the estimate.
-        codec: what picks changes and how they are written: a `TopKCodec`, or names of its parts
-            such as "bfloat16" or "reuse+float8"; what rounding loses stays in the difference. None:
-            "float32", all exact.
-        bucket_mib: exchange in buckets of this size, each with its own largest changes, whose first
-            messages leave during backward; None: all in one, after it.
-        clip_norm: clip each rank's gradient / P to clip_norm / sqrt(P) before changes are looked
-            for, > 0, as the other sparse strategies do. None: no clipping; clipping after backward
-            is possible then, since nothing is owed.
+        momentum_correction: "auto": each rank applies the momentum and weight decay of
+            `torch.optim.SGD` before changes are looked for; None: the optimizer has them.
+        clip_norm: clip before changes are looked for, as the other sparse strategies do, > 0. None:
+            no clipping; clipping after backward is possible then, since nothing is owed.
     """
 
     name: ClassVar[str] = "ef21"

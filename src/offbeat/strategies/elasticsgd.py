@@ -31,11 +31,4 @@ class ElasticSGD(MegaBatchStrategy):
     name: ClassVar[str] = "elasticsgd"
 
     def plan(self) -> MegaBatchPlan:
-        return MegaBatchPlan(
-            mega_batch=self.mega_batch,
-            rule="equal",
-            smallest=1,
-            merges_optimizer_state=self.optimizer_state == "averaged",
-            warmup=self.warmup,
-            codec=self.weight_codec,
-        )
+        return MegaBatchPlan(mega_batch=self.mega_batch, rule="equal", smallest=1)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -26,11 +25,9 @@ from offbeat.gradients.exchange import (
 from offbeat.gradients.reductions import Reduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_positive
+from offbeat.strategies.options import require_dense_optimizer
 
 MIB = 1 << 20
-
-BUCKET_BYTES = 25 * MIB
 
 
 class Reductions(NamedTuple):
@@ -54,19 +51,13 @@ class Reductions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStrategy(Strategy):
-    """Synchronous: every rank applies the same gradient in every step.
-
-    Args:
-        replica_check_interval: compare the ranks' parameters after the first, the tenth, and every
-            this many steps; 0 never does.
-    """
+    """Synchronous: every rank applies the same gradient in every step."""
 
     weighs_samples: ClassVar[bool] = True
-
-    replica_check_interval: int = 100
-
-    def __post_init__(self) -> None:
-        require_at_least("replica_check_interval", self.replica_check_interval, 0)
+    bucket_mib: ClassVar[float | None] = 25.0
+    """The size of a bucket where the session names none: that of DistributedDataParallel. None: all
+    gradients are in one.
+    """
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_dense_optimizer(optimizer)
@@ -76,8 +67,13 @@ class GradientStrategy(Strategy):
         return None
 
     def buckets(self, context: Context) -> list[Bucket]:
-        """Of the model's gradients: as large as those of DistributedDataParallel."""
-        return make_buckets(context.parameters, cap_bytes=BUCKET_BYTES)
+        """Of the model's gradients."""
+        return make_buckets(context.parameters, cap_bytes=self.bucket_bytes(context))
+
+    def bucket_bytes(self, context: Context) -> int | None:
+        """The size that a bucket may have; None: all gradients are in one."""
+        mib = self.bucket_mib if context.bucket_mib is None else context.bucket_mib
+        return None if mib is None else int(mib * MIB)
 
     def reduction(
         self, bucket: Bucket, context: Context, transform: GradientTransform
@@ -159,8 +155,8 @@ class GradientStrategy(Strategy):
         others = list(found.callbacks)
         for listener in found.listeners:
             exchange.add_listener(listener)
-        if self.replica_check_interval:
-            stream, interval = context.new_stream(), self.replica_check_interval
+        if context.replica_check_interval:
+            stream, interval = context.new_stream(), context.replica_check_interval
             others.append(
                 ReplicaCheck(
                     context.parameters,
@@ -172,22 +168,3 @@ class GradientStrategy(Strategy):
                 )
             )
         return exchange, others
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketedStrategy(GradientStrategy):
-    """Gradients leave in buckets whose size is given.
-
-    Args:
-        bucket_mib: gradients leave in buckets of at most this size, > 0.
-    """
-
-    bucket_mib: float = 25.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive("bucket_mib", self.bucket_mib)
-
-    @override
-    def buckets(self, context: Context) -> list[Bucket]:
-        return make_buckets(context.parameters, cap_bytes=int(self.bucket_mib * MIB))

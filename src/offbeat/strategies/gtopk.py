@@ -69,11 +69,10 @@ class GTopK(SparseGradientStrategy):
             costs at most a tenth of the time between two exchanges, by what links and steps are
             measured to take, and everything, as `AllReduce` sends it, where that is as cheap; at
             most 0.02 where Adam's scaling is taken over. It is looked at again now and then.
-        collective: "reduce_scatter" and "tree" bring the k largest of the sum to every rank, and
-            "paper" is the tree that puts back as published, with the optimizer's momentum;
-            "all_gather" brings all entries that any rank sent, up to P k, which are all applied,
-            and "global" applies the k largest of them; "dense" sends everything and owes nothing.
-            "auto": the cheapest of "reduce_scatter", "all_gather" and "dense".
+        collective: "reduce_scatter" and "tree" apply the k largest of the sum, and "paper" is the
+            tree that puts back as published, with the optimizer's momentum; "all_gather" applies
+            all entries that any rank sent, and "global" the k largest of them; "dense" sends
+            everything. "auto": the cheapest of "reduce_scatter", "all_gather" and "dense".
         codec: what picks entries and how they are written: a `TopKCodec`, or names of its parts
             such as "bfloat16" or "reuse+float8". None: "float8" with density="auto", since it buys
             more entries, which are worth more than their precision; else "float32".

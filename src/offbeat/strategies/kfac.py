@@ -15,11 +15,12 @@ gradients.
 Differences from the papers: gradients may be exchanged by any gradient strategy; running averages
 are kept free of damping, which the released code adds to them in each step, and start from nothing
 in place of the identity; factors do not depend on the batch size; a layer whose factor has no
-inverse gets plain gradients until it has; the first steps are denser (`ramp`); an owner's inverses
-of one size travel in one message, and while it goes on inverting. SPD-KFAC's code adds the whole
-damping to each factor (`pi=False`), and scales those of a convolution with S positions: its A is
-1/S of ours and its G is S times ours. Ranks on devices of different kinds round differently: there
-each layer has one owner, which sends preconditioned gradients, whatever the strategy.
+inverse gets plain gradients until it has; of the first steps, each of `factor_interval` has
+factors, and steps 0, 1, 2, 4, 8, ... of `inverse_interval` invert; an owner's inverses of one size
+travel in one message, and while it goes on inverting. SPD-KFAC's code adds the whole damping to
+each factor (`pi=False`), and scales those of a convolution with S positions: its A is 1/S of ours
+and its G is S times ours. Ranks on devices of different kinds round differently: there each layer
+has one owner, which sends preconditioned gradients, whatever the strategy.
 
 With `grafting`, which none of these papers has, a layer's P takes the length of its dL/dW (Agarwal
 et al., "Disentangling Adaptive Gradient Methods from Learning Rates", arXiv 2002.11803): "layer" as
@@ -85,18 +86,13 @@ class KFACStrategy(Strategy):
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
         kl_clip: limit of the change that a step may make by its own estimate, > 0; None: no limit.
-        grafting: whose length a layer's preconditioned gradient has: "none" its own; "floor" its
-            own, but no less than the plain gradient's, before `kl_clip` shortens it by the estimate
-            for what it was; "layer" the plain gradient's, whatever `kl_clip` says. "auto": "floor"
-            in a script under `offbeat run` that knows nothing of K-FAC, where the learning rate was
-            chosen for plain gradients, else "none".
-        inverse_dtype: what inverses are kept, sent and multiplied by in: "float32" (float64 where
-            the model is), or "bfloat16", which is fast on hardware for it and precise to two or
-            three digits. "auto": bfloat16 on such hardware where `inverse_interval` is above 25 or
-            factors are on a GPU, and none is in float64.
-        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", "powersgd", or a
-            strategy such as `offbeat.GTopK(density=0.01)`.
-        curvature: what the factors of layers are taken over, and how they are averaged and damped.
+        grafting: whose length a layer's preconditioned gradient has: "none" its own; "floor" no
+            less than the plain gradient's, before `kl_clip` shortens it by the estimate for what it
+            was; "layer" the plain gradient's, whatever `kl_clip` says. "auto": "floor" in a script
+            under `offbeat run` that knows nothing of K-FAC, else "none".
+        exchange: how gradients are exchanged, such as `offbeat.GTopK(density=0.01)`.
+        curvature: what the factors of layers are taken over, how they are averaged and damped, and
+            what inverses are kept in.
     """
 
     acts_at_steps: ClassVar[bool] = True
@@ -108,7 +104,6 @@ class KFACStrategy(Strategy):
     inverse_interval: int = 100
     kl_clip: float | None = 0.001
     grafting: Literal["auto", "none", "floor", "layer"] = "auto"
-    inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk", "powersgd"] = "allreduce"
     curvature: Curvature = USUAL_CURVATURE
 
@@ -119,7 +114,6 @@ class KFACStrategy(Strategy):
         if self.kl_clip is not None:
             require_positive("kl_clip", self.kl_clip)
         require_one_of("grafting", self.grafting, ("auto", "none", "floor", "layer"))
-        require_one_of("inverse_dtype", self.inverse_dtype, ("auto", "float32", "bfloat16"))
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
             raise ConfigError(
                 f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges"
@@ -139,9 +133,10 @@ class KFACStrategy(Strategy):
 
     def settings(self) -> KFACSettings:
         """What all K-FAC strategies do alike."""
+        dtype = self.curvature.inverse_dtype
         return KFACSettings(
             damping=self.damping,
-            bfloat16=None if self.inverse_dtype == "auto" else self.inverse_dtype == "bfloat16",
+            bfloat16=None if dtype == "auto" else dtype == "bfloat16",
             kl_clip=None if self.grafting == "layer" else self.kl_clip,
             grafting="none" if self.grafting == "auto" else self.grafting,
             factor_interval=self.factor_interval,
@@ -172,10 +167,10 @@ class KFACStrategy(Strategy):
     def for_plain_script(self) -> Self:
         return replace(self, grafting="floor") if self.grafting == "auto" else self
 
+    @property
     @override
-    def as_first_steps(self) -> Self | None:
-        gradients = self.gradients.as_first_steps()
-        return None if gradients is None else replace(self, exchange=gradients)
+    def can_start(self) -> bool:
+        return self.gradients.can_start
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         survey(model, self.curvature)

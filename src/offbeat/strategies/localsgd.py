@@ -139,31 +139,26 @@ class LocalSGD(AveragingStrategy):
             the beginning; None: 40, and 0 with `start_step`, `outer`, `codec`, `exchange` or a
             `period` that is no number.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
-        start: what these steps are: "allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac", or such a
-            strategy with options of its own, as `offbeat.SPDKFAC(damping=0.003)`.
-        outer: the optimizer that is applied to the mean: "slowmo", "diloco", an
-            `offbeat.Outer(lr=..., momentum=..., nesterov=...)`, or any callable that makes an
-            optimizer of the parameters it is given, such as
-            `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
+        start: what these steps are; one of these strategies with options of its own, too. Hooks of
+            K-FAC are taken out after them.
+        outer: the optimizer that is applied to the mean, or any callable that makes one of the
+            parameters it is given, such as `functools.partial(torch.optim.Adam, lr=1e-3)`; None
+            takes the mean as it is.
         optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
-            the weights, which multiplies the bytes, and second moments of Adam and AdamW become
-            those of the mean gradient; "local": they stay the rank's own; or each state by its
-            name, with the number of averages of the weights to one of the state, such as
+            the weights, which multiplies the bytes; "local": they stay the rank's own; or each by
+            its name, with the number of averages of the weights to one of the state, such as
             `{"exp_avg": 3, "exp_avg_sq": 6}` or "exp_avg=3+exp_avg_sq=6"; None: "averaged", and
             "local" with `start_step`, `outer`, `codec` or `exchange`.
         codec: how changes of weights since the last average travel: the name of a codec, or a
             `WeightCodec`, such as `offbeat.WeightCodec(density=0.01, entries="bfloat16")`. What
             does not travel is owed. None: weights travel whole.
-        exchange: how ranks meet. None: all wait for the average of all weights. Fragments x delay
-            in steps, and x the weight of a rank's own parameters, such as "4x2" or "4x2x0.5", or an
-            `averaging.streaming.Streaming`: an average is of one fragment, every period / fragments
-            steps, and travels while training goes on. "pairs", or an `averaging.pairs.Pairs` with a
-            seed of your own: random pairs of ranks average, each rank with its own `outer`, which
-            is NoLoCo. An `averaging.object_store.ObjectStore`: workers that are each alone meet in
-            files of one place. "members": as None, but the others go on when a worker dies, one
-            that is started again joins, and each rank counts by the samples that it has computed.
-            "75%+2s", or a `membership.quorum.Quorum`: the same, once 75% of the members have come
-            and the others were waited for 2 s longer; a late one counts in the next average.
+        exchange: how ranks meet. None: all wait for the average of all weights. "4x2" (fragments x
+            delay in steps), "4x2x0.5" (x the weight of a rank's own parameters), or an
+            `averaging.streaming.Streaming`: averages of one fragment travel beside training.
+            "pairs", or an `averaging.pairs.Pairs` with a seed: random pairs average. An
+            `averaging.object_store.ObjectStore`: by files, without connections. "members": as None,
+            but deaths end nothing. "75%+2s", or a `membership.quorum.Quorum`: the same, once 75% of
+            the members have come and the others were waited for 2 s longer.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -341,7 +336,7 @@ class LocalSGD(AveragingStrategy):
                 f"start={given} is for the first start_step steps, and start_step is 0; set it,"
                 " as in start_step=100"
             )
-        if isinstance(start, Strategy) and start.as_first_steps() is None:
+        if isinstance(start, Strategy) and not start.can_start:
             raise ConfigError(
                 f"start={given} sends parts of gradients only, and what it owes when local steps"
                 ' begin would be lost; use exchange="allreduce"'
@@ -354,15 +349,13 @@ class LocalSGD(AveragingStrategy):
 
     @property
     def first_steps(self) -> Strategy:
-        """What the first steps are. There is no check of replicas, which part afterwards."""
+        """What the first steps are."""
         start = self.start
         if isinstance(start, str):
             gradients = AllReduce()
             kind: type[Any] = REGISTRY[start]
-            start = gradients if start == gradients.name else kind(exchange=gradients)
-        first = start.as_first_steps()
-        assert first is not None, "__post_init__ has refused it"
-        return first
+            return gradients if start == gradients.name else kind(exchange=gradients)
+        return start
 
     @property
     def weight_codec(self) -> WeightCodec | None:
@@ -445,5 +438,6 @@ class LocalSGD(AveragingStrategy):
     def _gradient_phase(self, context: Context) -> list[Callback]:
         if not self.start_step:
             return []
-        callbacks = self.first_steps.build(context)
+        # Nothing compares replicas, which part afterwards.
+        callbacks = self.first_steps.build(replace(context, replica_check_interval=0))
         return [StartPhase(each, num_steps=self.start_step) for each in callbacks]

@@ -21,13 +21,13 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.low_rank import LowRankReduction, RightFactors
-from offbeat.strategies.gradient import BucketedStrategy, Reductions
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
 from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(BucketedStrategy):
+class PowerSGD(GradientStrategy):
     """Gradients as products of two thin matrices.
 
     Args:
@@ -41,7 +41,6 @@ class PowerSGD(BucketedStrategy):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_at_least("rank", self.rank, 1)
 
     @override

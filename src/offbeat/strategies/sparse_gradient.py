@@ -22,7 +22,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density import AT_ONCE, START, DensitySchedule, Warmup
@@ -31,7 +31,7 @@ from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
-from offbeat.strategies.gradient import MIB, GradientStrategy, Reductions
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_density, require_one_of, require_positive
 
 Scheduled: TypeAlias = tuple[DensitySchedule, list[Callback]]
@@ -43,39 +43,31 @@ class EntriesStrategy(GradientStrategy):
     """Only some entries travel.
 
     Args:
-        momentum_correction: "auto" takes over the momentum of `torch.optim.SGD`, Nesterov's too,
-            and with it weight decay, until the session ends, and applies it before entries are
-            selected (DGC, arXiv 1712.01887, section 3.1); and the scaling of Adam and AdamW after
-            the warm-up, at densities below 0.15, where the loop leaves gradients alone. None leaves
-            all to the optimizer.
+        momentum_correction: "auto" takes over the momentum and weight decay of `torch.optim.SGD`
+            until the session ends, and applies it before entries are selected; and the scaling of
+            Adam and AdamW after the warm-up. None leaves all to the optimizer.
         codec: what picks entries and how they are written: a `TopKCodec`, or names of its parts
             such as "bfloat16" or "reuse+float8". None: "float32", all exact.
-        bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
-            leave during backward; None: all in one, after it.
-        clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0: each
-            rank's gradient / P to clip_norm / sqrt(P). All buckets leave after backward then.
-            Clipping after backward would leave outliers in the residual. None: no clipping.
+        clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0. All
+            buckets leave after backward then. None: no clipping.
     """
 
     runs_compiled: ClassVar[bool] = True
+    bucket_mib: ClassVar[float | None] = None
     measures: ClassVar[bool] = False
     """Whether density="auto" is known."""
 
     density: float | Literal["auto"] = 0.001
     momentum_correction: Literal["auto"] | None = "auto"
     codec: TopKCodec | str | None = None
-    bucket_mib: float | None = None
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.density != "auto" or not self.measures:
             require_density("density", self.density)  # type: ignore[arg-type]  # looked at there
         if self.momentum_correction is not None:
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
         self.entries()
-        if self.bucket_mib is not None:
-            require_positive("bucket_mib", self.bucket_mib)
         if self.clip_norm is not None:
             require_positive("clip_norm", self.clip_norm)
 
@@ -93,11 +85,6 @@ class EntriesStrategy(GradientStrategy):
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
     @override
-    def buckets(self, context: Context) -> list[Bucket]:
-        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        return make_buckets(context.parameters, cap_bytes=cap_bytes)
-
-    @override
     def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
         optimizer, taken = context.optimizer, None
         if self.takes_over and type(optimizer) is torch.optim.SGD:
@@ -113,11 +100,10 @@ class SparseGradientStrategy(EntriesStrategy):
     Args:
         density: fraction of entries that travel, in (0, 1]; 1 gives the result of `AllReduce`.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
-            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
-            density of 1 sends everything as `AllReduce` does; or None. "auto": at least 0.1 while
-            the learning rate rises and for 50 exchanges after that, if it begins to rise within the
-            first 1,000; for longer at densities below 0.01; all ranks must have the same learning
-            rate. Where Adam's scaling is taken over, 1 in the first 20 exchanges instead.
+            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40"; or None.
+            "auto": at least 0.1 while the learning rate, the same on all ranks, rises and for 50
+            exchanges after that, if it begins to rise within the first 1,000; for longer at
+            densities below 0.01. Where Adam's scaling is taken over, 1 in the first 20 exchanges.
     """
 
     warmup: Literal["auto"] | tuple[tuple[float, int], ...] | str | None = "auto"

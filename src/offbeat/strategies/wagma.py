@@ -29,7 +29,7 @@ Differences from the paper, besides those of the two modules:
   not for the network.
 - A global synchronization proceeds when `quorum` of the ranks have arrived; the snapshots of the
   other ranks are contributed on their behalf. The paper waits for all, as `quorum=1.0` does.
-  `max_ahead` bounds how many versions may pass within one step of a late rank.
+  While a rank computes a single step, the others pass two periods at most.
 - With `interval` groups average after every few steps only.
 - A version is the time of a group, not the step of a rank: a rank that is always slow takes part in
   all versions.
@@ -92,30 +92,28 @@ class WAGMA(AveragingStrategy):
             the paper.
         quorum: the fraction of workers, rounded down to a number of them, that has to arrive at a
             global synchronization, in (0, 1]; 1 waits for all.
-        max_ahead: how many steps a worker may be ahead of one that computes a single step, at least
-            `period`, rounded down to a multiple of it; None: 2 `period`. Whoever comes to a
-            global synchronization waits for workers that are further behind.
         overlap: whether to compute while an average travels; None: with "delta". It is impossible
             with "paper".
-        values: how values travel. "float32" (float64 where the model has such), or "bfloat16" for
-            half the bytes: what rounding takes stays in the worker's own model, so the mean over
-            workers is as exact. It is impossible with merge="paper". "auto": bfloat16 with
-            `overlap`, where models of 65,536 elements or more, none of them float64, are averaged.
-            "float8", "linear8", "linear4", "e3m0" (1 byte, 1 byte, 4 bits, 4 bits), or a
-            `ValueCodec` of your own: what travels in averages of groups is differences from the
-            last global synchronization, and that in bfloat16.
+        values: how values travel: "float32" (float64 where the model has such), or "bfloat16",
+            which is impossible with merge="paper". "auto": bfloat16 with `overlap`, where models of
+            65,536 elements or more, none of them float64, are averaged. "float8", "linear8",
+            "linear4", "e3m0" (1 byte, 1 byte, 4 bits, 4 bits), or a `ValueCodec` of your own: of
+            averages of groups, differences from the last global synchronization.
     """
 
     name: ClassVar[str] = "wagma"
     survives_death = True
     trains_islands = True
+    periods_ahead: ClassVar[int] = 2
+    """How far a worker may be ahead of one that computes a single step: whoever comes to a global
+    synchronization waits for workers that are further behind.
+    """
 
     group_size: int | None = None
     period: int = 10
     interval: int = 1
     merge: Literal["delta", "paper"] = "delta"
     quorum: float = 0.75
-    max_ahead: int | None = None
     overlap: bool | None = None
     values: (
         ValueCodec | Literal["auto", "float32", "bfloat16", "float8", "linear8", "linear4", "e3m0"]
@@ -137,12 +135,6 @@ class WAGMA(AveragingStrategy):
             )
         if self.interval == self.period:
             refuse_idle(self, "group_size", because="with interval=period there are no groups")
-        if self.quorum == 1:
-            refuse_idle(
-                self, "max_ahead", because="with quorum=1 each global synchronization waits for all"
-            )
-        if self.max_ahead is not None:
-            require_at_least("max_ahead", self.max_ahead, self.period)
         if self.overlap and self.merge == "paper":
             raise ConfigError(
                 'merge="paper" takes an average in the place of the model, so overlap must be'
@@ -220,7 +212,6 @@ class WAGMA(AveragingStrategy):
     def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         """The group of the member at `position` in `version`."""
         in_a_period = self.period // self.interval
-        max_ahead = 2 * self.period if self.max_ahead is None else self.max_ahead
         return group_of_version(
             version,
             position,
@@ -230,5 +221,5 @@ class WAGMA(AveragingStrategy):
             ),
             period=in_a_period,
             quorum=self.quorum,
-            max_ahead=max_ahead // self.period * in_a_period,
+            max_ahead=self.periods_ahead * in_a_period,
         )

@@ -59,24 +59,23 @@ class ZeroOneAdam(AveragingStrategy):
     Args:
         freeze_step: second moments stay after so many steps, and steps begin to be local, >= 1: a
             sixth to a quarter of all steps is usual.
-        updates: second moments are updated so many times before the distance of updates doubles,
-            >= 1.
         period: the most local steps between two averages, >= 1.
-        growth: the number of local steps after which the distance of averages doubles, >= 1.
     """
 
     name: ClassVar[str] = "zerooneadam"
     codec: ClassVar[str] = "sign"
     """How sums of momenta travel: a name of `WEIGHT_CODECS`."""
+    updates: ClassVar[int] = 16
+    """Second moments are updated so many times before the distance of updates doubles."""
+    growth: ClassVar[int] = 1000
+    """The number of local steps after which the distance of averages doubles."""
 
     freeze_step: int = 1000
-    updates: int = 16
     period: int = 16
-    growth: int = 1000
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("freeze_step", "updates", "period", "growth"):
+        for name in ("freeze_step", "period"):
             require_at_least(name, getattr(self, name), 1)
 
     @override

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from typing_extensions import override
 
@@ -62,6 +62,10 @@ class Finished:
 
     def wait(self) -> Any:
         return self._result
+
+
+DONE: Final = Finished()
+"""The ticket of one that has no result."""
 
 
 class Condition(Protocol):
@@ -174,7 +178,7 @@ class Pending(Generic[T]):
         self._driver = driver
         self._collective = collective
         self._channel = channel
-        self._ticket: Ticket = Finished()
+        self._ticket: Ticket = DONE
         self._result: T | None = None
         self._error: BaseException | None = None
         self._over = False
@@ -232,7 +236,7 @@ class Pending(Generic[T]):
     def _end(self, *, result: T | None = None, error: BaseException | None = None) -> None:
         self._over = True
         self._result, self._error = result, error
-        self._ticket = Finished()  # a backend's handle may keep its connections open
+        self._ticket = DONE  # a backend's handle may keep its connections open
 
 
 class Stream:

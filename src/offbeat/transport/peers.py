@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.errors import ConfigError, OffbeatError, PeerError, PeerTimeoutError, UnsupportedError
-from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.transport.driver import DONE, Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
 from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
@@ -114,7 +114,7 @@ class Peers(Driver):
         match operation:
             case Send():
                 self._send(operation, channel)
-                return Finished()
+                return DONE
             case Recv(peer):
                 self._check_peer(peer)
                 return _Receive(self, operation, channel)
@@ -124,7 +124,7 @@ class Peers(Driver):
                 return _ReceiveAny(self, operation, channel)
             case Post(payload):
                 self._post(payload, channel)
-                return Finished()
+                return DONE
             case Sleep():
                 return _SleepTicket(operation.seconds)
             case Now():
@@ -245,10 +245,11 @@ class Peers(Driver):
         with self._changed:
             self._check_open()
             # What is here already is taken first: looking for more costs as much for each message.
-            while (message := inbox.take(receive.peers, receive.channel)) is None:
+            message = inbox.take(receive.peers, receive.channel)
+            while message is None:
                 self._update()
-                if inbox.first_of(receive.peers, receive.channel) is not None:
-                    continue
+                if (message := inbox.take(receive.peers, receive.channel)) is not None:
+                    break
                 if (error := receive.failure(self._mesh)) is not None:
                     raise error
                 remaining_s = receive.deadline_s - time.monotonic()

@@ -7,7 +7,7 @@ import time
 from queue import Empty, SimpleQueue
 
 from offbeat.errors import PeerTimeoutError, UnsupportedError
-from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.transport.driver import DONE, Driver, Finished, Ticket
 from offbeat.transport.operations import (
     DenseOperation,
     Now,
@@ -36,10 +36,10 @@ class SingleRank(Driver):
                 return Finished(time.monotonic())
             case Sleep(seconds):
                 time.sleep(seconds)
-                return Finished()
+                return DONE
             case Post(payload):
                 self._queue(channel).put(payload)
-                return Finished()
+                return DONE
             case RecvAny(_, timeout_s):
                 return _Posted(self._queue(channel), timeout_s)
             case _:

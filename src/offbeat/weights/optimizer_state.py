@@ -195,7 +195,7 @@ class OptimizerStates:
             for each in self._parameters
         ]
         singles = [v for each in states for v in each.values() if _is_single(v)]
-        numbers = iter(read_numbers(singles))
+        numbers = iter(read_numbers(singles) if singles else ())
         return [
             {
                 key: _state(parameter, key, value, next(numbers) if _is_single(value) else value)

@@ -13,14 +13,13 @@ import torch
 
 from offbeat.kfac.blocks import Block, slots_of
 from offbeat.kfac.costs import equivalent_dim, time_inversions
-from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.survey import survey
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import SPDKFAC
 from offbeat_lab.plan.profile import Layer, ModelProfile, Source
 
-# Every step has factors; the first one, which inverts too and is not timed, is behind them all.
-STRATEGY: Final = SPDKFAC(factor_interval=1, curvature=Curvature(ramp=False))
+# Every step has factors; inversions, which become rare, are counted apart.
+STRATEGY: Final = SPDKFAC(factor_interval=1)
 
 _STEPS: Final = 5
 

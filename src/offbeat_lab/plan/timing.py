@@ -328,7 +328,6 @@ def _select_s_per_element(parameters: Sequence[torch.nn.Parameter], selector: st
         density=SELECTED_DENSITY,
         collective="all_gather",
         codec="+".join((selector, *SELECTED_CODECS)),
-        replica_check_interval=0,
     )
     return _added_s(like, strategy) / num_elements
 
@@ -347,7 +346,9 @@ def _added_s(like: Sequence[torch.Tensor], strategy: Strategy) -> float:
 
     step()
     without_s = usual_s(step, device)
-    with attach_through(lambda driver: driver, model, optimizer, strategy):
+    with attach_through(
+        lambda driver: driver, model, optimizer, strategy, replica_check_interval=0
+    ):
         for _ in range(_WARM_UP_SELECTIONS):
             step()
         with_it_s = usual_s(step, device)

@@ -42,9 +42,7 @@ def run(
             seed=num_ranks,
             world_size=num_ranks,
             num_steps=24,
-            strategy=offbeat.WAGMA(
-                group_size=2, period=period, max_ahead=2 * period, values=values
-            ),
+            strategy=offbeat.WAGMA(group_size=2, period=period, values=values),
             compute_s=lambda rank, step: 7.3 if (rank, step) == (late, 11) else 1 + rank / 8,
         )
     )

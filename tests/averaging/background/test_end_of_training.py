@@ -33,7 +33,6 @@ def train(
             strategy=offbeat.WAGMA(
                 period=5,
                 interval=interval,
-                max_ahead=10,
                 values="bfloat16" if rounds else "float32",
             ),
             compute_s=compute_s,

@@ -28,7 +28,7 @@ def draw_training(seed: int, values: str) -> Training:
         seed=seed,
         world_size=world_size,
         num_steps=30,
-        strategy=offbeat.ADPSGD(seed=seed, values=values)
+        strategy=offbeat.ADPSGD(values=values)
         if pairs
         else offbeat.WAGMA(
             group_size=min(world_size, 2 + seed % 3),

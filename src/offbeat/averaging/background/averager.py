@@ -291,7 +291,7 @@ class BackgroundCallback(Callback):
             names = self._averager.progress.names(late)
             self._averager.inform(
                 f"this worker has waited {HOLD_S:g} s for worker {names}, which is further behind"
-                " than max_ahead allows, and goes on. A worker that does something else than a step"
+                " than two periods, and goes on. A worker that does something else than a step"
                 " should do it within session.resting(), or after session.finish()"
             )
 

@@ -25,7 +25,7 @@ import torch
 from offbeat.averaging.background.interface import Piece
 from offbeat.codec.model_wire import Values
 from offbeat.codec.rounding import copy_to, move_by, move_by_rounded
-from offbeat.codec.tally import is_finite
+from offbeat.codec.tally import all_finite
 from offbeat.collectives.weighted_mean import FRAGMENT_BYTES
 from offbeat.weights.statistics import merge_statistics
 
@@ -159,7 +159,7 @@ class DeltaMerge(MergeRule):
         advanced = self._base
         if self._is_base_lent:
             advanced = np.empty_like(self._snapshot)
-        elif not all(is_finite(torch.from_numpy(new)) for new in model):
+        elif not all_finite([*map(torch.from_numpy, model)]):
             return False  # before anything has changed
         statistics = []
         for span in self._statistics:

@@ -71,7 +71,8 @@ class LowRankSteps(AllReduce):
 
     name: ClassVar[str] = "ddp-powersgd"
 
-    bucket_mib: float = 1 << 20
+    bucket_mib = 1 << 20
+
     rank: int = 1
     start_step: int = 0
 
@@ -237,14 +238,9 @@ def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
 
 
 def _simplified(strategy: Any) -> Any:
-    """Without comparisons of replicas, which are too rare to count, without names of layers, which
-    a profile does not have, and without deaths.
-    """
+    """Without names of layers, which a profile does not have, and without deaths."""
     changed: dict[str, Any] = {}
-    if hasattr(strategy, "replica_check_interval"):
-        changed["replica_check_interval"] = 0
     if isinstance(strategy, KFACStrategy):
-        changed["exchange"] = _simplified(strategy.gradients)
         changed["curvature"] = replace(strategy.curvature, plain=(), cross_attention=())
     if isinstance(strategy, LocalSGD) and isinstance(strategy.start, Strategy):
         changed["start"] = _simplified(strategy.start)
