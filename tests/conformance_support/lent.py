@@ -22,6 +22,12 @@ def lent(strategy: S, **changes: float) -> S:
     return kind(**{field.name: getattr(strategy, field.name) for field in fields(strategy)})
 
 
+def lent_from(strategy: Strategy) -> type[Strategy]:
+    """The class of a strategy, or of the one that was made it by `lent`."""
+    base: type[Strategy] = getattr(strategy, "base", type(strategy))
+    return base
+
+
 @cache
 def _lent(kind: Any, changes: tuple[tuple[str, float], ...]) -> Any:
     named = dict(changes)
