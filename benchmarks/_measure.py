@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import bootstrap
 
 import offbeat
 from _results import CASES, Figure, Origin, ResultFile, rows_of
@@ -68,6 +67,8 @@ def ratio(
 
     Pairs are resampled whole, since what disturbs one member is likely to disturb the other.
     """
+    from scipy.stats import bootstrap  # late, since it takes a second and tests import this module
+
     first, second = np.array(pairs).T
     resampled = bootstrap(
         (first, second),

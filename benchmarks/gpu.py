@@ -300,7 +300,7 @@ def figures_of_waits(case: str, table: str, lines: Counter[str]) -> Iterator[Row
     yield Figure(case=case, table=table, column="where", value=where or "nowhere")
 
 
-PERIOD = 10
+INTERVAL = 10
 """Steps from one with factors and inversions to the next."""
 UPDATE, PRECONDITION = "K-FAC, factors and inverses", "K-FAC, preconditions alone"
 
@@ -354,14 +354,14 @@ def kfac(quick: bool) -> Iterator[Row]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ours = images(model, optimizer)
     strategy = offbeat.SPDKFAC(
-        factor_interval=PERIOD, inverse_interval=PERIOD, curvature=offbeat.Curvature(ramp=False)
+        factor_interval=INTERVAL, inverse_interval=INTERVAL, curvature=offbeat.Curvature(ramp=False)
     )
     times: dict[tuple[str, str], list[float]] = {}
     with offbeat.attach(model, optimizer, strategy):
         # The first two periods warm up. Parts are timed in periods of their own, because waiting
         # between them takes away what the host does ahead of the device.
         for number in range(2 + (2 if quick else 8)):
-            for place in range(PERIOD):
+            for place in range(INTERVAL):
                 for trained, kind in ((ours, PRECONDITION if place else UPDATE), (alone, "SGD")):
                     parts = {"whole": trained.step}
                     if number % 2:
@@ -378,7 +378,7 @@ def kfac(quick: bool) -> Iterator[Row]:
                 value=1e3 * sorted(found)[len(found) // 2],
             )
         if DEVICE.type == "cuda":
-            lines = [waited(ours.step) for _ in range(PERIOD)]
+            lines = [waited(ours.step) for _ in range(INTERVAL)]
             for kind, some in ((UPDATE, lines[0]), (PRECONDITION, lines[1])):
                 yield from figures_of_waits(kind, "kfac", some)
         kernels = [busy_ms(ours.step) for _ in range(2)]

@@ -76,11 +76,14 @@ def spreads(num_ranks: int, strategy: AveragingStrategy, num_steps: int) -> np.n
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "codec", "ratio"), [(2, "linear4", 1e-6), (5, FEW, 0.02), (5, "sign", 0.5)]
+    ("num_ranks", "codec", "num_steps", "ratio"),
+    [(2, "linear4", 60, 1e-6), (5, FEW, 120, 0.02), (5, "sign", 60, 0.5)],
 )
 @pytest.mark.parametrize("kind", [offbeat.DPSGD, offbeat.SGP])
-def test_ranks_come_together(kind: Kind, num_ranks: int, codec: Any, ratio: float) -> None:
-    found = spreads(num_ranks, kind(codec=codec), 120)
+def test_ranks_come_together(
+    kind: Kind, num_ranks: int, codec: Any, num_steps: int, ratio: float
+) -> None:
+    found = spreads(num_ranks, kind(codec=codec), num_steps)
     assert found[-1] < ratio * found[1]
 
 

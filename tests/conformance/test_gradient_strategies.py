@@ -121,6 +121,37 @@ for _name, _strategy in GRADIENTS_ONLY.items():
 
 NEVER_STEPPED = pytest.mark.filterwarnings("ignore:the attached optimizer was not stepped")
 
+OF_EACH_KIND = (
+    "allreduce",
+    "allreduce by signs, in small buckets",
+    "dear in small buckets",
+    "powersgd in small buckets",
+    "demo",
+    "qgenx",
+    "topk in small buckets",
+    "gtopk as it comes",
+    "gtopk by tree",
+    "gtopk with warm-up",
+    "ef21 with momentum, in small buckets",
+    "dkfac",
+    "mpdkfac",
+    "spdkfac with gtopk",
+    "dpkfac",
+)
+"""For what a session does around exchanges, which a selector, a collective or a number does not
+change.
+"""
+
+
+@pytest.fixture(params=OF_EACH_KIND)
+def kind(request: pytest.FixtureRequest) -> AnyStrategy:
+    return STRATEGIES[request.param]
+
+
+def test_there_is_one_of_each_kind() -> None:
+    known = {type(strategy) for strategy in STRATEGIES.values()} - {Unfused, FactorsOfEveryone}
+    assert {type(STRATEGIES[name]) for name in OF_EACH_KIND} == known
+
 
 @pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> AnyStrategy:
@@ -244,13 +275,13 @@ def test_applied_plus_owed_is_the_sum_of_gradients(
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
     strategy: AnyStrategy, attached: Callable
 ) -> None:
-    straight, straight_optimizer, _ = attached(strategy)
-    train(straight, straight_optimizer, range(6))
-    first, first_optimizer, first_session = attached(strategy)
-    train(first, first_optimizer, range(3))
+    straight, straight_optimizer, straight_session = attached(strategy)
+    train(straight, straight_optimizer, range(3))
+    model, state = copy.deepcopy(straight.state_dict()), straight_session.state_dict()
+    train(straight, straight_optimizer, range(3, 6))
     second, second_optimizer, second_session = attached(strategy)
-    second.load_state_dict(first.state_dict())
-    second_session.load_state_dict(first_session.state_dict())
+    second.load_state_dict(model)
+    second_session.load_state_dict(state)
     train(second, second_optimizer, range(3, 6))
     assert_same(second, straight)
 
@@ -282,8 +313,8 @@ def test_resharding_preserves_sums(strategy: AnyStrategy, attached: Callable) ->
                 torch.testing.assert_close(new_sum, old_sum)
 
 
-def test_closing_takes_everything_out(strategy: AnyStrategy, attached: Callable) -> None:
-    net, optimizer, session = attached(strategy)
+def test_closing_takes_everything_out(kind: AnyStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(kind)
     train(net, optimizer, range(1))
     session.close()
     session.close()
@@ -391,10 +422,10 @@ def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(
 
 
 def test_too_many_skipped_steps_in_a_row_raise(
-    strategy: AnyStrategy, attached: Callable, monkeypatch: pytest.MonkeyPatch
+    kind: AnyStrategy, attached: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offbeat.gradients.exchange.MAX_SKIPPED_STEPS", 2)
-    net, optimizer, _ = attached(strategy)
+    net, optimizer, _ = attached(kind)
     for _ in range(2):
         (loss_of(net, 0) * float("inf")).backward()
         optimizer.step()
@@ -454,11 +485,11 @@ def test_chained_schedulers_see_nothing_of_it(
     assert_same(net, plain)
 
 
-def test_two_models_in_one_process(strategy: AnyStrategy, attached: Callable) -> None:
-    alone, alone_optimizer, _ = attached(strategy)
+def test_two_models_in_one_process(kind: AnyStrategy, attached: Callable) -> None:
+    alone, alone_optimizer, _ = attached(kind)
     train(alone, alone_optimizer, range(4))
-    one, one_optimizer, _ = attached(strategy)
-    two, two_optimizer, _ = attached(strategy)
+    one, one_optimizer, _ = attached(kind)
+    two, two_optimizer, _ = attached(kind)
     for step in range(4):
         train(one, one_optimizer, range(step, step + 1))
         train(two, two_optimizer, range(step, step + 1))
@@ -521,9 +552,9 @@ def test_the_class_in_place_of_an_instance_is_refused() -> None:
 
 
 def test_a_parameter_frozen_while_attached_stays_where_it_is(
-    strategy: AnyStrategy, attached: Callable
+    kind: AnyStrategy, attached: Callable
 ) -> None:
-    net, optimizer, _ = attached(strategy)
+    net, optimizer, _ = attached(kind)
     train(net, optimizer, range(2), set_to_none=False)
     net.shared.weight.requires_grad_(False)
     before = net.shared.weight.clone()

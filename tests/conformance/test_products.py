@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -175,7 +176,15 @@ def test_each_product(name: str) -> None:
         assert_nothing_is_lost(straight, unit)
 
 
-@pytest.mark.parametrize("name", [*PRODUCTS, *WEIGHT_PRODUCTS])
+ONCE = [
+    f"{name} in {codec}" for name, codec in zip(cycle(_TAKE_CODECS), VALUE_CODECS, strict=False)
+]
+"""Each codec, and each way of exchanging, in as few products as there can be."""
+
+
+@pytest.mark.parametrize(
+    "name", [*ONCE, *(name for name in PRODUCTS if name not in _GRID), *WEIGHT_PRODUCTS]
+)
 def test_another_world_size_goes_on_with_what_is_owed(name: str) -> None:
     strategy = (PRODUCTS | WEIGHT_PRODUCTS)[name]
     unit = -LR if name in PRODUCTS else 1.0

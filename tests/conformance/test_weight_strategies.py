@@ -101,6 +101,42 @@ STRATEGIES |= {
     "adaptive over the largest": offbeat.AdaptiveSGD(mega_batch=2, codec="sparseloco"),
 }
 
+OF_EACH_KIND = (
+    "localsgd",
+    "localsgd in pairs",
+    "post-local sgd",
+    "local sgd after k-fac",
+    "local sgd, adaptive",
+    "streaming diloco",
+    "local sgd among members",
+    "sparseloco among members",
+    "diloco with a quorum",
+    "local sgd over sign",
+    "dpsgd",
+    "sgp over signs",
+    "wagma",
+    "wagma in 4 bits",
+    "adpsgd",
+    "eagersgd",
+    "a2sgd",
+    "defsgd",
+    "crossbow over signs",
+    "adaptive",
+    "elasticsgd over linear4",
+)
+"""For what a session does around averages, which a number, a codec or a rule of merging does not
+change.
+"""
+
+
+@pytest.fixture(params=OF_EACH_KIND)
+def kind(request: pytest.FixtureRequest) -> AveragingStrategy:
+    return STRATEGIES[request.param]
+
+
+def test_there_is_one_of_each_kind() -> None:
+    assert {type(STRATEGIES[name]) for name in OF_EACH_KIND} == set(map(type, STRATEGIES.values()))
+
 
 @pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> AveragingStrategy:
@@ -159,8 +195,8 @@ def test_gradients_of_zero_move_nothing(
     assert all(torch.equal(each, before[name]) for name, each in net.named_parameters())
 
 
-def test_tensors_stay_where_they_are(strategy: AveragingStrategy, attached: Callable) -> None:
-    net, optimizer, _ = attached(strategy)
+def test_tensors_stay_where_they_are(kind: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(kind)
     tensors = [*net.parameters(), *net.buffers()]
     places = [tensor.data_ptr() for tensor in tensors]
     train(net, optimizer, range(4))
@@ -249,8 +285,8 @@ def test_a_state_is_handed_to_any_number_of_workers(
     assert_same(fresh, net)
 
 
-def test_closing_takes_everything_out(strategy: AveragingStrategy, attached: Callable) -> None:
-    net, optimizer, session = attached(strategy)
+def test_closing_takes_everything_out(kind: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(kind)
     train(net, optimizer, range(1))
     session.close()
     session.close()
@@ -265,10 +301,8 @@ def test_closing_takes_everything_out(strategy: AveragingStrategy, attached: Cal
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_closing_with_an_exchange_under_way(
-    strategy: AveragingStrategy, attached: Callable
-) -> None:
-    net, _, session = attached(strategy)
+def test_closing_with_an_exchange_under_way(kind: AveragingStrategy, attached: Callable) -> None:
+    net, _, session = attached(kind)
     before = copy.deepcopy(net.state_dict())
     loss_of(net, 0).backward()
     with pytest.warns(OffbeatWarning, match="not stepped in 1 backward passes"):
@@ -352,11 +386,11 @@ def test_a_gradient_that_is_not_finite_moves_nothing(
 
 
 def test_too_many_skipped_steps_in_a_row_raise(
-    strategy: AveragingStrategy, attached: Callable, monkeypatch: pytest.MonkeyPatch
+    kind: AveragingStrategy, attached: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("exchange", "gradient_guard"):
         monkeypatch.setattr(f"offbeat.gradients.{module}.MAX_SKIPPED_STEPS", 2)
-    net, optimizer, _ = attached(strategy)
+    net, optimizer, _ = attached(kind)
 
     def spoil(num_steps: int) -> None:
         for _ in range(num_steps):
@@ -369,9 +403,9 @@ def test_too_many_skipped_steps_in_a_row_raise(
 
 
 def test_weights_that_are_not_finite_reach_nobody(
-    strategy: AveragingStrategy, attached: Callable
+    kind: AveragingStrategy, attached: Callable
 ) -> None:
-    net, optimizer, _ = attached(strategy)
+    net, optimizer, _ = attached(kind)
     with torch.no_grad():
         net.head.bias[0] = float("inf")
 
@@ -383,20 +417,18 @@ def test_weights_that_are_not_finite_reach_nobody(
         go_on()
 
 
-def test_a_gradient_scaler_is_refused(strategy: AveragingStrategy) -> None:
+def test_a_gradient_scaler_is_refused(kind: AveragingStrategy) -> None:
     net = Net()
     optimizer = sgd(net)
     with pytest.raises(UnsupportedError, match="bfloat16 autocast"):
-        offbeat.attach(net, optimizer, strategy, scaler=torch.amp.GradScaler("cpu"))
-    offbeat.attach(
-        net, optimizer, strategy, scaler=torch.amp.GradScaler("cpu", enabled=False)
-    ).close()
+        offbeat.attach(net, optimizer, kind, scaler=torch.amp.GradScaler("cpu"))
+    offbeat.attach(net, optimizer, kind, scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
 
 
 def test_a_parameter_frozen_while_attached_stays_where_it_is(
-    strategy: AveragingStrategy, attached: Callable
+    kind: AveragingStrategy, attached: Callable
 ) -> None:
-    net, optimizer, _ = attached(strategy)
+    net, optimizer, _ = attached(kind)
     train(net, optimizer, range(4))
     net.shared.weight.requires_grad_(False)
     net.shared.weight.grad = None
@@ -405,10 +437,10 @@ def test_a_parameter_frozen_while_attached_stays_where_it_is(
     torch.testing.assert_close(net.shared.weight.detach(), before, rtol=0, atol=0)
 
 
-def test_two_models_in_one_process(strategy: AveragingStrategy, attached: Callable) -> None:
-    alone, alone_optimizer, _ = attached(strategy)
+def test_two_models_in_one_process(kind: AveragingStrategy, attached: Callable) -> None:
+    alone, alone_optimizer, _ = attached(kind)
     train(alone, alone_optimizer, range(4))
-    pairs = [attached(strategy)[:2] for _ in range(2)]
+    pairs = [attached(kind)[:2] for _ in range(2)]
     for step in range(4):
         for net, optimizer in pairs:
             train(net, optimizer, range(step, step + 1))
@@ -417,9 +449,9 @@ def test_two_models_in_one_process(strategy: AveragingStrategy, attached: Callab
 
 
 def test_the_averaged_model_is_a_copy_that_stays_out_of_it(
-    strategy: AveragingStrategy, attached: Callable
+    kind: AveragingStrategy, attached: Callable
 ) -> None:
-    net, optimizer, session = attached(strategy)
+    net, optimizer, session = attached(kind)
     train(net, optimizer, range(3))
     before, stats = copy.deepcopy(net.state_dict()), session.stats
     averaged = session.averaged_model()
@@ -436,7 +468,7 @@ def test_the_averaged_model_is_a_copy_that_stays_out_of_it(
 
 
 def test_buffers_that_hold_an_infinity_or_are_derived_are_left_alone(
-    strategy: AveragingStrategy,
+    kind: AveragingStrategy,
 ) -> None:
     net = torch.nn.Linear(3, 3)
     net.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
@@ -444,7 +476,7 @@ def test_buffers_that_hold_an_infinity_or_are_derived_are_left_alone(
     net.register_buffer("seen", torch.tensor([True, False]))
     before = copy.deepcopy(dict(net.named_buffers()))
     optimizer = sgd(net)
-    with offbeat.attach(net, optimizer, strategy) as session:
+    with offbeat.attach(net, optimizer, kind) as session:
         for _ in range(4):
             net(torch.ones(2, 3)).sum().backward()
             optimizer.step()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import offbeat
@@ -24,6 +23,8 @@ KINDS = [offbeat.DKFAC, offbeat.MPDKFAC, offbeat.SPDKFAC]
 
 def digits(num_ranks: int, strategy: KFACStrategy, seed: int, num_steps: int = 40) -> list[float]:
     """Accuracy on the last 300 digits, of each rank."""
+    from sklearn.datasets import load_digits  # takes a second of each process that collects tests
+
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
 

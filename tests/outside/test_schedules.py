@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.optim import lr_scheduler
 
 import offbeat
@@ -177,6 +176,8 @@ IN_SHORT = ("gtopk", "spdkfac over topk")
 
 @cache
 def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits  # takes a second of each process that collects tests
+
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     inputs, labels = torch.tensor(x, dtype=torch.float32)[order] / 16, torch.tensor(y)[order]

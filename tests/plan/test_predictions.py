@@ -27,7 +27,14 @@ from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan
 from offbeat_lab.plan.predictions import StepPrediction, predict_recipe, predict_step
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
-from offbeat_lab.plan.shipped import PUBLISHED, factors_of, named_profile, resnet, shipped_profile
+from offbeat_lab.plan.shipped import (
+    PUBLISHED,
+    factors_of,
+    named_profile,
+    resnet,
+    shipped_profile,
+    tensors_of,
+)
 from offbeat_lab.plan.simulation import Setting
 from offbeat_lab.plan.tables import plan_tables
 from offbeat_lab.tasks import build_task
@@ -51,6 +58,14 @@ def setting(link: str = "8mbit", workers: int = 4, **flags: str) -> Setting:
         cluster=cluster.model_copy(update={"gloo_ns_per_byte": 0.0}),
         message_s=0.0,
         payload_share=1.0,
+    )
+
+
+def few_layers() -> ModelProfile:
+    """ResNet-50 with one block a stage: with its largest factors, and a third of its layers."""
+    network = resnet((1, 1, 1, 1))
+    return replace(
+        shipped_profile("resnet50"), tensors=tensors_of(network), layers=factors_of(network)
     )
 
 
@@ -149,7 +164,7 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     both = step_s("localsgd:period=4:start_step=6", first)
     several = (6 * step_s("ddp", first) + 6 * 0.3 + 6.0) / 12
     assert both == pytest.approx(several, rel=WITH_TALLIES)
-    kfac = replace(shipped_profile("resnet50"), precondition_s=0.0)
+    kfac = replace(few_layers(), precondition_s=0.0)
     cluster = from_flags(workers=4, link="1gbit")
 
     def simulated_s(spec: str, steps: range) -> float:
@@ -166,9 +181,7 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
 
 
 def test_factors_that_a_strategy_cuts_are_cheaper() -> None:
-    where = Setting(
-        profile=shipped_profile("resnet50"), cluster=from_flags(workers=4, link="1gbit")
-    )
+    where = Setting(profile=few_layers(), cluster=from_flags(workers=4, link="1gbit"))
     whole, cut = (
         predict_step(f"dkfac:max_dim={rows}", where).bytes_per_step for rows in (8192, 1024)
     )
@@ -286,7 +299,7 @@ def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
 
 @pytest.mark.parametrize("first", ["allreduce", "spdkfac"])
 def test_local_sgd_begins_with_what_it_is_told_to(first: str) -> None:
-    profile = replace(shipped_profile("resnet50"), precondition_s=0.01)
+    profile = replace(few_layers(), precondition_s=0.01)
     where = Setting(profile=profile, cluster=from_flags(workers=4, link="1gbit"))
     spec = f"localsgd:period=4:start_step=10:start={first}"
 
@@ -376,7 +389,7 @@ def test_wagma_is_planned_to_send_groups_as_few_bits_as_its_codec(values: str, b
 def test_factors_in_fewer_bits_are_planned_to_take_fewer_bytes() -> None:
     cluster = from_flags(workers=4, link="1gbit")
     where = Setting(
-        profile=shipped_profile("resnet50"), cluster=cluster, steps=range(10, 11)
+        profile=few_layers(), cluster=cluster, steps=range(10, 11)
     )  # with factors, and without inversions
     gradients = predict_step("allreduce", where).bytes_per_step
     whole, halved, quartered = (
@@ -432,7 +445,7 @@ def test_every_strategy_is_predicted(spec: str) -> None:
     tensors = (TensorProfile(num_elements=249_999, ready=1.0), *MODEL.tensors[1:])
     where = replace(setting("1gbit/0.1ms"), profile=replace(MODEL, tensors=tensors))
     if issubclass(strategy_type(spec), KFACStrategy):  # which has to know the layers
-        where = replace(where, profile=shipped_profile("resnet50"))
+        where = replace(where, profile=few_layers())
     prediction = predict_step(spec, where)
     assert prediction.step_s >= where.profile.compute_s
     assert prediction.low_s <= prediction.step_s <= prediction.high_s

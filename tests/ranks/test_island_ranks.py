@@ -52,10 +52,9 @@ ALLREDUCE = lent(offbeat.AllReduce(), bucket_mib=1e-3, **CHECKED)
 ADAM: dict[str, Any] = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}}
 LOCALSGD = offbeat.LocalSGD(period=2, warmup=0)
 EQUAL: dict[str, Training] = {
-    "allreduce, accumulated by FSDP, not resharded": Training(
-        strategy=ALLREDUCE, num_passes=2, by_fsdp=True, reshard=False
+    "allreduce, accumulated by FSDP, not resharded, clipped": Training(
+        strategy=ALLREDUCE, num_passes=2, by_fsdp=True, reshard=False, clip="session"
     ),
-    "allreduce, accumulated, clipped": Training(strategy=ALLREDUCE, num_passes=3, clip="session"),
     "allreduce, AdamW, offloaded, clipped by torch": Training(
         strategy=ALLREDUCE, offload=True, clip="torch", **ADAM
     ),
@@ -64,10 +63,9 @@ EQUAL: dict[str, Training] = {
     ),
     "gtopk of everything, accumulated": Training(
         strategy=lent(offbeat.GTopK(density=1.0, collective="reduce_scatter"), **CHECKED),
-        num_passes=2,
+        num_passes=3,
     ),
     "ef21 of everything": Training(strategy=lent(offbeat.EF21(density=1.0), **CHECKED)),
-    "localsgd, not resharded, clipped": Training(strategy=LOCALSGD, reshard=False, clip="session"),
     "localsgd after allreduce, accumulated, AdamW, clipped by torch": Training(
         strategy=offbeat.LocalSGD(period=2, warmup=0, start_step=2),
         num_passes=2,
@@ -77,7 +75,9 @@ EQUAL: dict[str, Training] = {
     "diloco": Training(strategy=offbeat.LocalSGD(period=2, outer="diloco"), **ADAM),
     "localsgd, by drift": Training(strategy=offbeat.LocalSGD(period="adaptive"), num_steps=8),
     "streaming": Training(strategy=offbeat.LocalSGD(period=4, exchange="2x1"), num_steps=8),
-    "pairs": Training(strategy=offbeat.LocalSGD(period=2, exchange="pairs")),
+    "pairs, not resharded, clipped": Training(
+        strategy=offbeat.LocalSGD(period=2, exchange="pairs"), reshard=False, clip="session"
+    ),
 }
 """What concerns an optimizer, its gradients or shards, each with gradients and with weights."""
 
@@ -140,7 +140,7 @@ def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(run_ranks: RunR
 
 
 MIXED: dict[str, Training] = {
-    label: Training(strategy=strategy, options={"lr": 0.01, "momentum": 0.9}, num_steps=30)
+    label: Training(strategy=strategy, options={"lr": 0.01, "momentum": 0.9}, num_steps=12)
     for label, strategy in {
         "wagma": offbeat.WAGMA(period=4),
         "wagma, by the paper": offbeat.WAGMA(period=4, merge="paper"),

@@ -163,11 +163,11 @@ def _take(
         magnitudes = torch.where(is_there, values.abs(), -1)
         kept = magnitudes.sort(descending=True, stable=True).indices[:k].sort().values
         indices, values, is_there = indices[kept], values[kept], is_there[kept]
-    is_taken = is_finite & (candidates.count >= least) & (candidates.count <= most) & is_there
-    # What is finite minus itself is zero. To write zeros would need as many places as are taken.
-    flat.index_add_(
-        0, indices.clamp(max=num_elements - 1), torch.where(is_taken, values, 0), alpha=-1
-    )
+    is_accepted = is_finite & (candidates.count >= least) & (candidates.count <= most)
+    # Zeros are written once or more often: to write them once, the host would have to know how many
+    # there are. Where there is no candidate, nothing is changed.
+    written = torch.where(is_there, indices, indices[:1]).clamp(max=num_elements - 1)
+    flat[written] = torch.where(is_accepted & is_there[:1], 0, flat[written])
     count, finite, places, numbers = fetch(
         candidates.count.long(), is_finite.long().view(1), indices.long(), values
     )

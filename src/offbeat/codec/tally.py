@@ -141,7 +141,8 @@ def is_finite(flat: torch.Tensor) -> torch.Tensor:
         device = "cpu" if flat.is_meta else flat.device
         return torch.ones((), dtype=torch.bool, device=device)
     numbers = torch.view_as_real(flat) if flat.is_complex() else flat
-    return torch.stack(numbers.aminmax()).isfinite().all()
+    least, greatest = numbers.aminmax()
+    return (least * 0 + greatest * 0) == 0  # a NaN otherwise, found by as few kernels as possible
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -391,8 +391,8 @@ class GradientExchange(Callback):
         parameter = bucket.parameters[position]
         # Once the bucket has it, its memory is that of the gradients that come next.
         arrived[position], parameter.grad = parameter.grad, None
-        if len(arrived) == len(bucket.parameters):
-            self._gather_in(b)
+        if self._is_whole(b) and (self._clips_first or b != self._num_launched):
+            self._gather_in(b)  # else it is about to be launched
         # The last bucket waits for the end of backward, so that its tally can still say that this
         # rank failed.
         # Buckets are launched in one order on every rank, because dense operations match by order.
@@ -588,12 +588,13 @@ class GradientExchange(Callback):
         for position, parameter in enumerate(bucket.parameters):
             if position not in arrived and parameter.grad is not None:
                 arrived[position] = parameter.grad
-        used = np.zeros(len(bucket.parameters), dtype=np.bool_)
-        used[list(arrived)] = True
         # One call for all: on a GPU the host would otherwise launch a kernel for each parameter.
         bucket.copy_in({place: each for place, each in arrived.items() if each is not None})
         arrived.update(dict.fromkeys(arrived))
-        bucket.clear(np.flatnonzero(~used).tolist())
+        used = np.zeros(len(bucket.parameters), dtype=np.bool_)
+        used[list(arrived)] = True
+        if not used.all():
+            bucket.clear(np.flatnonzero(~used).tolist())
         return used
 
     def _stash(self, b: int) -> None:

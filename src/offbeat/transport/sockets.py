@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 Address: TypeAlias = tuple[str, int]
@@ -242,7 +242,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 def _descriptors() -> Iterator[int]:
     """The descriptors of this process that are sockets."""
     try:
-        descriptors = [int(entry.name) for entry in Path(_DESCRIPTORS).iterdir()]
+        # In half the time of `Path.iterdir`.
+        descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208
     except OSError:  # a platform without it
         return
     for descriptor in descriptors:
@@ -285,6 +286,11 @@ def _address(of: Callable[[], object]) -> Address | None:
     if not isinstance(name, tuple) or len(name) < 2:
         return None  # not a socket of IP
     host, port = name[:2]
-    numeric = ipaddress.ip_address(str(host).partition("%")[0])
-    mapped = getattr(numeric, "ipv4_mapped", None)
-    return str(mapped or numeric), int(port)
+    return _numeric(str(host)), int(port)
+
+
+@lru_cache  # a process has few hosts, and asks for all of its sockets' several times a session
+def _numeric(host: str) -> str:
+    """A host as `Address` has it: without a zone, and as IPv4 where IPv6 wraps that."""
+    numeric = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(numeric, "ipv4_mapped", None) or numeric)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 import offbeat
 from group_support.training import PARAMETERS, Trainer, Training, trained
@@ -148,6 +147,8 @@ def spread(values: ValueCodec | None, kind: type[GroupRound], *, meets: bool = T
     """How far three models of the bundled digits are from their mean before each global
     synchronization, after nine steps and averages of all three; or without averages.
     """
+    from sklearn.datasets import load_digits  # takes a second of each process that collects tests
+
     images, labels = load_digits(return_X_y=True)
     draw, x, targets = np.random.default_rng(0), images / 16, np.eye(10)[labels]
     size, found = x.shape[1] * 10, []
