@@ -353,9 +353,7 @@ def kfac(quick: bool) -> Iterator[Row]:
     alone = images(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ours = images(model, optimizer)
-    strategy = offbeat.SPDKFAC(
-        factor_interval=INTERVAL, inverse_interval=INTERVAL, curvature=offbeat.Curvature(ramp=False)
-    )
+    strategy = offbeat.SPDKFAC(factor_interval=INTERVAL, inverse_interval=INTERVAL)
     times: dict[tuple[str, str], list[float]] = {}
     with offbeat.attach(model, optimizer, strategy):
         # The first two periods warm up. Parts are timed in periods of their own, because waiting
