@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -209,11 +210,12 @@ def origin(seeds: int | None) -> Origin:
             line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         processor = models[0].partition(": ")[2] if models else processor
+    gpus = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     return Origin(
         recorded=offbeat.__version__,
         command=_command(),
         seeds=seeds,
-        machine=f"{processor}, {os.cpu_count()} cores",
+        machine=", ".join([processor, f"{os.cpu_count()} cores", *gpus]),
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         versions={"python": platform.python_version(), "torch": version("torch")},
     )
