@@ -106,7 +106,7 @@ def test_whatever_is_altered_in_the_head_raises_or_reads_as_something_else(
 
 @given(messages, st.integers(1, 200))
 def test_a_truncated_or_extended_message_is_refused(message: ModelMessage, count: int) -> None:
-    content = message.to_bytes()
+    content = bytes(message.to_bytes())
     with pytest.raises(WireError):
         ModelMessage.from_bytes(content[:-count])
     with pytest.raises(WireError):

@@ -257,7 +257,8 @@ def orthonormal(rows: torch.Tensor) -> torch.Tensor:
         row, before = result[..., place, :], result[..., :place, :]
         norm = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
         for _ in range(2 if place else 0):  # once more, for what rounding has left of the others
-            row -= ((before @ row.unsqueeze(-1)).mT @ before).squeeze(-2)
+            shares = (before * row.unsqueeze(-2)).sum(-1, keepdim=True)
+            row -= (shares * before).sum(-2)
         rest = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
         keeps = rest > 1e-6 * norm
         row.mul_(torch.where(keeps, 1 / torch.where(keeps, rest, 1.0), 0.0))
