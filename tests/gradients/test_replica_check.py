@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import offbeat
 from conformance_support.lent import lent
 from offbeat import Session
 from offbeat.errors import DivergedError
+from offbeat.gradients.replica_check import ReplicaCheck
 from thread_support.world import ThreadDriver, in_threads, results_of, session_on
 
 Loop = Callable[[int, int, torch.nn.Linear, torch.optim.Optimizer], None]
@@ -66,6 +68,25 @@ def test_replicas_that_part_are_found_long_before_the_interval(loop: Loop, said:
         assert isinstance(outcome, DivergedError)
         with pytest.raises(DivergedError, match=said):
             raise outcome
+
+
+@pytest.mark.filterwarnings("ignore::offbeat.errors.OffbeatWarning")
+def test_on_unlike_processors_replicas_may_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(check: ReplicaCheck) -> str:
+        return f"processor {check._driver.rank}"
+
+    def job(driver: ThreadDriver, loop: Loop) -> list[str]:
+        session = train(driver, 30, interval=100, before_step=loop)
+        return [notice for notice in session.notices if "processor" in notice]
+
+    monkeypatch.setattr(ReplicaCheck, "_processor", kind)
+    for said in results_of(2, partial(job, loop=other_weight_on_rank_1)):
+        assert len(said) == 1
+        assert "ranks [1]" in said[0]
+        assert "processor 0, processor 1" in said[0]
+    # Unlike options are a reason that rounding is not.
+    for outcome in in_threads(2, partial(job, loop=other_rate_on_rank_1)):
+        assert isinstance(outcome, DivergedError)
 
 
 def test_replicas_are_compared_after_two_early_steps_and_at_the_interval() -> None:

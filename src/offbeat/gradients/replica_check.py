@@ -1,7 +1,13 @@
-"""Proof, every now and then, that the ranks' parameters are still identical to the bit."""
+"""Proof, every now and then, that the ranks' parameters are still identical to the bit.
+
+Processors of unlike kinds round products of matrices in unlike ways. Where a strategy multiplies on
+each rank (PowerSGD, K-FAC), or an optimizer does, replicas drift apart on them, and there a
+difference is told and the run goes on.
+"""
 
 from __future__ import annotations
 
+import platform
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
@@ -74,6 +80,7 @@ class ReplicaCheck(Callback):
         driver: carries the comparison out.
         stream: channels for it.
         interval: in steps, >= 1.
+        warn: is told of a difference that unlike processors explain.
         arrive: waits until parameters are what the last step has made of them.
     """
 
@@ -88,13 +95,14 @@ class ReplicaCheck(Callback):
         driver: Driver,
         stream: Stream,
         interval: int,
+        warn: Callable[[str], None],
         arrive: Callable[[], None] = lambda: None,
     ) -> None:
         self._parameters = list(parameters.values())
         self._optimizer = optimizer
         self._driver = driver
         self._stream = stream
-        self._interval, self._arrive = interval, arrive
+        self._interval, self._warn, self._arrive = interval, warn, arrive
         self._num_steps = self._num_steps_here = 0
 
     @override
@@ -107,18 +115,35 @@ class ReplicaCheck(Callback):
             self.verify()
 
     def verify(self) -> None:
-        """Compare now. Raises `DivergedError` on every rank if they differ."""
+        """Compare now. If they differ, every rank raises `DivergedError`, or is told so where the
+        ranks' processors differ too.
+        """
         self._arrive()
         checksums = self._driver.run(self._gather(), self._stream.next())
         named = self._driver.name_of
         odd = [named(rank) for rank, value in enumerate(checksums) if value != checksums[0]]
         if odd:
-            found = f"after step {self._num_steps} the parameters of ranks {odd} are no longer"
+            found = f"the parameters of ranks {odd} are no longer those of rank {named(0)}"
+            difference = self._difference()
+            kinds = self._driver.run(gather_values(self._processor()), self._stream.next())
+            if difference is None and len(set(kinds)) > 1:
+                self._warn(
+                    f"{found} to the bit, since processors of unlike kinds round in unlike ways:"
+                    f" {', '.join(sorted(set(kinds)))}. They drift apart slowly"
+                )
+                return
             raise DivergedError(
-                f"{found} those of rank {named(0)}, and {self._difference() or _USUAL_REASONS}"
-                " Resume from the last checkpoint, or attach with replica_check_interval=0 to go on"
+                f"after step {self._num_steps} {found}, and {difference or _USUAL_REASONS} Resume"
+                " from the last checkpoint, or attach with replica_check_interval=0 to go on"
                 " regardless"
             )
+
+    def _processor(self) -> str:
+        """What decides how this rank rounds."""
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        if device.type == "cuda":
+            return torch.cuda.get_device_name(device)
+        return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
 
     def _difference(self) -> str | None:
         """In what the ranks' optimizers differ; None: in nothing. Collective."""

@@ -164,6 +164,7 @@ class GradientStrategy(Strategy):
                     driver=context.driver,
                     stream=stream,
                     interval=interval,
+                    warn=context.notices.warn,
                     arrive=found.arrive,
                 )
             )
