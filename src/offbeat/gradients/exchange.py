@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from offbeat.gradients.density import DensitySchedule
 
 
+_HELD_BYTES: Final = 1 << 24
+"""Gradients of so many bytes wait until they are copied into their bucket together."""
+
 _FAILS: Final = "raised inside backward"
 _ENDS: Final = "takes no more steps"
 
@@ -320,6 +323,7 @@ class GradientExchange(Callback):
         }
         # What backward has accumulated of each bucket, by position; None: it is in its place.
         self._arrived: list[dict[int, torch.Tensor | None]] = [{} for _ in self._pairs]
+        self._held_bytes = [0] * len(self._pairs)  # of that
         self._published = [
             np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs
         ]
@@ -391,8 +395,10 @@ class GradientExchange(Callback):
         parameter = bucket.parameters[position]
         # Once the bucket has it, its memory is that of the gradients that come next.
         arrived[position], parameter.grad = parameter.grad, None
-        if self._is_whole(b) and (self._clips_first or b != self._num_launched):
-            self._gather_in(b)  # else it is about to be launched
+        self._held_bytes[b] += parameter.numel() * parameter.element_size()
+        is_launched_next = b == self._num_launched and not self._clips_first
+        if self._held_bytes[b] > _HELD_BYTES or (self._is_whole(b) and not is_launched_next):
+            self._copy_in(b)
         # The last bucket waits for the end of backward, so that its tally can still say that this
         # rank failed.
         # Buckets are launched in one order on every rank, because dense operations match by order.
@@ -580,6 +586,15 @@ class GradientExchange(Callback):
     def _is_whole(self, b: int) -> bool:
         return len(self._arrived[b]) == len(self._pairs[b][0].parameters)
 
+    def _copy_in(self, b: int) -> None:
+        """Copy what has arrived of a bucket into it, in one call: on a GPU the host would otherwise
+        launch a kernel for each parameter.
+        """
+        arrived, self._held_bytes[b] = self._arrived[b], 0
+        gradients = {place: each for place, each in arrived.items() if each is not None}
+        self._pairs[b][0].copy_in(gradients)
+        arrived.update(dict.fromkeys(arrived))
+
     def _gather_in(self, b: int) -> NDArray[np.bool_]:
         """Copy this rank's gradient into its bucket, zeros where it has none. Returns of which
         parameters it has one.
@@ -588,9 +603,7 @@ class GradientExchange(Callback):
         for position, parameter in enumerate(bucket.parameters):
             if position not in arrived and parameter.grad is not None:
                 arrived[position] = parameter.grad
-        # One call for all: on a GPU the host would otherwise launch a kernel for each parameter.
-        bucket.copy_in({place: each for place, each in arrived.items() if each is not None})
-        arrived.update(dict.fromkeys(arrived))
+        self._copy_in(b)
         used = np.zeros(len(bucket.parameters), dtype=np.bool_)
         used[list(arrived)] = True
         if not used.all():
