@@ -68,6 +68,13 @@ def options_of(optimizer: torch.optim.Optimizer) -> Options:
     ]
 
 
+def processor(device: torch.device) -> str:
+    """What decides how results are rounded on `device`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+
+
 class ReplicaCheck(Callback):
     """After every `interval` optimizer steps of a session, and after `EARLY_STEPS`, compares a
     checksum of the parameters over all ranks.
@@ -125,7 +132,8 @@ class ReplicaCheck(Callback):
         if odd:
             found = f"the parameters of ranks {odd} are no longer those of rank {named(0)}"
             difference = self._difference()
-            kinds = self._driver.run(gather_values(self._processor()), self._stream.next())
+            device = self._parameters[0].device
+            kinds = self._driver.run(gather_values(processor(device)), self._stream.next())
             if difference is None and len(set(kinds)) > 1:
                 self._warn(
                     f"{found} to the bit, since processors of unlike kinds round in unlike ways:"
@@ -137,13 +145,6 @@ class ReplicaCheck(Callback):
                 " from the last checkpoint, or attach with replica_check_interval=0 to go on"
                 " regardless"
             )
-
-    def _processor(self) -> str:
-        """What decides how this rank rounds."""
-        device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        if device.type == "cuda":
-            return torch.cuda.get_device_name(device)
-        return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
 
     def _difference(self) -> str | None:
         """In what the ranks' optimizers differ; None: in nothing. Collective."""
