@@ -13,6 +13,7 @@ from torch import nn
 
 import offbeat
 from kfac_support import reference
+from kfac_support.inverse import has_inverse
 from kfac_support.plans import Unfused
 from offbeat import Session
 from offbeat.arithmetic.costs import Channel, LinkCost
@@ -20,7 +21,7 @@ from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.kfac.callback import KFACCallback
 from offbeat.kfac.costs import gather_plan_inputs
 from offbeat.kfac.curvature import Grafting
-from offbeat.kfac.inverses import InversionTask, Inverter, has_inverse
+from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.placement import InverseCosts
 from offbeat.kfac.plans import FactorCosts, PlanInputs
 from offbeat.strategies.kfac import KFACStrategy

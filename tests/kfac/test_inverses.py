@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offbeat
+from kfac_support.inverse import has_inverse
 from offbeat import Curvature
 from offbeat.kfac import inverses
 from offbeat.kfac.blocks import FactorSlot, slots_of
@@ -22,7 +23,6 @@ from offbeat.kfac.inverses import (
     InversionTask,
     Inverter,
     form_for,
-    has_inverse,
     usual_form,
 )
 from offbeat.kfac.plans import InverseBatch

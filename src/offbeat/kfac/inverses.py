@@ -112,13 +112,6 @@ def is_asynchronous(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def has_inverse(inverse: torch.Tensor) -> torch.Tensor:
-    """Whether what is kept of an inverse, shape (groups, n), is one and not zeros: a scalar tensor
-    of bools.
-    """
-    return (inverse[:, 0] > 0).all()
-
-
 class Inverter:
     """Inverts factors by Cholesky decomposition.
 
