@@ -192,13 +192,14 @@ class Runs:
     Args:
         kept: where to keep figures; None: nowhere.
         seconds: after so many nothing more is measured.
+        again: whether to measure anew what is kept.
     """
 
-    def __init__(self, kept: ResultFile | None, seconds: float) -> None:
+    def __init__(self, kept: ResultFile | None, seconds: float, *, again: bool = False) -> None:
         self._kept = kept
         self._ends_s = time.monotonic() + seconds
         self._metrics: dict[str, float] = {}
-        for result in () if kept is None else kept.results:
+        for result in () if kept is None or again else kept.results:
             if isinstance(result.figure.value, float) and result.figure.column.startswith("seed "):
                 self._metrics[result.cell] = result.figure.value
 

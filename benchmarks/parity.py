@@ -130,7 +130,7 @@ def main() -> None:
     if unknown := set(wanted) - {one.label for one in CONTESTANTS}:
         raise SystemExit(f"no contestants: {', '.join(sorted(unknown))}")
     kept = None if asked.results is None else ResultFile(asked.results / "parity.jsonl")
-    runs = Runs(kept, asked.seconds)
+    runs = Runs(kept, asked.seconds, again=asked.again)
     found: dict[str, Mapping[str, Result]] = {}
     rows: list[Row] = []
     for case in cases_of(asked):

@@ -26,7 +26,7 @@ user space, and the case says so.
 
     python benchmarks/relatives.py [--json] [--images NPZ] [--text FILE] [--tasks NAME,...]
         [--strategies NAME,...] [--rates MBIT,...] [--goals NAME,...] [--seeds N] [--seconds S]
-        [--results DIR]
+        [--results DIR] [--again]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
@@ -134,15 +134,14 @@ def step_cells(rate_bit_per_s: float, one: Contestant, out: Path) -> Iterator[Fi
         )
 
 
-def steps(
-    rates: Sequence[float], chosen: Sequence[Contestant], kept: ResultFile | None, seconds: float
-) -> None:
+def steps(asked: argparse.Namespace, kept: ResultFile | None) -> None:
     """Measure the steps that are not kept yet."""
-    ends_s = time.monotonic() + seconds
-    for rate in rates:
-        for one in chosen:
+    ends_s = time.monotonic() + asked.seconds
+    for rate in (1e6 * float(rate) for rate in asked.rates.split(",") if rate):
+        for one in asked.chosen:
             cell = f"{one.label} at {rate / 1e6:g} Mbit/s"
-            if (kept is not None and cell in kept.cells) or time.monotonic() > ends_s:
+            is_kept = kept is not None and cell in kept.cells and not asked.again
+            if is_kept or time.monotonic() > ends_s:
                 continue
             with tempfile.TemporaryDirectory() as directory:
                 rows = list(step_cells(rate, one, Path(directory) / "comparison"))
@@ -275,7 +274,7 @@ def goals(asked: argparse.Namespace, kept: ResultFile | None) -> None:
     """Measure what is asked for and not kept yet."""
     rows: list[Row] = []
     for name in asked.goals.split(","):
-        if kept is not None and name in kept.cells:
+        if kept is not None and name in kept.cells and not asked.again:
             continue
         with tempfile.TemporaryDirectory() as directory:
             found = list(GOALS[name](asked, Path(directory) / "records"))
@@ -303,7 +302,7 @@ def main() -> None:
     asked.mnist = None
     torch.set_num_threads(1)
     kept = None if asked.results is None else ResultFile(asked.results / "relatives.jsonl")
-    asked.chosen = chosen = [
+    asked.chosen = [
         one
         for one in RELATIVES
         if any(one.label.startswith(name) for name in asked.strategies.split(","))
@@ -311,14 +310,15 @@ def main() -> None:
     if asked.goals:
         goals(asked, kept)
         return
-    rates = [1e6 * float(rate) for rate in asked.rates.split(",") if rate]
-    steps(rates, chosen, kept, asked.seconds)
-    runs = Runs(kept, asked.seconds)
+    steps(asked, kept)
+    runs = Runs(kept, asked.seconds, again=asked.again)
     rows: list[Row] = []
     for case in parity.cases_of(asked):
         if case.name not in asked.tasks.split(","):
             continue
-        trained = [one for one in chosen if not one.spec.startswith("ddp-")]  # no threads of ours
+        trained = [
+            one for one in asked.chosen if not one.spec.startswith("ddp-")
+        ]  # no threads of ours
         found: Mapping[str, Result] = compared(case, [BASELINE, *trained], runs, asked.seeds)
         fresh = [row for label, one in found.items() for row in one.figures(label, BASELINE.label)]
         keep(kept, case.name, fresh)

@@ -47,7 +47,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     kept = None if asked.results is None else ResultFile(asked.results / "factor_bits.jsonl")
-    found = compared(CASE, AMONG, Runs(kept, asked.seconds), asked.seeds)
+    found = compared(CASE, AMONG, Runs(kept, asked.seconds, again=asked.again), asked.seeds)
     rows = [row for label, one in found.items() for row in one.figures(label, AMONG[0].label)]
     keep(kept, CASE.name, rows)
     print_rows([row for row in rows if isinstance(row, Ratio)], as_json=asked.json)

@@ -91,7 +91,7 @@ def main() -> None:
     name += "" if asked.lr == 0.1 else f", learning rate {asked.lr:g}"
     case = images(asked.images, name=name, lrs=(asked.lr,), steps=asked.steps)
     case = replace(case, goal=2.0 if asked.steps <= 800 else 0.5)
-    found = compared(case, chosen, Runs(kept, asked.seconds), asked.seeds)
+    found = compared(case, chosen, Runs(kept, asked.seconds, again=asked.again), asked.seeds)
     rows: Sequence[Row] = [
         row for label, one in found.items() for row in one.figures(label, among[0].label)
     ]

@@ -108,7 +108,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     kept = None if asked.results is None else ResultFile(asked.results / "steps_to_equal.jsonl")
-    runs = Runs(kept, asked.seconds)
+    runs = Runs(kept, asked.seconds, again=asked.again)
     for case in cases_of(asked.images, asked.text):
         found = list(rows_of_case(case, runs, asked.seeds))
         keep(kept, f"{case.name}, {TABLE}", found)
