@@ -26,6 +26,7 @@ from rich.table import Table
 
 import offbeat
 from _results import CASES, Figure, Origin, ResultFile, rows_of
+from offbeat.run.interrupts import exit_at_stop_signals
 
 VERDICTS = {True: "holds", False: "missed", "undecided": "undecided"}
 
@@ -163,6 +164,7 @@ def present(cells: Cells, asked: argparse.Namespace, *, seeds: int | None = None
         asked: the command line.
         seeds: how many runs stand behind each figure, if the benchmark has seeds.
     """
+    exit_at_stop_signals()  # so that links and processes are taken down
     if asked.results is not None and getattr(asked, "quick", False):
         raise SystemExit("figures of --quick mean nothing; leave out --quick or --results")
     kept = None if asked.results is None else ResultFile(asked.results / f"{_name()}.jsonl")

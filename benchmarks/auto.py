@@ -33,11 +33,11 @@ import numpy as np
 
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
-from links import Quiet
+from links import watched
 from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.compare import CompareRequest, plan_comparison
 from offbeat_lab.records import Record
 
 SIZES: Final = ("tiny", "small", "medium")
@@ -89,7 +89,7 @@ def runs_of(
         turn_s=_ONE_TURN_S,
     )
     plan = plan_comparison(request, out=out)
-    directory, comparison = run_comparison(plan, Quiet(), command="python benchmarks/auto.py")
+    directory, comparison = watched(plan)
     return {
         one.strategy: [Record(directory / run) for run in one.runs]
         for one in comparison.contestants

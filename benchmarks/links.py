@@ -40,14 +40,20 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
-from _measure import Cells, Ratio, Row, add_output_options, present, ratio
+from _measure import Cells, Ratio, Row, add_output_options, present, ratio, script_command
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.run.coordination import serve_store
 from offbeat.run.progress import WorkerProgress
 from offbeat_lab.analysis import between
 from offbeat_lab.cluster import Cluster, LinkSpec
-from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.compare import (
+    ComparePlan,
+    CompareRequest,
+    ComparisonListener,
+    plan_comparison,
+    run_comparison,
+)
 from offbeat_lab.comparison import Comparison
 from offbeat_lab.emulation import Emulation, emulate
 from offbeat_lab.statistics import Estimate
@@ -130,6 +136,21 @@ class Quiet:
     def membership_changed(self, label: str, change: object) -> None: ...
     def failed(self, label: str, reason: str) -> None:
         print(f"{label} failed: {reason}", file=sys.stderr)
+
+
+def watched(
+    plan: ComparePlan, listener: ComparisonListener | None = None
+) -> tuple[Path, Comparison]:
+    """The directory of the comparison, and what was found.
+
+    Raises:
+        SystemExit: it was asked to stop, and figures of what has been done are not those asked for.
+    """
+    command = script_command()
+    directory, comparison = run_comparison(plan, listener or Quiet(), command=command)
+    if comparison.status == "stopped":
+        raise SystemExit(f"stopped; what has been done is in {directory}")
+    return directory, comparison
 
 
 def exchange_s(
@@ -235,9 +256,7 @@ def compared(
         eval_every=steps,
         turn_s=4.0,
     )
-    return run_comparison(
-        plan_comparison(request, out=out), Quiet(), command="python benchmarks/links.py"
-    )[1]
+    return watched(plan_comparison(request, out=out))[1]
 
 
 def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Ratio:

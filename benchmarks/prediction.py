@@ -32,9 +32,9 @@ from statistics import median
 
 from _measure import Row, add_output_options, origin, present
 from _results import CASES, Figure, ResultFile
-from links import Quiet
+from links import watched
 from offbeat_lab.cluster import from_flags
-from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.compare import CompareRequest, plan_comparison
 from offbeat_lab.comparison import read_comparison
 from offbeat_lab.plan.check import WITHIN, CheckedStep, check_comparison
 from offbeat_lab.plan.measure import measure_task
@@ -106,7 +106,7 @@ def run(
             under_way = directory.with_name(f"{directory.name}.part")
             shutil.rmtree(under_way, ignore_errors=True)
             plan = plan_comparison(request, out=under_way)
-            run_comparison(plan, Quiet(), command="python benchmarks/prediction.py")
+            watched(plan)
             under_way.rename(directory)
         comparison = read_comparison(directory)
         model = profile_of(settings) if profile is None else read_profile(profile)

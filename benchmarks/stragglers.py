@@ -49,13 +49,13 @@ from _ceilings import (
 )
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile, Value
-from links import Quiet
+from links import Quiet, watched
 from offbeat.arithmetic.topologies import exponential_peers, ring_weights
 from offbeat.run.progress import WorkerProgress
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.compare import CompareRequest, plan_comparison
 from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate, num_warm_up
@@ -238,9 +238,7 @@ def measure(
                 turn_s=_ONE_TURN_S,
             )
             plan = plan_comparison(request, out=keep / f"seed-{seed}-{first}")
-            directory, comparison = run_comparison(
-                plan, Quiet(), command="python benchmarks/stragglers.py"
-            )
+            directory, comparison = watched(plan)
             alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
             _tell_ideal(alone, cluster)
             for spec, contestant in zip(chunk, comparison.contestants, strict=True):
@@ -450,9 +448,7 @@ class Races:
         place = f"{size.replace(':', '-')}-{seed}-{self._specs.index(specs[0])}"
         plan = plan_comparison(request, out=self._keep / place)
         processors = Processors()
-        directory, comparison = run_comparison(
-            plan, processors, command="python benchmarks/stragglers.py --to-target"
-        )
+        directory, comparison = watched(plan, processors)
         alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
         _tell_ideal(alone, cluster)
         rows: list[Figure] = []

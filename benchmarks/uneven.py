@@ -54,12 +54,12 @@ from rich.table import Table
 from _ceilings import dispatch
 from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
-from links import Quiet
+from links import watched
 from offbeat.strategies.adaptive import AdaptiveSGD
 from offbeat_lab.analysis import analyse as analyse_records
 from offbeat_lab.breakdown import read_steps
 from offbeat_lab.cluster import Cluster, LinkSpec, SpeedChange
-from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.compare import CompareRequest, plan_comparison
 from offbeat_lab.comparison import Comparison
 from offbeat_lab.records import MegaBatch, Record
 from offbeat_lab.statistics import Estimate, estimate
@@ -250,7 +250,7 @@ def measure(
         turn_s=_ONE_TURN_S,
     )
     plan = plan_comparison(request, out=keep / f"{situation}-{where.seed}")
-    directory, comparison = run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
+    directory, comparison = watched(plan)
     for contestant in comparison.contestants:
         if contestant.failure is not None:
             raise SystemExit(f"{contestant.label} failed: {contestant.failure}")
@@ -552,7 +552,7 @@ def race(
 
 def _compared(request: CompareRequest, directory: Path) -> tuple[Path, Comparison]:
     plan = plan_comparison(request, out=directory)
-    return run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
+    return watched(plan)
 
 
 def _mean(found: Estimate, scale: float = 1.0) -> float | None:

@@ -37,9 +37,9 @@ import numpy as np
 import _benchmarks  # noqa: F401
 from _measure import Cells, Ratio, Row, add_output_options, origin, present
 from _results import Figure, ResultFile
-from links import Quiet
+from links import watched
 from offbeat_lab.cluster import Cluster, Straggling
-from offbeat_lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat_lab.compare import CompareRequest, plan_comparison
 from offbeat_lab.options import build_strategy, parse_spec
 from offbeat_lab.records import Record
 from offbeat_lab.statistics import Estimate, estimate
@@ -208,9 +208,7 @@ class Runs:
         )
         name = self._name(spec, seed)
         plan = plan_comparison(request, out=self._keep / name.replace(", ", "-").replace(" ", "-"))
-        directory, comparison = run_comparison(
-            plan, Quiet(), command="python benchmarks/studies/averaging_accuracy.py"
-        )
+        directory, comparison = watched(plan)
         (contestant,) = comparison.contestants
         if contestant.failure is not None:
             print(f"{name} failed: {contestant.failure}", file=sys.stderr)
