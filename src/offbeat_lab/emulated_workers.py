@@ -36,7 +36,6 @@ from offbeat_lab.cluster import Cluster, ClusterFault, SpeedChange
 from offbeat_lab.config import cluster_of
 from offbeat_lab.emulation import Emulation
 from offbeat_lab.forking import WORKER_FORKS, ForkServerError
-from offbeat_lab.options import build_strategy
 
 WORKER: Final = "offbeat_lab.worker"
 
@@ -94,14 +93,7 @@ class EmulatedGroup(WorkerGroup):
         program = worker_program(config)
         if turns:
             program = replace(program, environment={**program.environment, TURNS_VARIABLE: "1"})
-        strategy = build_strategy(config.strategy, config.strategy_options)
-        super().__init__(
-            run_directory,
-            config,
-            program=program,
-            survives_death=strategy.survives_death,
-            **options,
-        )
+        super().__init__(run_directory, config, program=program, **options)
         self._emulation = emulation
         self._cluster = cluster_of(config)
         self._events = ScheduledEvents(self._cluster)
@@ -267,7 +259,7 @@ class EmulatedGroup(WorkerGroup):
         if old.rank in self._killed:
             old.process.wait()  # the same moment may have killed it
         self._find_deaths()
-        if not old.death_recorded or not self._peers_go_on:
+        if not old.death_recorded or not self.peers_go_on:
             return
         if self._num_interrupts or not any(worker.alive for worker in self._workers):
             self._remark_not_carried_out(action, "the run was over before")

@@ -455,7 +455,7 @@ def save(run: TaskRun, name: str, *, patience_s: float = LATE_S) -> None:
             metadata={"position": asdict(of_first), "task": run.record.config.task},
         )
     except PeerError as error:
-        if not (isinstance(session, Session) and session.strategy.survives_death):
+        if not (isinstance(session, Session) and session.acting.survives_death):
             raise
         run.notices.append(f"the checkpoint of step {of_first.step} was given up: {error}")
 

@@ -230,6 +230,7 @@ REPORTS: list[Report] = [
         loss=float("nan"),
         wait_share=0.1,
         bytes_per_step=7.0,
+        survives_death=True,
         metric=None,
     ),
     Failure(rank=1, kind="PeerError", message="what happened", has_printed=False),

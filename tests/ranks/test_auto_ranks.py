@@ -24,10 +24,19 @@ from rank_jobs.islands import loss_of as island_loss
 from rank_jobs.islands import make_mesh, make_model, shard, whole
 from rank_jobs.regression import data, fingerprint, make_net, train
 from ranks_support.launch import RunRanks
+from ranks_support.process import (
+    ExpectNewcomer,
+    ask_for,
+    expect_newcomer,
+    launcher_environment,
+)
+
+__all__ = ["expect_newcomer"]
 
 pytestmark = pytest.mark.ranks
 
 LOOK = 6
+SECRET = "the secret of this run alone"
 
 
 @contextmanager
@@ -252,18 +261,63 @@ def test_the_death_of_an_island_is_named_after_a_change(run_ranks: RunRanks) -> 
         assert result["blamed"] in (1, 2, 3)
 
 
-def returns(rank: int, world_size: int) -> str:
+END = LOOK + 80
+
+
+def come_back(rank: int, world_size: int) -> dict[str, Any]:
+    """What the newcomer does, which knows neither what is at work nor how far the run is."""
+    model = make_net(seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with offbeat.attach(model, optimizer, "auto") as session:
+        found = {"at_work": session.acting.name, "start": session.start_step}
+        train(model, optimizer, 2, range(session.start_step, END))
+    return found | {"fingerprint": fingerprint(model)}
+
+
+def returns(rank: int, world_size: int, *, back: bool, wanted: str) -> dict[str, Any]:
+    """Rank 2 is killed while WAGMA is at work, and rank 0 has it started anew."""
+    os.environ[SECRET_VARIABLE] = SECRET
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with choosing("wagma", back=back), offbeat.attach(model, optimizer, "auto") as session:
+        train(model, optimizer, rank, range(2 * LOOK + 33))
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for sign, done in (("without worker 2", LOOK + 45), ("with worker 2 come in", END)):
+            while not any(sign in notice for notice in session.notices):
+                pass
+            if rank == 0 and done < END:
+                returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
+                ask_for(wanted, launcher_environment(2, world_size) | returning)
+            train(model, optimizer, rank, range(session.steps_done, done))
+    return {"notices": list(session.notices), "fingerprint": fingerprint(model)}
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["at work once", "at work again"])
+def test_a_worker_that_died_comes_back_to_what_goes_on_without_it(
+    run_ranks: RunRanks, expect_newcomer: ExpectNewcomer, back: bool
+) -> None:
+    expected = expect_newcomer(come_back)
+    wanted = str(expected.wanted)
+    first, second, _ = run_ranks(returns, 3, back=back, wanted=wanted, may_die=[2])
+    newcomer = expected.value()
+    assert newcomer["at_work"] == "wagma"
+    assert LOOK < newcomer["start"] < END
+    assert newcomer["fingerprint"] == first["fingerprint"] == second["fingerprint"]
+
+
+def returns_to_nobody(rank: int, world_size: int, *, auto: str) -> str:
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: "the secret of this run alone"}
+    returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
     with patch.dict(os.environ, returning), pytest.raises(OffbeatError) as refused:
-        offbeat.attach(model, optimizer, "auto")
+        offbeat.attach(model, optimizer, auto)
     return str(refused.value)
 
 
-def test_a_worker_that_died_does_not_return(run_ranks: RunRanks) -> None:
-    for refusal in run_ranks(returns, 2):
-        assert "auto" in refusal
+def test_a_worker_does_not_come_back_where_nothing_goes_on_without_it(run_ranks: RunRanks) -> None:
+    for refusal in run_ranks(returns_to_nobody, 2, auto="auto:exclude=wagma"):
+        assert "a run with auto ends with the first worker that does" in refusal
 
 
 def real_choice(rank: int, world_size: int) -> dict[str, Any]:

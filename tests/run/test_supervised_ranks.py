@@ -179,6 +179,49 @@ dist.destroy_process_group()
     assert "Accuracy 0.25" in write_report(outcome.directory).read_text()
 
 
+def test_auto_is_started_anew_or_goes_on_as_what_is_at_work_does(run: RunScript) -> None:
+    """All workers are started again when one dies early, with AllReduce at work. Then WAGMA takes
+    over, goes on without the one that dies, and takes it back.
+    """
+    outcome = run(
+        """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+came_back = "OFFBEAT_RETURN" in os.environ
+back = sys.argv[1]
+number = 0
+while number < 60 or not os.path.exists(back):
+    step()
+    number += 1
+    if came_back and number == 5:
+        open(back, "w").close()
+    if rank == 1 and number == (20 if attempt else 3) and not came_back:
+        os.kill(os.getpid(), signal.SIGKILL)
+model.eval()
+dist.destroy_process_group()
+""",
+        str(run.directory / "back"),
+        before="""
+from offbeat.simulation.measured import Predicted
+from offbeat.strategies import auto, choice
+
+choice.FIRST_LOOK, choice.LEAST_MARGIN, choice.CORES_BESIDE = 6, float("-inf"), 0.0
+auto.predict = lambda strategy, *_, **__: Predicted(
+    1e-12 if strategy.name == "wagma" else 1e3, 0, 1.0
+)
+""",
+        strategy="auto",
+        workers=3,
+        restarts=2,
+    )
+    assert (outcome.status, outcome.problem) == (0, None)
+    assert ["all workers are started again" in said for said in run.said] == [False, True]
+    assert outcome.summary is not None
+    (loss,) = outcome.summary.losses
+    assert (loss.rank, loss.cause) == (1, "killed by SIGKILL")
+    assert loss.returned_step is not None
+    assert [one.after for one in outcome.summary.decisions] == ["wagma"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "asks"),
     [("wagma", False), ("localsgd:period=2:exchange=members", True)],

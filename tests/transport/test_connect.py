@@ -28,7 +28,6 @@ from offbeat.transport.connect import (
 from offbeat.transport.interface import bound_socket
 from offbeat.transport.link import SILENCE_VARIABLE
 from offbeat.transport.network import (
-    OVER_KEY,
     Network,
     StoreLostError,
     answering_within,
@@ -170,13 +169,9 @@ def test_an_environment_that_leads_nowhere_is_refused(
         reconnect()
 
 
-def test_without_a_store_without_a_run_and_after_its_end_nobody_joins(
-    returning: pytest.MonkeyPatch, serving: TCPStore
-) -> None:
+@pytest.mark.usefixtures("serving")
+def test_without_a_store_and_without_a_run_nobody_joins(returning: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="none has begun with this store"):
-        reconnect()
-    founder(serving).store.set(OVER_KEY, "1")
-    with pytest.raises(ConfigError, match="has ended"):
         reconnect()
     with bound_socket(LOOPBACK) as nobody:
         returning.setenv("MASTER_PORT", str(nobody.getsockname()[1]))

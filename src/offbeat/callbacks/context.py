@@ -112,6 +112,7 @@ class Context:
             Collective: called after the same step on all ranks, and after each further one until it
             returns True. What is owed is sent in the step between, and models that differ become
             one first.
+        returns: whether this worker joins a run under way.
         bucket_mib: the size of a bucket of gradients, > 0; None: as the strategy likes.
         replica_check_interval: as of `offbeat.attach`.
     """
@@ -134,6 +135,7 @@ class Context:
     waited_s: Callable[[], float] = float
     resting: Callable[[], AbstractContextManager[None]] = nullcontext
     switch: Callable[[Any, Callback], bool] = lambda strategy, stays: True
+    returns: bool = False
     bucket_mib: float | None = None
     replica_check_interval: int = 0
 

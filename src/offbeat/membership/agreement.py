@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat.errors import MALFORMED, MismatchError, WireError
-from offbeat.transport.network import OVER_KEY
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,6 +35,7 @@ T = TypeVar("T")
 
 _VERSION = 1
 _DEREGISTERED = -1
+_OVER_KEY = "over"
 
 MAX_GAP_S = 1.0
 """The most that counts as silence between two readings of the heartbeats. A process that was itself
@@ -289,11 +289,11 @@ class Membership:
 
     def end_run(self) -> None:
         """Record that the run is over: no process may join any more, and no member is replaced."""
-        self._store.set(OVER_KEY, "1")
+        self._store.set(_OVER_KEY, "1")
 
     def is_over(self) -> bool:
         """Whether a member has called `end_run`."""
-        return self._store.check([OVER_KEY])
+        return self._store.check([_OVER_KEY])
 
     def _put(self, generation: Generation) -> Generation:
         key = f"generation/{generation.number}"

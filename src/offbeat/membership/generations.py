@@ -29,6 +29,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+from torch.distributed import PrefixStore
+
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, WireError
 from offbeat.membership.agreement import Generation, Member, Membership, successor
 from offbeat.transport.driver import Driver
@@ -85,6 +87,23 @@ class GenerationHost(Protocol):
 
     def retired(self, reason: str) -> None:
         """This rank takes part no longer, and no `begin` will follow."""
+
+
+def of_run(network: Network, number: int) -> Network:
+    """`network` with entries of its own in the store for the time that ranks become members after
+    `number` others, whose entries say that they are over.
+    """
+    if not number:
+        return network
+    return replace(network, store=PrefixStore(str(number), network.store))
+
+
+def newest_run(network: Network) -> int:
+    """How often the ranks of the run under way had become members before they did last."""
+    number = 0
+    while Membership(of_run(network, number + 1).own_store()).description() is not None:
+        number += 1
+    return number
 
 
 class Generations:

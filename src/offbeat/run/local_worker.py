@@ -118,6 +118,8 @@ class LocalWorker:
         stdin: its standard input, whose end ends the worker.
         pipe: the descriptor from which its reports are read.
         restart: how many processes have had this rank before and died.
+        survives_death: whether the others go on if one dies, as it reported last; before the first
+            report they need all workers, to find each other.
         joined: whether it is one of the members; one that comes back has to become one.
         failure: why it gave up, if it reported so.
         seconds: its training time.
@@ -131,6 +133,7 @@ class LocalWorker:
     stdin: IO[bytes]
     pipe: int
     restart: int = 0
+    survives_death: bool = False
     joined: bool = True
     failure: Failure | None = None
     seconds: float = 0.0

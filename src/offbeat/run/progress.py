@@ -44,6 +44,7 @@ class WorkerProgress:
         loss: of its last batch.
         wait_share: fraction of the last steps' time spent waiting for other ranks, 0 to 1.
         bytes_per_step: sent in each of the last steps.
+        survives_death: whether the other workers go on if one dies now.
         metric: as measured last; None before that, and on all ranks but the leader.
     """
 
@@ -55,6 +56,7 @@ class WorkerProgress:
     loss: float
     wait_share: float
     bytes_per_step: float
+    survives_death: bool
     metric: float | None = None
 
 

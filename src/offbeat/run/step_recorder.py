@@ -305,7 +305,7 @@ class StepRecorder:
         return self.run.schedule.position.step
 
     def _report_progress(self, now_s: float) -> None:
-        schedule, stats = self.run.schedule, self._before
+        schedule, stats, session = self.run.schedule, self._before, self.run.attached.session
         step = self._steps_done
         num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)
@@ -319,6 +319,7 @@ class StepRecorder:
                 loss=self.last_loss or 0.0,
                 wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),
                 bytes_per_step=(stats.bytes_sent - self._stats_reported.bytes_sent) / num_steps,
+                survives_death=isinstance(session, Session) and session.acting.survives_death,
                 metric=self._metric,
             )
         )

@@ -98,7 +98,6 @@ def run_script(
             group = WorkerGroup(
                 directory,
                 config,
-                survives_death=strategy.survives_death,
                 program=script_program(
                     num_here,
                     start=start,
@@ -119,7 +118,7 @@ def run_script(
                 return ScriptOutcome(directory=directory, status=0, problem=None, summary=summary)
             problem = group.describe(worker)
             # On several hosts the keys of the store are used up, and the others would have to know.
-            if not restarts or interrupted.count or group.survives_death or host is not None:
+            if not restarts or interrupted.count or group.peers_go_on or host is not None:
                 break
             restarts -= 1
             attempt += 1

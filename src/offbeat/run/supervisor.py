@@ -88,7 +88,6 @@ class WorkerGroup:
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         program: what workers run.
-        survives_death: whether workers go on when one of them dies.
         restarts: how many times workers that die are started again, where their peers go on.
         share: which of the run's workers are here; None: all of them.
         on_progress: called for each report of a worker, and when one dies or comes back.
@@ -97,7 +96,6 @@ class WorkerGroup:
     Attributes:
         remarks: what else there is to say of workers.
         losses: workers that died while their peers went on, in order.
-        survives_death: whether workers go on when one of them dies.
     """
 
     def __init__(
@@ -106,7 +104,6 @@ class WorkerGroup:
         config: RunConfig,
         *,
         program: WorkerProgram,
-        survives_death: bool,
         restarts: int = 0,
         share: HostShare | None = None,
         on_progress: Listener,
@@ -121,7 +118,6 @@ class WorkerGroup:
         self.losses: list[WorkerLoss] = []
         self._config = config
         self._on_progress, self._on_notice = on_progress, on_notice
-        self.survives_death = survives_death
         self._workers: list[LocalWorker] = []
         self._store: RunStore | None = None
         self._selector = selectors.DefaultSelector()
@@ -130,7 +126,6 @@ class WorkerGroup:
         self._num_interrupts = 0
         self._stop_signal: int = signal.SIGTERM
         self._secret = secrets.token_hex(32) if share is None else share.secret
-        self._training_has_begun = False
         self._stop_deadline_s: float | None = None
         self._fail_deadline_s: float | None = None
         self._end_deadline_s: float | None = None
@@ -181,6 +176,11 @@ class WorkerGroup:
                 told += 1
             self.poll(_POLL_S)
 
+    @property
+    def peers_go_on(self) -> bool:
+        """Whether its peers go on when a worker dies."""
+        return any(worker.survives_death for worker in self._workers)
+
     def interrupt(self, number: int = signal.SIGTERM) -> None:
         """Ask the workers to write a checkpoint and stop, by the signal `number`; asked again, end
         them.
@@ -197,7 +197,7 @@ class WorkerGroup:
         self._find_deaths()
         workers = self._workers
         well = [worker for worker in workers if worker.ended_well]
-        if len(well) == len(workers) or (well and self._peers_go_on):
+        if len(well) == len(workers) or (well and self.peers_go_on):
             return None
         return min(
             (worker for worker in workers if not worker.ended_well),
@@ -236,13 +236,6 @@ class WorkerGroup:
             and not last_step(self.run_directory, worker.rank)
         )
         return next(leavers, None)
-
-    @property
-    def _peers_go_on(self) -> bool:
-        """Whether its peers go on when a worker dies. Until training has begun they need all
-        workers, to find each other.
-        """
-        return self.survives_death and self._training_has_begun
 
     def _start(self, rank: int, secret: str, *, restart: int = 0) -> LocalWorker:
         """Start the process of `rank`; `restart` counts those that have had this rank before and
@@ -295,10 +288,9 @@ class WorkerGroup:
                     self._on_notice(text)
                 case Paused(step=step, seconds=seconds, met_s=met_s):
                     worker.paused_at, worker.seconds, worker.met_s = step, seconds, met_s
-                    self._training_has_begun = True
                 case WorkerProgress():
-                    worker.seconds, self._training_has_begun = report.seconds, True
-                    if self._program.ends_alone and self.survives_death:
+                    worker.seconds, worker.survives_death = report.seconds, report.survives_death
+                    if self._program.ends_alone and report.survives_death:
                         assert self._store is not None
                         publish_step(self._store.store, report.rank, report.step)
                     self._on_progress(report)
@@ -319,10 +311,10 @@ class WorkerGroup:
                     signal.SIGCONT
                 )  # one that the script has stopped could not hear it
         self._find_deaths()
-        if self._died and not self._peers_go_on and self._fail_deadline_s is None:
+        if self._died and not self.peers_go_on and self._fail_deadline_s is None:
             self._fail_deadline_s = now_s + _LAST_REPORTS_S
         if (
-            self._peers_go_on
+            self.peers_go_on
             and self._end_deadline_s is None
             and any(worker.ended_well for worker in self._workers)
             and not (self._program.ends_alone and any(not worker.restart for worker in alive))
@@ -359,11 +351,10 @@ class WorkerGroup:
     def _find_deaths(self) -> None:
         for worker in self._workers:
             if not worker.death_recorded and not worker.alive and not worker.ended_well:
-                if self.survives_death and not self._training_has_begun:
-                    self._drain(worker)  # its last report may say that training has begun
+                self._drain(worker)  # its last report may be the first that says that others go on
                 worker.death_recorded = True
                 self._died.append(worker.rank)
-                if self._peers_go_on:
+                if self.peers_go_on:
                     self._record_death(worker)
                     self._restart_dead(worker)
 

@@ -359,7 +359,7 @@ def _check(
             f"strategy must be one such as offbeat.GTopK(density=0.001), got {strategy!r}; did you"
             " pass the class?"
         )
-    if returns and not strategy.survives_death:
+    if returns and not strategy.begins_as(returns=True).survives_death:
         raise ConfigError(
             f"{RETURN_VARIABLE} is set, but a run with {strategy.name} ends with the first worker"
             " that does, so none can join it; start all workers again, or use a strategy that goes"

@@ -13,14 +13,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
-from torch.distributed import PrefixStore
 from torch.utils.data import DataLoader
 
 from offbeat.callbacks.callback import Callback, Decision
@@ -38,7 +37,7 @@ from offbeat.errors import (
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
-from offbeat.membership.generations import GenerationHost, Generations
+from offbeat.membership.generations import GenerationHost, Generations, newest_run, of_run
 from offbeat.membership.island import Island
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
@@ -224,13 +223,14 @@ class Session:
             waited_s=self._traffic.counting.waited_s,
             resting=self.resting,
             switch=self._switch,
+            returns=returns,
             bucket_mib=bucket_mib,
             replica_check_interval=replica_check_interval,
         )
         self._is_last_step, self._skipped_before, self._num_entered = False, 0, count()
         self._max_norm: float | None = None
         self._counted_before: defaultdict[str, float] = defaultdict(float)
-        self.acting = strategy.begins_as()
+        self.acting = strategy.begins_as(returns=returns)
         self._callbacks: list[Callback] = list(strategy.build(self._context))
         self._built = list(self._callbacks)
         try:
@@ -991,10 +991,8 @@ class Session:
         if self._network is None:
             host.begin(Generation.of_founders(1), 0, SingleRank())
             return None
-        network = self._network
-        if num_before := next(self._num_entered):  # whose entries say that they are over
-            network = replace(network, store=PrefixStore(str(num_before), network.store))
-        generations = Generations(network, host)
+        number = newest_run(self._network) if self._returns else next(self._num_entered)
+        generations = Generations(of_run(self._network, number), host)
         try:
             if self._returns:
                 generations.join(self._description)

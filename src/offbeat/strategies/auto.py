@@ -27,7 +27,8 @@ of less than 1 MiB with 7.5 times its bytes, and 3 times more. The candidates ar
 ranks together, in less than a second of a processor for each.
 
 WAGMA's ranks wait for each other at a look, which is the only time. They go on when one has died,
-with WAGMA, since they have lost the connections over which they would choose.
+with WAGMA, since they have lost the connections over which they would choose; a worker that comes
+back takes part in WAGMA.
 With more than 64 ranks nothing is predicted, and AllReduce stays. Adaptive SGD is no candidate:
 its ranks take unequal numbers of steps, which schedulers of a loop that is under way cannot follow.
 """
@@ -108,18 +109,24 @@ class Auto(Strategy):
             )
 
     @override
-    def begins_as(self) -> Strategy:
-        return AllReduce()
+    def begins_as(self, *, returns: bool = False) -> Strategy:
+        """A worker that comes back finds at work what goes on without it."""
+        survivors = (one for one in map(built, self._allowed()) if one.survives_death)
+        return next(survivors, AllReduce()) if returns else AllReduce()
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.begins_as().check(model, optimizer)
 
+    def _allowed(self) -> list[str]:
+        """The names of strategies to choose among."""
+        allowed = {"allreduce", *(_names(self.allow) or CANDIDATES)} - {*_names(self.exclude)}
+        return [name for name in CANDIDATES if name in allowed]
+
     def candidates(self, context: Context) -> dict[str, Strategy]:
         """Those that can train what `context` has, by name."""
-        allowed = {"allreduce", *(_names(self.allow) or CANDIDATES)} - {*_names(self.exclude)}
         found = {}
-        for name, strategy in ((name, built(name)) for name in CANDIDATES if name in allowed):
+        for name, strategy in ((name, built(name)) for name in self._allowed()):
             try:
                 if context.model is not None and context.optimizer is not None:
                     strategy.check(context.model, context.optimizer)
@@ -142,7 +149,8 @@ class Auto(Strategy):
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:
-        return [*self.begins_as().build(context), Chooser(self, context)]
+        acting = self.begins_as(returns=context.returns)
+        return [*acting.build(context), Chooser(self, context, at_work=acting.name)]
 
 
 def built(name: str) -> Strategy:
@@ -172,17 +180,19 @@ class Chooser(Callback):
     Args:
         auto: says what is allowed.
         context: lent by the session.
+        at_work: the strategy that is.
     """
 
     state_key: ClassVar[str] = "auto"
     may_begin_anew: ClassVar[bool] = True
 
-    def __init__(self, auto: Auto, context: Context) -> None:
+    def __init__(self, auto: Auto, context: Context, *, at_work: str) -> None:
         self._auto, self._context = auto, context
         self._stream = context.new_stream()
         self._clock = partial(context.driver.now_s, context.new_stream().next())
-        self._standing = Standing()
-        self._is_connected = 1 < context.driver.world_size <= _MOST_RANKS
+        self._standing = Standing(at_work=at_work)
+        has_connections = not context.returns  # but those of its generation
+        self._is_connected = has_connections and 1 < context.driver.world_size <= _MOST_RANKS
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
         self._ready_s = [0.0] * len(context.parameters)
         # The end of the last step on both clocks; when the backward pass and the optimizer's step

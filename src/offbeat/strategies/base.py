@@ -103,9 +103,9 @@ class Strategy(ABC):
         """
         return False
 
-    def begins_as(self) -> Strategy:
+    def begins_as(self, *, returns: bool = False) -> Strategy:
         """The strategy whose callbacks are at work first; another one only where the choice is made
-        while training goes on.
+        while training goes on. `returns`: on a worker that joins a run under way.
         """
         return self
 

@@ -282,8 +282,8 @@ def reconnect(rank: int | None = None) -> Connection:
         rank: among those that exchange; None: RANK.
 
     Raises:
-        ConfigError: a variable is missing, no store answers, no run was begun there, it has ended,
-            or has another secret.
+        ConfigError: a variable is missing, no store answers, no run was begun there, or it has
+            another secret.
     """
     launch, store = _run_under_way()
     address, cipher = listen_address(), cipher_from_environment()

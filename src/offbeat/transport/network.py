@@ -35,10 +35,6 @@ from offbeat.transport.sockets import (
     shut_down,
 )
 
-OVER_KEY = "over"
-"""Set in a network's store when its run has ended."""
-
-
 _ENTRY_KEY = "offbeat/network"
 
 _ENTRY_VERSION = 1
@@ -254,7 +250,7 @@ def find_network(
         cipher: the run's.
 
     Raises:
-        ConfigError: no session was founded, it has ended, or it has another secret or cipher.
+        ConfigError: no session was founded, or it has another secret or cipher.
         WireError: the entry is damaged or of another version.
     """
     if not store.check([_ENTRY_KEY]):
@@ -274,13 +270,8 @@ def find_network(
             f"{CIPHER_VARIABLE} is {cipher} for this worker, and the run that it is to join uses"
             f" {used}; set that"
         )
-    own = _own_prefix(store, token)
-    if own.check([OVER_KEY]):
-        raise ConfigError(
-            "the run that this worker is to join has ended; start a new one without OFFBEAT_RETURN"
-        )
     return Network(
-        store=own,
+        store=_own_prefix(store, token),
         rank=rank,
         world_size=world_size,
         address=address,
