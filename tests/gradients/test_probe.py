@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat.gradients.collective_choice import MESSAGE_BYTES, fit_cost, probe
+from offbeat.gradients.collective_choice import LARGE_BYTES, SMALL_BYTES, fit_cost, probe
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 
 
@@ -26,27 +26,28 @@ def test_the_probe_finds_the_link_and_all_ranks_agree(world_size: int) -> None:
     assert networks[0].select_s_per_element == pytest.approx(1e-9 * (world_size - 1))
 
 
-@pytest.mark.parametrize("most_bytes", [1, 300_000])
-def test_a_probe_sends_no_more_than_it_may(most_bytes: int) -> None:
-    """At 1 MB/s what is sent of a small model is seen by the clock."""
-    link, device = VirtualLink(latency_s=1e-4, bytes_per_s=1e6), torch.device("cpu")
-    cluster = VirtualCluster(2, link=link)
+@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(1e6, 1e-4), (12.5e6, 1e-4), (25e6, 0.015)])
+def test_what_a_probe_sends_grows_with_the_links_until_it_takes_long(
+    bytes_per_s: float, latency_s: float
+) -> None:
+    """And not with the latency, which would hide what bytes cost."""
+    slow, fast = (VirtualLink(latency_s=latency_s, bytes_per_s=r) for r in (bytes_per_s, 1e9))
+    cluster = VirtualCluster(3, link=[fast, slow, fast])
+    cpu = torch.device("cpu")
     networks = cluster.run(
-        [
-            probe(
-                rank, 2, select_s_per_element=0.0, device=device, repeats=1, most_bytes=most_bytes
-            )
-            for rank in range(2)
-        ]
+        [probe(rank, 3, select_s_per_element=0.0, device=cpu, repeats=1) for rank in range(3)]
     )
-    # A message of so many bytes, and as many in the two hops of a dense operation.
-    assert cluster.now_s == pytest.approx(2e-6 * max(most_bytes, 1 << 16), rel=0.05)
-    assert networks[0].messages.beta_s_per_byte == pytest.approx(1e-6, rel=0.05)
-    assert networks[0].dense.beta_s_per_byte == pytest.approx(1e-6, rel=0.05)
+    assert networks[0].messages.alpha_s == pytest.approx(latency_s, rel=0.05)
+    assert networks[0].messages.beta_s_per_byte == pytest.approx(1 / bytes_per_s, rel=0.05)
+    large_bytes = next((n for n in LARGE_BYTES[:-1] if n / bytes_per_s >= 0.02), LARGE_BYTES[-1])
+    # Twice each smaller one and that one, if it was tried; the message; a tensor of four.
+    tried = [n for n in LARGE_BYTES[:-1] if n <= large_bytes]
+    sent_s = (2 * sum(tried) + large_bytes * (1 + 4 * 4 / 3)) / bytes_per_s
+    assert cluster.now_s - 60 * latency_s < sent_s * 1.1 < cluster.now_s * 1.2
 
 
 @pytest.mark.parametrize("small_s", [0.0, 1e-3, 5e-3])
 def test_a_disturbed_small_message_does_not_make_bytes_free(small_s: float) -> None:
-    link = fit_cost(small_s, 2e-3, *MESSAGE_BYTES)
-    assert link.time_s(num_messages=1, num_bytes=100 * MESSAGE_BYTES[1]) >= 50 * 2e-3
+    link = fit_cost(small_s, 2e-3, SMALL_BYTES, LARGE_BYTES[-1])
+    assert link.time_s(num_messages=1, num_bytes=100 * LARGE_BYTES[-1]) >= 50 * 2e-3
     assert link.alpha_s >= 0

@@ -68,7 +68,7 @@ class Changing(Strategy):
     name = "changing"
     replicas_differ = True
 
-    def begins_as(self) -> Strategy:
+    def begins_as(self, *, returns: bool = False) -> Strategy:
         return offbeat.AllReduce()
 
     def build(self, context: Context) -> list[Callback]:
@@ -248,7 +248,10 @@ def choosing(
 
 
 def fastest(name: str) -> Costs:
-    return lambda strategy, run: 1e-9 if strategy in (name, "beginning") else 1.0
+    """What is at work costs what it was seen to, so all others cost more than any step here takes,
+    however busy the host is.
+    """
+    return lambda strategy, run: 1e-9 if strategy in (name, "beginning") else 1e3
 
 
 @pytest.mark.parametrize("name", ["gtopk", "powersgd", "localsgd"])
@@ -256,11 +259,7 @@ def fastest(name: str) -> Costs:
 def test_what_is_predicted_to_be_first_takes_over_on_all_ranks_at_once(
     monkeypatch: pytest.MonkeyPatch, name: str, world_size: int
 ) -> None:
-    def costs(strategy: str, run: MeasuredRun) -> float:
-        seen = float(run.computed_s.max(axis=1).mean())
-        return seen / 100 if strategy == name else seen
-
-    ranks = choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 5, world_size=world_size)
+    ranks = choosing(monkeypatch, fastest(name), num_steps=FIRST_LOOK + 5, world_size=world_size)
     for at_work, notices, _ in ranks:
         # One more step is taken, in which nothing is left owed.
         assert at_work == ["allreduce"] * FIRST_LOOK + [name] * 5
@@ -276,15 +275,12 @@ def test_what_is_hardly_faster_does_not(monkeypatch: pytest.MonkeyPatch) -> None
         assert any("stays with allreduce" in notice for notice in notices)
 
 
-@pytest.mark.parametrize(("beginning", "chosen"), [(1.0, "localsgd"), (4.0, "allreduce")])
+@pytest.mark.parametrize(("beginning_s", "chosen"), [(1e-9, "localsgd"), (1e3, "allreduce")])
 def test_what_is_slow_at_first_has_to_be_worth_that(
-    monkeypatch: pytest.MonkeyPatch, beginning: float, chosen: str
+    monkeypatch: pytest.MonkeyPatch, beginning_s: float, chosen: str
 ) -> None:
-    """In 500 steps LocalSGD takes .4 + .25 x 3.6 of AllReduce's time where it begins so slowly."""
-
     def costs(strategy: str, run: MeasuredRun) -> float:
-        seen = float(run.computed_s.max(axis=1).mean())
-        return seen * {"localsgd": 0.4, "beginning": beginning}.get(strategy, 1.0)
+        return {"localsgd": 1e-9, "beginning": beginning_s}.get(strategy, 1e3)
 
     for at_work, _, _ in choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 2):
         assert at_work[-1] == chosen
@@ -312,10 +308,7 @@ def test_a_prediction_that_fails_ends_no_run(
     def costs(strategy: str, run: MeasuredRun) -> float:
         if strategy == fails:
             raise ValueError("no such shape")
-        seen = float(run.computed_s.mean())
-        return {"gtopk": seen / 1e3, "localsgd": seen / 1e2, "beginning": seen / 1e2}.get(
-            strategy, seen
-        )
+        return {"gtopk": 1e-12, "localsgd": 1e-9, "beginning": 1e-9}.get(strategy, 1e3)
 
     ranks = choosing(monkeypatch, costs, num_steps=FIRST_LOOK + 3)
     assert [at_work[-1] for at_work, _, _ in ranks] == [chosen] * 2

@@ -53,16 +53,20 @@ BY_ITSELF: Final = frozenset({"reduce_scatter", "all_gather", "dense"})
 SAMPLE_ELEMENTS = 1 << 20
 
 _REPORT = struct.Struct("<5d")
-MESSAGE_BYTES = (64, 1 << 20)
-TENSOR_BYTES = (64, 1 << 22)
-"""Sizes that are measured. Gradients do not fit into a cache, so neither should the larger tensor.
+_SECONDS = struct.Struct("<d")
+SMALL_BYTES: Final = 64
+LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20)
+"""Of the messages that are measured. The larger one is the first whose bytes take `_LONG_S`: with
+fewer, latency hides what bytes cost, and more would take as long as many steps.
+"""
+_LONG_S: Final = 0.02
+_LARGER_TENSOR: Final = 4
+"""The larger tensor has so many times the larger message's bytes. Gradients do not fit into a
+cache, so neither should it.
 """
 
 REPEATS: Final = 5
 """How often each is measured; the fastest counts, since everything else is disturbance."""
-
-_LEAST_BYTES: Final = 1 << 16
-"""Of the larger size: with fewer, latency hides what bytes cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +137,6 @@ class CheapestCollective(Callback):
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
         repeats: int = REPEATS,
-        most_bytes: int = TENSOR_BYTES[1],
     ) -> CheapestCollective:
         """Probe the links. Collective.
 
@@ -143,7 +146,7 @@ class CheapestCollective(Callback):
             sample: any tensor of the gradients' dtype and device.
             selector: picks entries.
             among, notify, inform: as of the class.
-            repeats, most_bytes: as of `probe`.
+            repeats: as of `probe`.
         """
         work = probe(
             driver.rank,
@@ -153,7 +156,6 @@ class CheapestCollective(Callback):
             ),
             device=sample.device,
             repeats=repeats,
-            most_bytes=most_bytes,
         )
         return cls(
             driver.run(work, stream.next()),
@@ -257,10 +259,9 @@ def probe(
     select_s_per_element: float,
     device: torch.device,
     repeats: int = REPEATS,
-    most_bytes: int = TENSOR_BYTES[1],
 ) -> Collective[NetworkCosts]:
-    """The network as the slowest rank sees it; the same on every rank. About 35 MiB each way at the
-    default.
+    """The network as the slowest rank sees it; the same on every rank. About 36 MiB each way at the
+    default, and a sixteenth of that where links are slow.
 
     Args:
         rank: this rank.
@@ -269,10 +270,9 @@ def probe(
         device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of
             CPU tensors.
         repeats: measurements of each kind.
-        most_bytes: of what is sent at once, such as those of a model: where links are slow, more
-            would take as long as many of its steps.
     """
-    message_bytes, tensor_bytes = _at_most(most_bytes, MESSAGE_BYTES, TENSOR_BYTES)
+    message_bytes = SMALL_BYTES, (yield from _large_bytes(rank, world_size))
+    tensor_bytes = SMALL_BYTES, _LARGER_TENSOR * message_bytes[1]
     small_s, large_s = yield from _fastest(
         repeats, [partial(_pass_on, rank, world_size, n) for n in message_bytes]
     )
@@ -302,27 +302,43 @@ def probe(
     )
 
 
-def _at_most(most_bytes: int, *sizes: tuple[int, int]) -> list[tuple[int, int]]:
-    return [(small, min(large, max(most_bytes, _LEAST_BYTES))) for small, large in sizes]
+def _large_bytes(rank: int, world_size: int) -> Collective[int]:
+    """Of the larger message that is measured, the same on every rank."""
+    for num_bytes in LARGE_BYTES[:-1]:
+        small_s, large_s = yield from _at_once(
+            rank, world_size, (SMALL_BYTES, num_bytes), distance=1, repeats=2
+        )
+        taken_s = yield AllGather(_SECONDS.pack(large_s - small_s))
+        if max(seconds for (seconds,) in map(_SECONDS.unpack, taken_s)) >= _LONG_S:
+            return num_bytes
+    return LARGE_BYTES[-1]
 
 
-def probe_pairs(
-    rank: int, world_size: int, *, repeats: int, most_bytes: int = MESSAGE_BYTES[1]
-) -> Collective[dict[int, LinkCost]]:
+def probe_pairs(rank: int, world_size: int, *, repeats: int) -> Collective[dict[int, LinkCost]]:
     """What a message costs to this rank, by the rank that it comes from: those 1, 2, 4, ... before
     it. Every rank receives one from as far away at once. The rest is as of `probe`.
     """
-    found, (sizes,) = {}, _at_most(most_bytes, MESSAGE_BYTES)
+    found = dict[int, LinkCost]()
+    sizes = SMALL_BYTES, (yield from _large_bytes(rank, world_size))
     for distance in (1 << bit for bit in range((world_size - 1).bit_length())):
-        fastest_s = dict.fromkeys(sizes, float("inf"))
-        for num_bytes in sizes * repeats:
-            yield AllGather(b".")  # nobody is at another message any more
-            begin_s = yield Now()
-            yield from _pass_on(rank, world_size, num_bytes, distance)
-            fastest_s[num_bytes] = min(fastest_s[num_bytes], (yield Now()) - begin_s)
-        small_s, large_s = fastest_s.values()
+        small_s, large_s = yield from _at_once(
+            rank, world_size, sizes, distance=distance, repeats=repeats
+        )
         found[(rank - distance) % world_size] = fit_cost(small_s, large_s, *sizes)
     return found
+
+
+def _at_once(
+    rank: int, world_size: int, sizes: tuple[int, int], *, distance: int, repeats: int
+) -> Collective[list[float]]:
+    """The least seconds that messages of these sizes take, where all ranks begin at once."""
+    fastest_s = dict.fromkeys(sizes, float("inf"))
+    for num_bytes in sizes * repeats:
+        yield AllGather(b".")  # nobody is at another message any more
+        begin_s = yield Now()
+        yield from _pass_on(rank, world_size, num_bytes, distance)
+        fastest_s[num_bytes] = min(fastest_s[num_bytes], (yield Now()) - begin_s)
+    return [*fastest_s.values()]
 
 
 def _fastest(

@@ -22,9 +22,9 @@ A change happens between two steps. What a strategy owes is sent in the step bef
 models that differ become one, with rank 0's state of the optimizer. Then the optimizer is the
 user's for a moment, and the next strategy begins as if it had just been attached.
 
-Cost: the links are probed with 21 MiB each way, and 3 MiB more each time the ranks double; a model
-of less than 1 MiB with 7.5 times its bytes, and 3 times more. The candidates are predicted by the
-ranks together, in less than a second of a processor for each.
+Cost: the links are probed with 22 MiB each way, and 3 MiB more each time the ranks double; links of
+100 Mbit/s and less with a quarter or a sixteenth of that. The candidates are predicted by the ranks
+together, in less than a second of a processor for each.
 
 WAGMA's ranks wait for each other at a look, which is the only time. They go on when one has died,
 with WAGMA, since they have lost the connections over which they would choose; a worker that comes
@@ -313,11 +313,8 @@ class Chooser(Callback):
         context = self._context
         parameters = list(context.parameters.values())
         sample, driver = parameters[0], context.driver
-        most_bytes = sum(p.nbytes for p in parameters)
-        costs = CheapestCollective.measure(
-            driver, self._stream, sample=sample, repeats=_REPEATS, most_bytes=most_bytes
-        )
-        work = probe_pairs(driver.rank, driver.world_size, repeats=_REPEATS, most_bytes=most_bytes)
+        costs = CheapestCollective.measure(driver, self._stream, sample=sample, repeats=_REPEATS)
+        work = probe_pairs(driver.rank, driver.world_size, repeats=_REPEATS)
         heard = [
             (rank, *astuple(cost)) for rank, cost in driver.run(work, self._stream.next()).items()
         ]
