@@ -15,7 +15,13 @@ from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 def test_the_probe_finds_the_link_and_all_ranks_agree(world_size: int) -> None:
     link = VirtualLink(latency_s=1e-4, bytes_per_s=125e6)
     ranks = [
-        probe(rank, world_size, select_s_per_element=1e-9 * rank, device=torch.device("cpu"))
+        probe(
+            rank,
+            world_size,
+            select_s_per_element=1e-9 * rank,
+            entry_s=1e-8 * rank,
+            device=torch.device("cpu"),
+        )
         for rank in range(world_size)
     ]
     networks = VirtualCluster(world_size, link=link).run(ranks)
@@ -24,6 +30,7 @@ def test_the_probe_finds_the_link_and_all_ranks_agree(world_size: int) -> None:
         assert measured.alpha_s == pytest.approx(1e-4, rel=0.05)
         assert measured.beta_s_per_byte == pytest.approx(8e-9, rel=0.05)
     assert networks[0].select_s_per_element == pytest.approx(1e-9 * (world_size - 1))
+    assert networks[0].entry_s == pytest.approx(1e-8 * (world_size - 1))
 
 
 @pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(1e6, 1e-4), (12.5e6, 1e-4), (25e6, 0.015)])
@@ -35,7 +42,10 @@ def test_what_a_probe_sends_grows_with_the_links_until_it_takes_long(
     cluster = VirtualCluster(3, link=[fast, slow, fast])
     cpu = torch.device("cpu")
     networks = cluster.run(
-        [probe(rank, 3, select_s_per_element=0.0, device=cpu, repeats=1) for rank in range(3)]
+        [
+            probe(rank, 3, select_s_per_element=0.0, entry_s=0.0, device=cpu, repeats=1)
+            for rank in range(3)
+        ]
     )
     assert networks[0].messages.alpha_s == pytest.approx(latency_s, rel=0.05)
     assert networks[0].messages.beta_s_per_byte == pytest.approx(1 / bytes_per_s, rel=0.05)

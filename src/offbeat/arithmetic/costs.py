@@ -20,6 +20,10 @@ machine.
 """
 
 
+READING: Final = 0.25
+"""The share of reading and adding in `NetworkCosts.entry_s`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCost:
     """What one message costs.
@@ -84,11 +88,20 @@ class NetworkCosts:
         dense: of the dense all-reduce, per hop of a ring.
         select_s_per_element: local cost of residual and selection, for each element of the
             gradient.
+        entry_s: local cost of each entry, to be selected, written, read and added once; 0 where it
+            is not known.
     """
 
     messages: LinkCost
     dense: LinkCost
     select_s_per_element: float
+    entry_s: float = 0.0
+
+    def entries_s(self, k: int, *, read_again: float) -> float:
+        """Local cost of `k` entries, of which as many as `read_again` times `k` are received
+        besides.
+        """
+        return k * self.entry_s * (1 + READING * read_again)
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)

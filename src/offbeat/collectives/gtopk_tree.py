@@ -87,7 +87,8 @@ def broadcast(rank: int, world_size: int, message: Payload) -> Collective[Payloa
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:
-    """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message of k pairs.
+    """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message of k pairs,
+    which is read.
 
     Args:
         world_size: P, >= 1.
@@ -96,4 +97,5 @@ def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts)
         network: what messages cost.
     """
     rounds = 2 * num_rounds(world_size)
-    return network.messages.time_s(num_messages=rounds, num_bytes=rounds * k * pair_bytes)
+    on_links_s = network.messages.time_s(num_messages=rounds, num_bytes=rounds * k * pair_bytes)
+    return on_links_s + network.entries_s(k, read_again=rounds - 1)

@@ -77,7 +77,8 @@ def sparse_reduce_scatter(
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:
-    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta.
+    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta, and k entries
+    that are read twice.
 
     Args:
         world_size: P, >= 1.
@@ -90,4 +91,5 @@ def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts)
         + (world_size - 1) * EXPECTED_COUNTERS * COUNTER_BYTES
     )
     messages = world_size - 1 + 2 * num_rounds(world_size)
-    return network.messages.time_s(num_messages=messages, num_bytes=num_bytes)
+    on_links_s = network.messages.time_s(num_messages=messages, num_bytes=num_bytes)
+    return on_links_s + network.entries_s(k, read_again=1)

@@ -92,7 +92,7 @@ def _gather(
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:
-    """log2(P) alpha + (P-1) k beta.
+    """log2(P) alpha + (P-1) k beta, and k entries that are read P-1 times.
 
     Args:
         world_size: P, >= 1.
@@ -100,6 +100,7 @@ def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts)
         pair_bytes: of one pair in a message.
         network: what messages cost.
     """
-    return network.messages.time_s(
+    on_links_s = network.messages.time_s(
         num_messages=num_rounds(world_size), num_bytes=(world_size - 1) * k * pair_bytes
     )
+    return on_links_s + network.entries_s(k, read_again=world_size - 2)

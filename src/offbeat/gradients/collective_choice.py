@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -21,6 +22,7 @@ from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.callbacks.callback import Callback
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact, Selector
+from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
@@ -51,8 +53,12 @@ BY_ITSELF: Final = frozenset({"reduce_scatter", "all_gather", "dense"})
 """What `collective="auto"` chooses among."""
 
 SAMPLE_ELEMENTS = 1 << 20
+SAMPLE_SHARES = (1000, 10)
+"""Of which one in so many is selected: how long that takes gives the cost of an element and that of
+an entry.
+"""
 
-_REPORT = struct.Struct("<5d")
+_REPORT = struct.Struct("<6d")
 _SECONDS = struct.Struct("<d")
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20)
@@ -148,12 +154,14 @@ class CheapestCollective(Callback):
             among, notify, inform: as of the class.
             repeats: as of `probe`.
         """
+        select_s_per_element, entry_s = _local_costs_s(
+            sample, selector, partial(driver.now_s, stream.next())
+        )
         work = probe(
             driver.rank,
             driver.world_size,
-            select_s_per_element=_select_s_per_element(
-                sample, selector, partial(driver.now_s, stream.next())
-            ),
+            select_s_per_element=select_s_per_element,
+            entry_s=entry_s,
             device=sample.device,
             repeats=repeats,
         )
@@ -227,29 +235,42 @@ class CheapestCollective(Callback):
                 messages=LinkCost(**network["messages"]),
                 dense=LinkCost(**network["dense"]),
                 select_s_per_element=network["select_s_per_element"],
+                entry_s=network["entry_s"],
             )
 
 
-def _select_s_per_element(
+def _local_costs_s(
     sample: torch.Tensor, selector: Selector, now_s: Callable[[], float]
-) -> float:
-    """Local cost of residual and selection at density 0.001, measured on noise."""
+) -> tuple[float, float]:
+    """Of residual and selection, for each element; and of each entry that is selected, dealt to an
+    owner, written, read and added. Measured on noise.
+    """
     feedback = ErrorFeedback(
         SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selector=selector
     )
+    double = sample.dtype == torch.float64
+    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    wire = TopKCodec().wire(SAMPLE_ELEMENTS, num_parameters=1, dtype=dtype)
+    tally = Tally.of_nobody(1)
     device = sample.device if sample.is_cuda else "cpu"
     generator = torch.Generator(device=device).manual_seed(0)
-    durations_s = []
-    for _ in range(3):
+
+    def seconds(k: int) -> float:
         gradient = sample.new_empty(SAMPLE_ELEMENTS).normal_(generator=generator)
         if sample.is_cuda:
             torch.cuda.synchronize(sample.device)
         begin_s = now_s()
         # This ends on the host, so what it took on a GPU is over too.
-        feedback.stage(gradient, SAMPLE_ELEMENTS // 1000)
-        durations_s.append(now_s() - begin_s)
+        sums = wire.empty()
+        for part in wire.partition(feedback.stage(gradient, k).sparse, 2):
+            sums = wire.add(sums, wire.decode(wire.encode(part, tally)[0])[0])
+        spent_s = now_s() - begin_s
         feedback.discard()
-    return min(durations_s) / SAMPLE_ELEMENTS
+        return spent_s
+
+    few, many = (SAMPLE_ELEMENTS // share for share in SAMPLE_SHARES)
+    few_s, many_s = (min(seconds(k) for _ in range(3)) for k in (few, many))
+    return few_s / SAMPLE_ELEMENTS, max(0.0, many_s - few_s) / (many - few)
 
 
 def probe(
@@ -257,6 +278,7 @@ def probe(
     world_size: int,
     *,
     select_s_per_element: float,
+    entry_s: float,
     device: torch.device,
     repeats: int = REPEATS,
 ) -> Collective[NetworkCosts]:
@@ -266,7 +288,7 @@ def probe(
     Args:
         rank: this rank.
         world_size: number of ranks.
-        select_s_per_element: this rank's own cost of selection, to be agreed on with the rest.
+        select_s_per_element, entry_s: this rank's own costs, to be agreed on with the rest.
         device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of
             CPU tensors.
         repeats: measurements of each kind.
@@ -290,6 +312,7 @@ def probe(
         dense.alpha_s,
         dense.beta_s_per_byte,
         select_s_per_element,
+        entry_s,
     )
     reports = yield AllGather(_REPORT.pack(*mine))
     slowest = [
@@ -299,6 +322,7 @@ def probe(
         messages=LinkCost(alpha_s=slowest[0], beta_s_per_byte=slowest[1]),
         dense=LinkCost(alpha_s=slowest[2], beta_s_per_byte=slowest[3]),
         select_s_per_element=slowest[4],
+        entry_s=slowest[5],
     )
 
 
