@@ -26,7 +26,7 @@ def test_a_comparison_that_was_stopped_is_measured_again(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prediction, "plan_comparison", lambda request, out: out)
-    monkeypatch.setattr(prediction, "run_comparison", stop)
+    monkeypatch.setattr(prediction, "watched", stop)
     record = tmp_path / "cell"
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):

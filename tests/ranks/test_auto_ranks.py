@@ -302,8 +302,33 @@ def test_a_worker_that_died_comes_back_to_what_goes_on_without_it(
     first, second, _ = run_ranks(returns, 3, back=back, wanted=wanted, may_die=[2])
     newcomer = expected.value()
     assert newcomer["at_work"] == "wagma"
-    assert LOOK < newcomer["start"] < END
+    assert newcomer["start"] == LOOK + 45  # where the others wait for it
     assert newcomer["fingerprint"] == first["fingerprint"] == second["fingerprint"]
+
+
+def resumes_apart(rank: int, world_size: int) -> dict[str, Any]:
+    """WAGMA is at work when the state is saved, at another step on each rank; rank 1 had come back,
+    and knows of no decision.
+    """
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with choosing("wagma"):
+        with offbeat.attach(model, optimizer, "auto") as session:
+            train(model, optimizer, rank, range(LOOK + 5 + rank))
+            state = session.state_dict()
+        if rank == 1:
+            state["callbacks"]["auto"]["replicated"] |= {"decisions": "[]", "changed_at": -500}
+        with offbeat.attach(model, optimizer, "auto") as session:
+            session.load_state_dict(state)
+            train(model, optimizer, rank, range(LOOK + 20))
+            decisions = [(one.step, one.after) for one in session.decisions]
+            return {"at_work": session.acting.name, "decisions": decisions}
+
+
+def test_ranks_that_were_saved_at_different_steps_look_again_together(run_ranks: RunRanks) -> None:
+    for result in run_ranks(resumes_apart, 3):
+        assert result["at_work"] == "wagma"
+        assert result["decisions"] == [[LOOK, "wagma"], [20, "wagma"]]
 
 
 def returns_to_nobody(rank: int, world_size: int, *, auto: str) -> str:

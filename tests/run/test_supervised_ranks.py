@@ -179,12 +179,16 @@ dist.destroy_process_group()
     assert "Accuracy 0.25" in write_report(outcome.directory).read_text()
 
 
-def test_auto_is_started_anew_or_goes_on_as_what_is_at_work_does(run: RunScript) -> None:
+@pytest.mark.parametrize("dies_at", [8, 20], ids=["just after the change", "later"])
+def test_auto_is_started_anew_or_goes_on_as_what_is_at_work_does(
+    run: RunScript, dies_at: int
+) -> None:
     """All workers are started again when one dies early, with AllReduce at work. Then WAGMA takes
     over, goes on without the one that dies, and takes it back.
     """
     outcome = run(
-        """
+        f"""
+dies_at = {dies_at}
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 came_back = "OFFBEAT_RETURN" in os.environ
 back = sys.argv[1]
@@ -194,7 +198,7 @@ while number < 60 or not os.path.exists(back):
     number += 1
     if came_back and number == 5:
         open(back, "w").close()
-    if rank == 1 and number == (20 if attempt else 3) and not came_back:
+    if rank == 1 and number == (dies_at if attempt else 3) and not came_back:
         os.kill(os.getpid(), signal.SIGKILL)
 model.eval()
 dist.destroy_process_group()

@@ -57,7 +57,7 @@ class Switcher(Callback):
         self.wanted: Strategy | None = None
 
     def on_after_step(self) -> None:
-        if self.wanted is not None and self._context.switch(self.wanted, self):
+        if self.wanted is not None and self._context.switch(self.wanted, self, 0):
             self.wanted = None
 
 

@@ -108,11 +108,12 @@ class Context:
             the driver connects those who have the same ones.
         waited_s: seconds for which this rank's trainer has waited for its peers so far.
         resting: inside, no peer waits for the end of this rank's step.
-        switch: lets a strategy take the place of the one at work, for a callback that stays.
-            Collective: called after the same step on all ranks, and after each further one until it
-            returns True. What is owed is sent in the step between, and models that differ become
-            one first.
+        switch: lets a strategy take the place of the one at work, for a callback that stays, after
+            so many steps of the run. Collective: called after the same step on all ranks, and after
+            each further one until it returns True. What is owed is sent in the step between, and
+            models that differ become one first.
         returns: whether this worker joins a run under way.
+        num_steps: how many the run has made when callbacks are built.
         bucket_mib: the size of a bucket of gradients, > 0; None: as the strategy likes.
         replica_check_interval: as of `offbeat.attach`.
     """
@@ -134,8 +135,9 @@ class Context:
     island: Island = field(default_factory=Island)
     waited_s: Callable[[], float] = float
     resting: Callable[[], AbstractContextManager[None]] = nullcontext
-    switch: Callable[[Any, Callback], bool] = lambda strategy, stays: True
+    switch: Callable[[Any, Callback, int], bool] = lambda strategy, stays, num_steps: True
     returns: bool = False
+    num_steps: int = 0
     bucket_mib: float | None = None
     replica_check_interval: int = 0
 

@@ -22,6 +22,7 @@ from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.callbacks.callback import Callback
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact, Selector
+from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.wire import pair_bytes
@@ -256,13 +257,19 @@ def _local_costs_s(
     generator = torch.Generator(device=device).manual_seed(0)
 
     def seconds(k: int) -> float:
+        entries = Sparse(
+            indices=np.arange(k) * (SAMPLE_ELEMENTS // k),
+            values=np.ones(k, dtype),
+            num_elements=SAMPLE_ELEMENTS,
+        )
         gradient = sample.new_empty(SAMPLE_ELEMENTS).normal_(generator=generator)
         if sample.is_cuda:
             torch.cuda.synchronize(sample.device)
         begin_s = now_s()
         # This ends on the host, so what it took on a GPU is over too.
+        feedback.stage(gradient, k)
         sums = wire.empty()
-        for part in wire.partition(feedback.stage(gradient, k).sparse, 2):
+        for part in wire.partition(entries, 2):
             sums = wire.add(sums, wire.decode(wire.encode(part, tally)[0])[0])
         spent_s = now_s() - begin_s
         feedback.discard()

@@ -171,6 +171,7 @@ class StepRecorder:
         # The first step is reported at once: from then on peers may go on without a worker, and
         # the supervisor has to know that when one dies soon.
         self._reported_s = -math.inf
+        self._reported_survival = False
         self._seconds_reported, self._stats_reported, self._step_reported = (
             0.0,
             self.first,
@@ -245,8 +246,15 @@ class StepRecorder:
         if (
             now_s - self._reported_s >= self._report_every_s
             or schedule.position.step >= schedule.target
+            or self._survives_death != self._reported_survival
         ):
             self._report_progress(now_s)
+
+    @property
+    def _survives_death(self) -> bool:
+        """Whether the other workers go on if one dies now."""
+        session = self.run.attached.session
+        return isinstance(session, Session) and session.acting.survives_death
 
     def restart_clock(self, since_s: float | None = None) -> None:
         """Count the next step from `since_s`, by default from now: what happened before belongs to
@@ -305,7 +313,7 @@ class StepRecorder:
         return self.run.schedule.position.step
 
     def _report_progress(self, now_s: float) -> None:
-        schedule, stats, session = self.run.schedule, self._before, self.run.attached.session
+        schedule, stats = self.run.schedule, self._before
         step = self._steps_done
         num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)
@@ -319,9 +327,10 @@ class StepRecorder:
                 loss=self.last_loss or 0.0,
                 wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),
                 bytes_per_step=(stats.bytes_sent - self._stats_reported.bytes_sent) / num_steps,
-                survives_death=isinstance(session, Session) and session.acting.survives_death,
+                survives_death=self._survives_death,
                 metric=self._metric,
             )
         )
         self._reported_s, self._seconds_reported = now_s, self.seconds
+        self._reported_survival = self._survives_death
         self._stats_reported, self._step_reported = stats, step

@@ -118,7 +118,8 @@ def run_script(
                 return ScriptOutcome(directory=directory, status=0, problem=None, summary=summary)
             problem = group.describe(worker)
             # On several hosts the keys of the store are used up, and the others would have to know.
-            if not restarts or interrupted.count or group.peers_go_on or host is not None:
+            restarts = group.restarts
+            if not restarts or interrupted.count or host is not None:
                 break
             restarts -= 1
             attempt += 1

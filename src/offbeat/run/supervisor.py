@@ -11,6 +11,7 @@ finished when one worker has finished.
 from __future__ import annotations
 
 import secrets
+import select
 import selectors
 import signal
 import sys
@@ -96,6 +97,7 @@ class WorkerGroup:
     Attributes:
         remarks: what else there is to say of workers.
         losses: workers that died while their peers went on, in order.
+        restarts: how many are left.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class WorkerGroup:
         self._share = share
         self._first_rank = 0 if share is None else share.first_rank
         self._program = program
-        self._restarts = restarts
+        self.restarts = restarts
         self.remarks: list[str] = []
         self.losses: list[WorkerLoss] = []
         self._config = config
@@ -311,7 +313,9 @@ class WorkerGroup:
                     signal.SIGCONT
                 )  # one that the script has stopped could not hear it
         self._find_deaths()
-        if self._died and not self.peers_go_on and self._fail_deadline_s is None:
+        if all(worker.death_recorded for worker in self._dead):
+            self._fail_deadline_s = None
+        elif self._fail_deadline_s is None:
             self._fail_deadline_s = now_s + _LAST_REPORTS_S
         if (
             self.peers_go_on
@@ -348,15 +352,23 @@ class WorkerGroup:
         since_s = self._only_returned_since_s
         return since_s is not None and now_s > since_s + _LAST_REPORTS_S
 
+    @property
+    def _dead(self) -> list[LocalWorker]:
+        return [each for each in self._workers if not each.alive and not each.ended_well]
+
     def _find_deaths(self) -> None:
-        for worker in self._workers:
-            if not worker.death_recorded and not worker.alive and not worker.ended_well:
-                self._drain(worker)  # its last report may be the first that says that others go on
-                worker.death_recorded = True
+        """Look for them, and record them once it is known that the others go on: their reports may
+        come later.
+        """
+        for worker in self._dead:
+            if worker.rank not in self._died:
                 self._died.append(worker.rank)
-                if self.peers_go_on:
-                    self._record_death(worker)
-                    self._restart_dead(worker)
+            if not self.peers_go_on:
+                self._read_what_is_there(worker)  # its own last report may say so
+            if self.peers_go_on and not worker.death_recorded:
+                worker.death_recorded = True
+                self._record_death(worker)
+                self._restart_dead(worker)
 
     def _record_death(self, worker: LocalWorker) -> None:
         """Tell the peers of `worker`, and the listener, that it has died."""
@@ -421,9 +433,9 @@ class WorkerGroup:
     def _restart_dead(self, old: LocalWorker) -> None:
         """Start the process of a worker that has just died again, as often as may be."""
         peers = self._share is not None or any(worker.alive for worker in self._workers)
-        if not (self._restarts and self._may_return(old) and peers) or self._num_interrupts:
+        if not (self.restarts and self._may_return(old) and peers) or self._num_interrupts:
             return
-        self._restarts -= 1
+        self.restarts -= 1
         self._start_again(old)
 
     def _start_again(self, old: LocalWorker) -> None:
@@ -432,7 +444,13 @@ class WorkerGroup:
         worker = self._workers[old.rank - self._first_rank] = self._start(
             old.rank, self._secret, restart=old.restart + 1
         )
+        worker.survives_death = old.survives_death  # the others go on if it dies again
         self._watch(worker)
+
+    def _read_what_is_there(self, worker: LocalWorker) -> None:
+        """A process that it has started may hold its pipe open, so nothing is waited for."""
+        if worker.pipe in self._selector.get_map() and select.select([worker.pipe], [], [], 0)[0]:
+            self._read(worker)
 
     def _drain(self, worker: LocalWorker) -> None:
         """Read everything that a dead process has written."""

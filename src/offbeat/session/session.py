@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
@@ -618,7 +618,7 @@ class Session:
         return next((callback for callback in self._callbacks if callback.averages_models), None)
 
     @torch.no_grad()
-    def _switch(self, strategy: Strategy, stays: Callback) -> bool:
+    def _switch(self, strategy: Strategy, stays: Callback, num_steps: int) -> bool:
         """As of `Context`."""
         skipped = int(self._counted(self._callbacks)["skipped_steps"])
         if not self._is_last_step:
@@ -634,7 +634,7 @@ class Session:
             return False
         if self.acting.replicas_differ:
             self._become_one()
-        self._act_by(strategy, stays)
+        self._act_by(strategy, stays, num_steps=num_steps)
         return True
 
     def _become_one(self) -> None:
@@ -648,9 +648,9 @@ class Session:
             kept = [value for value in tensors if isinstance(value, torch.Tensor)]
             adopt_rank_0(self._traffic.counting.inner, self._control, kept)
 
-    def _act_by(self, strategy: Strategy, stays: Callback) -> None:
-        """Let callbacks of `strategy` take the place of those at work, but for `stays`.
-        Collective.
+    def _act_by(self, strategy: Strategy, stays: Callback, *, num_steps: int = 0) -> None:
+        """Let callbacks of `strategy` take the place of those at work, but for `stays`, after
+        `num_steps` of the run. Collective.
         """
         self._is_last_step = self._has_finished = False
         leaving = [callback for callback in self._built if callback is not stays]
@@ -659,7 +659,7 @@ class Session:
         for callback in reversed(leaving):
             callback.close()
         self.acting = strategy
-        self._built = list(strategy.build(self._context))
+        self._built = list(strategy.build(replace(self._context, num_steps=num_steps)))
         self._callbacks[:] = [*self._built, *others]
         self._events.listen(_acting_at_steps(strategy))
         if self._max_norm is not None:

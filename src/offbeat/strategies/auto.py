@@ -149,8 +149,19 @@ class Auto(Strategy):
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:
+        rank, world_size = context.driver.rank, context.driver.world_size
+        if context.returns and rank >= world_size:
+            raise ConfigError(
+                f"RANK is {rank}, and the run was begun with {world_size} workers: with auto, which"
+                " may go over to a strategy that needs all of them, a worker only comes back in the"
+                " place of one that has died"
+            )
         acting = self.begins_as(returns=context.returns)
-        return [*acting.build(context), Chooser(self, context, at_work=acting.name)]
+        callbacks = acting.build(context)
+        standing = Standing(
+            at_work=acting.name, num_steps=max(each.start_step for each in callbacks)
+        )
+        return [*callbacks, Chooser(self, context, standing)]
 
 
 def built(name: str) -> Strategy:
@@ -180,17 +191,18 @@ class Chooser(Callback):
     Args:
         auto: says what is allowed.
         context: lent by the session.
-        at_work: the strategy that is.
+        standing: where the run is.
     """
 
     state_key: ClassVar[str] = "auto"
     may_begin_anew: ClassVar[bool] = True
 
-    def __init__(self, auto: Auto, context: Context, *, at_work: str) -> None:
+    def __init__(self, auto: Auto, context: Context, standing: Standing) -> None:
         self._auto, self._context = auto, context
         self._stream = context.new_stream()
         self._clock = partial(context.driver.now_s, context.new_stream().next())
-        self._standing = Standing(at_work=at_work)
+        self._standing = standing
+        self._must_agree = False
         has_connections = not context.returns  # but those of its generation
         self._is_connected = has_connections and 1 < context.driver.world_size <= _MOST_RANKS
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
@@ -231,31 +243,48 @@ class Chooser(Callback):
             self._seen.append(_Step(*step_s, self._backward_s, worked_s - self._updates_s))
         self._backward_s = 0.0
         self._standing.num_steps += 1
+        if self._must_agree:
+            self._meet(self._agree)
         if self._standing.wanted:
             self._change()
         elif self._standing.is_due() and self._may_look(self._standing.at_work):
-            self._look_or_stay()
+            self._meet(self._look)
         self._ended = self._clock(), self._worked_s()
 
     # Choosing
+
+    @property
+    def _keeps_step(self) -> bool:
+        """Whether ranks take their steps together."""
+        return CANDIDATES[self._standing.at_work].keeps_step
 
     def _may_look(self, at_work: str) -> bool:
         """Not all columns of islands that go on without each other would hear of a death."""
         is_alone = self._context.island.size == 1
         return self._is_connected and (is_alone or CANDIDATES[at_work].keeps_step)
 
-    def _look_or_stay(self) -> None:
+    def _meet(self, ask: Callable[[], None]) -> None:
         """Collective, unless one of ranks that go on without it has died. They may be at other
         steps, and whoever comes first waits here.
         """
         try:
             with self._context.resting():
-                self._look()
+                ask()
         except PeerError:
-            if CANDIDATES[self._standing.at_work].keeps_step:
+            if self._keeps_step:
                 raise
             self._is_connected = False
             self._context.notices.notify(in_vain(self._standing))
+
+    def _agree(self) -> None:
+        """Ranks that keep no step were saved at different ones, and some had perhaps come back
+        without what was decided before. Collective.
+        """
+        self._must_agree = False
+        said = self._gather(self.state_dict()["replicated"])
+        newest = max(said, key=lambda one: (len(json.loads(one["decisions"])), one["num_steps"]))
+        self._take(newest)
+        self._seen.clear()
 
     def _look(self) -> None:
         """Collective."""
@@ -394,7 +423,7 @@ class Chooser(Callback):
 
     def _change(self) -> None:
         standing = self._standing
-        if self._context.switch(built(standing.wanted), self):
+        if self._context.switch(built(standing.wanted), self, standing.num_steps):
             standing.at_work, standing.wanted = standing.wanted, ""
             standing.changed_at = standing.num_steps
             self._seen.clear()
@@ -416,11 +445,15 @@ class Chooser(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        saved = dict(state["replicated"])
-        decisions = [Decision(**each) for each in json.loads(saved.pop("decisions"))]
-        self._standing = Standing(**saved, decisions=decisions)
+        self._take(state["replicated"])
+        self._must_agree = self._is_connected and not self._keeps_step
         if self._standing.wanted:
             self._change()  # the coming step is the last one, as it was to be
+
+    def _take(self, standing: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        decisions = [Decision(**each) for each in json.loads(standing["decisions"])]
+        self._standing = Standing(**{**standing, "decisions": decisions})
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -69,6 +69,7 @@ class BackgroundAverager:
         progress: runs the protocol.
         rank: this rank, for errors and remarks.
         inform: tells the user what was counted.
+        num_steps_before: steps of the run before its ranks have begun to average.
         record_wait: is told from when to when the trainer waited, in seconds of the monotonic
             clock.
 
@@ -98,6 +99,7 @@ class BackgroundAverager:
         self.rank = context.driver.name_of(context.driver.rank)
         self.record_wait = context.record_wait
         self.inform = context.notices.inform
+        self.num_steps_before = context.num_steps
         buffers = weights.buffers()
         num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
 
@@ -157,7 +159,8 @@ class BackgroundCallback(Callback):
     def __init__(self, averager: BackgroundAverager) -> None:
         self._averager = averager
         self._model = averager.model
-        self._num_steps = self.start_step = self._model.step
+        self.start_step = self._model.step
+        self._num_steps = self.start_step or averager.num_steps_before
         self._encode_s = 0.0
         if self._model.has_begun:  # this rank is a newcomer and has the model of a member
             self._load()
