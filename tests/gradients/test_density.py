@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -83,6 +84,21 @@ def test_where_latency_is_all_that_costs_entries_are_not_withheld() -> None:
     )
     assert density > 10 * LEAST
     assert dearest(cheapest, density) <= 1.5 * dearest(cheapest, LEAST)
+
+
+def test_on_fast_links_a_processor_bounds_how_many_entries_travel() -> None:
+    """100,000 of them would take it 5 ms and more, and the links a twentieth of that."""
+    fast = replace(network(1.25e9), dense=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8))
+    densities = [
+        affordable_density(
+            lambda k, costs=costs: CheapestCollective(costs, world_size=4).costs_s(GRADIENT, k),
+            num_elements=GRADIENT.num_elements,
+            allowed_s=5e-3,
+        )
+        for costs in (fast, replace(fast, entry_s=5e-8))
+    ]
+    assert densities[0] > 0.3
+    assert 0.05 < densities[1] < 0.1
 
 
 class Clock:

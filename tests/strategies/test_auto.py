@@ -21,6 +21,7 @@ from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.choice import CANDIDATES, FIRST_LOOK
+from offbeat.transport.connect import RejoinedDriver
 from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, step_of
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -245,6 +246,18 @@ def choosing(
         return at_work, [*notices, *session.notices], [p.detach() for p in model.parameters()]
 
     return results_of(world_size, job)
+
+
+def test_nobody_joins_who_has_nobodys_place() -> None:
+    newcomer = Context(
+        parameters={},
+        driver=RejoinedDriver(2, 2, on_closed=lambda: None),
+        new_stream=stream_counter(),
+        notices=Notices(2),
+        returns=True,
+    )
+    with pytest.raises(ConfigError, match="RANK is 2, and the run was begun with 2 workers"):
+        offbeat.Auto().build(newcomer)
 
 
 def fastest(name: str) -> Costs:
