@@ -60,6 +60,19 @@ def step():
 """
 HEAD = IMPORTS + MODEL
 
+UNTIL_RANK_1_IS_BACK = """
+came_back = "OFFBEAT_RETURN" in os.environ
+back = sys.argv[1]
+number = 0
+while number < 60 or not os.path.exists(back):
+    step()
+    number += 1
+    if came_back and number == 5:
+        open(back, "w").close()
+    if rank == 1 and number == dies_at and not came_back:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 FAKE_MLFLOW = """
 import json, pathlib
@@ -127,19 +140,11 @@ def test_survivors_go_on_and_a_dead_worker_comes_back(
     ports = free_ports(2 * (3 * 4 + 1))  # some to spare: others may take them meanwhile
     monkeypatch.setenv(PORTS_VARIABLE, f"{ports[0]}-{ports[-1]}")
     outcome = run(
-        """
+        f"""
 from offbeat.transport.sockets import listening_at
-came_back = "OFFBEAT_RETURN" in os.environ
-back = sys.argv[1]
-number = 0
-while number < 60 or not os.path.exists(back):
-    step()
-    number += 1
-    if came_back and number == 5:
-        open(back, "w").close()
-    if rank == 1 and number == 20 and not came_back:
-        os.kill(os.getpid(), signal.SIGKILL)
-with open(f"{sys.argv[1]}-{rank}", "w") as file:
+dies_at = 20
+{UNTIL_RANK_1_IS_BACK}
+with open(f"{{sys.argv[1]}}-{{rank}}", "w") as file:
     print(*(port for _, port in listening_at("127.0.0.1")), file=file)
 model.eval()
 offbeat.log(loss=0.0, accuracy=0.25 + rank)
@@ -188,18 +193,8 @@ def test_auto_is_started_anew_or_goes_on_as_what_is_at_work_does(
     """
     outcome = run(
         f"""
-dies_at = {dies_at}
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-came_back = "OFFBEAT_RETURN" in os.environ
-back = sys.argv[1]
-number = 0
-while number < 60 or not os.path.exists(back):
-    step()
-    number += 1
-    if came_back and number == 5:
-        open(back, "w").close()
-    if rank == 1 and number == (dies_at if attempt else 3) and not came_back:
-        os.kill(os.getpid(), signal.SIGKILL)
+dies_at = {dies_at} if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) else 3
+{UNTIL_RANK_1_IS_BACK}
 model.eval()
 dist.destroy_process_group()
 """,
