@@ -1,7 +1,7 @@
 """Strategies against AllReduce, seed by seed: the same first parameters, the same samples.
 
-Every strategy has the same trials: its learning rates, with seed 0, of which the best is kept. A
-run's metric is the mean of its last three measurements, of a model that holds the mean of the
+Every strategy has the same trials: its learning rates, with a few seeds, of which the best is kept.
+A run's metric is the mean of its last three measurements, of a model that holds the mean of the
 ranks' weights and statistics. Where only samples count, ranks are threads of one process: each has
 model, data, session and state of its own, and messages stay in memory.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -37,7 +38,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # whose drivers for t
 from thread_support.world import ThreadDriver, results_of, session_on
 
 LAST, MEASUREMENTS = 3, 20
-TUNED_WITH = 0
 RUN_LIMIT_S = 3600.0
 
 
@@ -53,6 +53,7 @@ class Contestant:
         cluster: the links on which its workers train, where they are processes.
         slower: by which its learning rates are lower than the task's.
         goal: in place of the case's; None: the case's.
+        tuned_with: seeds with which its learning rates are tried.
     """
 
     label: str
@@ -62,6 +63,7 @@ class Contestant:
     cluster: Cluster | None = None
     slower: Mapping[str, float] = field(default_factory=dict)
     goal: float | None = None
+    tuned_with: Sequence[int] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,14 +219,20 @@ class Runs:
 
 
 def tuned(case: Case, contestant: Contestant, runs: Runs) -> float | None:
-    """The best of its learning rates; None where not all have been tried."""
+    """The best of its learning rates in the mean of its seeds; None where not all have been tried."""
     metrics: dict[float, float] = {}
-    for lr in case.lrs:
-        slower = lr / contestant.slower.get(case.name, 1.0)
-        metric = runs.metric(Run(case=case, contestant=contestant, lr=slower, seed=TUNED_WITH))
-        if metric is None:
+    rates = [lr / contestant.slower.get(case.name, 1.0) for lr in case.lrs]
+    if len(rates) == 1:
+        return rates[0]
+    for lr in rates:
+        found = [
+            runs.metric(Run(case=case, contestant=contestant, lr=lr, seed=seed))
+            for seed in contestant.tuned_with
+        ]
+        known = [metric for metric in found if metric is not None]
+        if len(known) < len(found):
             return None
-        metrics[slower] = metric
+        metrics[lr] = fmean(known)
     choose = max if case.higher_is_better else min
     return choose(metrics, key=lambda lr: metrics[lr])
 

@@ -48,7 +48,6 @@ import stragglers
 from _measure import Ratio, Row, figure_of, print_rows
 from _paired import (
     LAST,
-    TUNED_WITH,
     Contestant,
     Result,
     Run,
@@ -218,7 +217,7 @@ def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Ro
             if lr is None:
                 continue
             processes = replace(one, in_threads=False, cluster=parity.LINK)
-            planned = Run(case=case, contestant=processes, lr=lr, seed=TUNED_WITH).plan()
+            planned = Run(case=case, contestant=processes, lr=lr, seed=0).plan()
             record = directory / f"{case.name} {one.label}".replace("/", " of ")
             train(replace(planned, out=record), lambda progress: None)
             seen = Record(record).evaluations()
