@@ -219,7 +219,7 @@ class Runs:
 
 
 def tuned(case: Case, contestant: Contestant, runs: Runs) -> float | None:
-    """The best of its learning rates in the mean of its seeds; None where not all have been tried."""
+    """The best of its learning rates, by the mean of seeds; None where some were not tried."""
     metrics: dict[float, float] = {}
     rates = [lr / contestant.slower.get(case.name, 1.0) for lr in case.lrs]
     if len(rates) == 1:
