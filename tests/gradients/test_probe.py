@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat.gradients.collective_choice import LARGE_BYTES, SMALL_BYTES, fit_cost, probe
+from offbeat.gradients.collective_choice import LARGE_BYTES, REPEATS, SMALL_BYTES, fit_cost, probe
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 
 
@@ -42,18 +42,15 @@ def test_what_a_probe_sends_grows_with_the_links_until_it_takes_long(
     cluster = VirtualCluster(3, link=[fast, slow, fast])
     cpu = torch.device("cpu")
     networks = cluster.run(
-        [
-            probe(rank, 3, select_s_per_element=0.0, entry_s=0.0, device=cpu, repeats=1)
-            for rank in range(3)
-        ]
+        [probe(rank, 3, select_s_per_element=0.0, entry_s=0.0, device=cpu) for rank in range(3)]
     )
     assert networks[0].messages.alpha_s == pytest.approx(latency_s, rel=0.05)
     assert networks[0].messages.beta_s_per_byte == pytest.approx(1 / bytes_per_s, rel=0.05)
     large_bytes = next((n for n in LARGE_BYTES[:-1] if n / bytes_per_s >= 0.02), LARGE_BYTES[-1])
-    # Twice each smaller one and that one, if it was tried; the message; a tensor of four.
+    # Each smaller one and that one, if it was tried; the message; a tensor of four.
     tried = [n for n in LARGE_BYTES[:-1] if n <= large_bytes]
-    sent_s = (2 * sum(tried) + large_bytes * (1 + 4 * 4 / 3)) / bytes_per_s
-    assert cluster.now_s - 60 * latency_s < sent_s * 1.1 < cluster.now_s * 1.2
+    sent_s = REPEATS * (sum(tried) + large_bytes * (1 + 4 * 4 / 3)) / bytes_per_s
+    assert 0.9 * sent_s < cluster.now_s < 1.1 * (sent_s + 100 * latency_s)
 
 
 @pytest.mark.parametrize("small_s", [0.0, 1e-3, 5e-3])

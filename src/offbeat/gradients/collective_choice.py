@@ -9,7 +9,7 @@ figures count. Two message sizes give alpha and beta.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -72,8 +72,9 @@ _LARGER_TENSOR: Final = 4
 cache, so neither should it.
 """
 
-REPEATS: Final = 5
+REPEATS: Final = 3
 """How often each is measured; the fastest counts, since everything else is disturbance."""
+_DURATIONS = struct.Struct(f"<{REPEATS}d")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +144,6 @@ class CheapestCollective(Callback):
         among: Collection[str] = BY_ITSELF,
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
-        repeats: int = REPEATS,
     ) -> CheapestCollective:
         """Probe the links. Collective.
 
@@ -153,7 +153,6 @@ class CheapestCollective(Callback):
             sample: any tensor of the gradients' dtype and device.
             selector: picks entries.
             among, notify, inform: as of the class.
-            repeats: as of `probe`.
         """
         select_s_per_element, entry_s = _local_costs_s(
             sample, selector, partial(driver.now_s, stream.next())
@@ -164,7 +163,6 @@ class CheapestCollective(Callback):
             select_s_per_element=select_s_per_element,
             entry_s=entry_s,
             device=sample.device,
-            repeats=repeats,
         )
         return cls(
             driver.run(work, stream.next()),
@@ -276,7 +274,7 @@ def _local_costs_s(
         return spent_s
 
     few, many = (SAMPLE_ELEMENTS // share for share in SAMPLE_SHARES)
-    few_s, many_s = (min(seconds(k) for _ in range(3)) for k in (few, many))
+    few_s, many_s = (min(seconds(k) for _ in range(REPEATS)) for k in (few, many))
     return few_s / SAMPLE_ELEMENTS, max(0.0, many_s - few_s) / (many - few)
 
 
@@ -287,10 +285,9 @@ def probe(
     select_s_per_element: float,
     entry_s: float,
     device: torch.device,
-    repeats: int = REPEATS,
 ) -> Collective[NetworkCosts]:
-    """The network as the slowest rank sees it; the same on every rank. About 36 MiB each way at the
-    default, and a sixteenth of that where links are slow.
+    """The network as the slowest rank sees it; the same on every rank. About 22 MiB each way, and a
+    quarter or a sixteenth of that where links are slow.
 
     Args:
         rank: this rank.
@@ -298,17 +295,14 @@ def probe(
         select_s_per_element, entry_s: this rank's own costs, to be agreed on with the rest.
         device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of
             CPU tensors.
-        repeats: measurements of each kind.
     """
     message_bytes = SMALL_BYTES, (yield from _large_bytes(rank, world_size))
     tensor_bytes = SMALL_BYTES, _LARGER_TENSOR * message_bytes[1]
-    small_s, large_s = yield from _fastest(
-        repeats, [partial(_pass_on, rank, world_size, n) for n in message_bytes]
+    small_s, large_s = yield from _timed(
+        partial(_pass_on, rank, world_size, n) for n in message_bytes
     )
     messages = fit_cost(small_s, large_s, *message_bytes)
-    small_s, large_s = yield from _fastest(
-        repeats, [partial(_reduce, n, device) for n in tensor_bytes]
-    )
+    small_s, large_s = yield from _timed(partial(_reduce, n, device) for n in tensor_bytes)
     hops = max(2 * (world_size - 1), 1)
     dense = fit_cost(
         small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in tensor_bytes)
@@ -336,55 +330,44 @@ def probe(
 def _large_bytes(rank: int, world_size: int) -> Collective[int]:
     """Of the larger message that is measured, the same on every rank."""
     for num_bytes in LARGE_BYTES[:-1]:
-        small_s, large_s = yield from _at_once(
-            rank, world_size, (SMALL_BYTES, num_bytes), distance=1, repeats=2
-        )
+        tried = (SMALL_BYTES, num_bytes)
+        small_s, large_s = yield from _timed(partial(_pass_on, rank, world_size, n) for n in tried)
         taken_s = yield AllGather(_SECONDS.pack(large_s - small_s))
         if max(seconds for (seconds,) in map(_SECONDS.unpack, taken_s)) >= _LONG_S:
             return num_bytes
     return LARGE_BYTES[-1]
 
 
-def probe_pairs(rank: int, world_size: int, *, repeats: int) -> Collective[dict[int, LinkCost]]:
+def probe_pairs(rank: int, world_size: int) -> Collective[dict[int, LinkCost]]:
     """What a message costs to this rank, by the rank that it comes from: those 1, 2, 4, ... before
     it. Every rank receives one from as far away at once. The rest is as of `probe`.
     """
     found = dict[int, LinkCost]()
     sizes = SMALL_BYTES, (yield from _large_bytes(rank, world_size))
     for distance in (1 << bit for bit in range((world_size - 1).bit_length())):
-        small_s, large_s = yield from _at_once(
-            rank, world_size, sizes, distance=distance, repeats=repeats
-        )
+        passes = [partial(_pass_on, rank, world_size, n, distance) for n in sizes]
+        small_s, large_s = yield from _timed(passes)
         found[(rank - distance) % world_size] = fit_cost(small_s, large_s, *sizes)
     return found
 
 
-def _at_once(
-    rank: int, world_size: int, sizes: tuple[int, int], *, distance: int, repeats: int
-) -> Collective[list[float]]:
-    """The least seconds that messages of these sizes take, where all ranks begin at once."""
-    fastest_s = dict.fromkeys(sizes, float("inf"))
-    for num_bytes in sizes * repeats:
-        yield AllGather(b".")  # nobody is at another message any more
-        begin_s = yield Now()
-        yield from _pass_on(rank, world_size, num_bytes, distance)
-        fastest_s[num_bytes] = min(fastest_s[num_bytes], (yield Now()) - begin_s)
-    return [*fastest_s.values()]
-
-
-def _fastest(
-    repeats: int, makes: Sequence[Callable[[], Collective[None]]]
-) -> Collective[list[float]]:
-    """The least seconds that each takes. They take turns, so that a disturbance does not hit all
-    repeats of one of them.
+def _timed(makes: Iterable[Callable[[], Collective[None]]]) -> Collective[list[float]]:
+    """Seconds that each takes, where all ranks begin at once. They are those of the repeat whose
+    slowest rank was the fastest, the same on all ranks: of messages that share a line another one
+    is the first each time.
     """
-    durations_s: list[list[float]] = [[] for _ in makes]
-    for _ in range(repeats):
-        for make, durations in zip(makes, durations_s, strict=True):
+    found = []
+    for make in makes:
+        mine = []
+        for _ in range(REPEATS):
+            yield AllGather(b".")  # nobody is at another message any more
             begin_s = yield Now()
             yield from make()
-            durations.append((yield Now()) - begin_s)
-    return [min(durations) for durations in durations_s]
+            mine.append((yield Now()) - begin_s)
+        reports = yield AllGather(_DURATIONS.pack(*mine))
+        slowest_s = list(map(max, zip(*map(_DURATIONS.unpack, reports), strict=True)))
+        found.append(mine[slowest_s.index(min(slowest_s))])
+    return found
 
 
 def _pass_on(rank: int, world_size: int, num_bytes: int, distance: int = 1) -> Collective[None]:

@@ -72,7 +72,6 @@ from offbeat.strategies.options import require_one_of
 
 _SEEN: Final = 20
 _MOST_RANKS: Final = 64
-_REPEATS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,8 +341,8 @@ class Chooser(Callback):
         context = self._context
         parameters = list(context.parameters.values())
         sample, driver = parameters[0], context.driver
-        costs = CheapestCollective.measure(driver, self._stream, sample=sample, repeats=_REPEATS)
-        work = probe_pairs(driver.rank, driver.world_size, repeats=_REPEATS)
+        costs = CheapestCollective.measure(driver, self._stream, sample=sample)
+        work = probe_pairs(driver.rank, driver.world_size)
         heard = [
             (rank, *astuple(cost)) for rank, cost in driver.run(work, self._stream.next()).items()
         ]
