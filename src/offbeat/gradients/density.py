@@ -23,6 +23,10 @@ What the links afford:
     allowed = max(allowed, 1.5 * least)
     dense, where that costs at most `allowed`; else the largest density whose cheapest exchange does
 
+An exchange costs what its messages take, and what a processor takes to select, write, read and add
+its entries: on fast links most of it. Where that did not count, two thirds of a million entries
+were chosen at 10 Gbit/s, and steps took twice as long as `AllReduce`'s (`benchmarks/auto.py`).
+
 What `least` costs no density avoids. Where most of it is latency, many more entries cost hardly
 more, and withholding them would lose accuracy for nothing. With a density of 0.01 in its place
 mnist is 0.8 points worse (`benchmarks/parity.py`, mnist, GTopK), and all at once instead of by
