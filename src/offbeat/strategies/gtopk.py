@@ -67,8 +67,9 @@ class GTopK(SparseGradientStrategy):
     Args:
         density: fraction of entries that travel, in (0, 1]; "auto": the largest whose exchange
             costs at most a tenth of the time between two exchanges, by what links, entries and
-            steps are measured to take, and everything, as `AllReduce` sends it, where that is as cheap; at
-            most 0.02 where Adam's scaling is taken over. It is looked at again now and then.
+            steps are measured to take, and everything, as `AllReduce` sends it, where that is as
+            cheap; at most 0.02 where Adam's scaling is taken over. It is looked at again now and
+            then.
         collective: "reduce_scatter" and "tree" apply the k largest of the sum, and "paper" is the
             tree that puts back as published, with the optimizer's momentum; "all_gather" applies
             all entries that any rank sent, and "global" the k largest of them; "dense" sends
