@@ -337,6 +337,8 @@ def source() -> Origin:
     """
     words, kept = iter(sys.argv[1:]), list[str]()
     for word in words:
+        if word == "--own-rate":
+            kept.append(word)
         if word in ("--images", "--text", "--steps", "--lr", "--workers"):
             kept += [word, Path(next(words)).name]
     here = origin(None)

@@ -152,8 +152,11 @@ def main() -> None:
     runs = Runs(kept, asked.seconds, again=asked.again)
     found: dict[str, Mapping[str, Result]] = {}
     rows: list[Row] = []
+    tasks = set(asked.tasks.split(","))
+    if asked.own_rate:
+        tasks &= OWN_RATE.keys()
     for case in cases_of(asked):
-        if case.name not in asked.tasks.split(","):
+        if case.name not in tasks:
             continue
         chosen = [one for one in CONTESTANTS if one is BASELINE or one.label in wanted]
         if asked.own_rate:

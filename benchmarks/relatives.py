@@ -212,7 +212,7 @@ def seconds_to_metric(asked: argparse.Namespace, directory: Path) -> Iterator[Ro
     chosen = [one for one in asked.chosen if not one.spec.startswith("ddp-")]
     for case in parity.cases_of(asked):
         target: float | None = None
-        for one in (BASELINE, *chosen):
+        for one in (replace(each, tuned_with=(0,)) for each in (BASELINE, *chosen)):
             lr = tuned(case, one, runs) if case.name in asked.tasks.split(",") else None
             if lr is None:
                 continue

@@ -129,6 +129,7 @@ class EmulatedRecorder(StepRecorder):
                 step=self.run.schedule.position.step,
                 seconds=self.elapsed_s,
                 met_s=self.met_s,
+                survives_death=self._survives_death,
             )
         )
 

@@ -64,7 +64,13 @@ def choosing(to: str, *, back: bool = False) -> Iterator[None]:
 
 
 def changes(
-    rank: int, world_size: int, *, to: str, make: str = "SGD", dies_at: int = LOOK + 40
+    rank: int,
+    world_size: int,
+    *,
+    to: str,
+    back: bool = False,
+    make: str = "SGD",
+    dies_at: int = LOOK + 40,
 ) -> dict[str, Any]:
     """After a few steps `to` is predicted to be far faster, and takes over. The last rank may be
     killed later.
@@ -73,7 +79,7 @@ def changes(
     model = make_net()
     optimizer = getattr(torch.optim, make)(model.parameters(), lr=0.01)
     found: dict[str, Any] = {"blamed": None}
-    with choosing(to):
+    with choosing(to, back=back):
         try:
             with offbeat.attach(model, optimizer, "auto") as session:
                 train(model, optimizer, rank, range(LOOK + 1))
@@ -116,6 +122,17 @@ def test_the_others_go_on_where_what_took_over_survives(run_ranks: RunRanks, die
     for result in results[:2]:
         assert sum("stays with wagma" in notice for notice in result["notices"]) == 1
         assert sum("wagma stays, since a worker" in notice for notice in result["notices"]) == 1
+
+
+def test_the_others_stay_where_one_dies_after_a_look_and_before_the_change(
+    run_ranks: RunRanks,
+) -> None:
+    results = run_ranks(changes, 3, to="wagma", back=True, dies_at=20, may_die=[2])
+    for result in results[:2]:
+        assert result["blamed"] is None
+        assert any("goes over to allreduce" in notice for notice in result["notices"])
+        assert any("wagma stays, since a worker" in notice for notice in result["notices"])
+    assert results[0]["fingerprint"] == results[1]["fingerprint"]
 
 
 def goes_back(rank: int, world_size: int) -> dict[str, Any]:

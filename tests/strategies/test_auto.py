@@ -356,6 +356,14 @@ def test_a_resumed_run_goes_on_with_what_was_at_work_or_about_to_be(
             assert torch.equal(one, other)
 
 
+def test_a_run_that_is_resumed_just_before_a_look_has_seen_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = choosing(monkeypatch, fastest("gtopk"), num_steps=FIRST_LOOK + 2, stop=FIRST_LOOK - 1)
+    for at_work, _, _ in ranks:
+        assert set(at_work) == {"allreduce"}
+
+
 def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

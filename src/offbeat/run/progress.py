@@ -93,12 +93,14 @@ class Paused:
         step: optimizer steps done.
         seconds: training time of this attempt.
         met_s: the last part of it, in which it waited for the others before clocks stop.
+        survives_death: as of `WorkerProgress`.
     """
 
     rank: int
     step: int
     seconds: float
     met_s: float = 0.0
+    survives_death: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

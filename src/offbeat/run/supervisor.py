@@ -288,8 +288,9 @@ class WorkerGroup:
                     self._record_return(report)
                 case Remark(text=text):
                     self._on_notice(text)
-                case Paused(step=step, seconds=seconds, met_s=met_s):
-                    worker.paused_at, worker.seconds, worker.met_s = step, seconds, met_s
+                case Paused():
+                    worker.paused_at, worker.met_s = report.step, report.met_s
+                    worker.seconds, worker.survives_death = report.seconds, report.survives_death
                 case WorkerProgress():
                     worker.seconds, worker.survives_death = report.seconds, report.survives_death
                     if self._program.ends_alone and report.survives_death:
@@ -364,7 +365,7 @@ class WorkerGroup:
             if worker.rank not in self._died:
                 self._died.append(worker.rank)
             if not self.peers_go_on:
-                self._read_what_is_there(worker)  # its own last report may say so
+                self._read_rest(worker)  # its own last report may say so
             if self.peers_go_on and not worker.death_recorded:
                 worker.death_recorded = True
                 self._record_death(worker)
@@ -447,16 +448,21 @@ class WorkerGroup:
         worker.survives_death = old.survives_death  # the others go on if it dies again
         self._watch(worker)
 
-    def _read_what_is_there(self, worker: LocalWorker) -> None:
-        """A process that it has started may hold its pipe open, so nothing is waited for."""
-        if worker.pipe in self._selector.get_map() and select.select([worker.pipe], [], [], 0)[0]:
-            self._read(worker)
+    def _read_rest(self, worker: LocalWorker) -> None:
+        """Read what a dead process has written. One that it has started may hold the pipe open, so
+        nothing is waited for.
+        """
+        if worker.pipe not in self._selector.get_map():
+            return
+        ready = select.poll()
+        ready.register(worker.pipe, select.POLLIN)
+        while ready.poll(0) and self._read(worker):
+            pass
 
     def _drain(self, worker: LocalWorker) -> None:
-        """Read everything that a dead process has written."""
+        """`_read_rest` of a process that nobody listens to any more."""
+        self._read_rest(worker)
         if worker.pipe in self._selector.get_map():
-            while self._read(worker):
-                pass
             self._selector.unregister(worker.pipe)
 
     def _close(self) -> None:

@@ -306,8 +306,8 @@ class _Machine(Machine):
         return self._run.copy_s_per_byte * num_bytes
 
     def selecting_s(self, num_elements: int, k: int, codec: TopKCodec) -> float:
-        network = self._run.network
-        return network.select_s_per_element * num_elements + network.entries_s(k, read_again=1)
+        network = self._run.network  # whose costs are what a simulated rank measures again
+        return network.select_s_per_element * num_elements + network.entries_s(k, read_again=0)
 
     def coding_s(self, num_elements: int, values: ValueCodec) -> float:
         return USUAL_CODING_S * num_elements

@@ -245,8 +245,8 @@ class Chooser(Callback):
         if self._must_agree:
             self._meet(self._agree)
         if self._standing.wanted:
-            self._change()
-        elif self._standing.is_due() and self._may_look(self._standing.at_work):
+            self._change_together()
+        elif self._seen and self._standing.is_due() and self._may_look(self._standing.at_work):
             self._meet(self._look)
         self._ended = self._clock(), self._worked_s()
 
@@ -262,7 +262,7 @@ class Chooser(Callback):
         is_alone = self._context.island.size == 1
         return self._is_connected and (is_alone or CANDIDATES[at_work].keeps_step)
 
-    def _meet(self, ask: Callable[[], None]) -> None:
+    def _meet(self, ask: Callable[[], object]) -> None:
         """Collective, unless one of ranks that go on without it has died. They may be at other
         steps, and whoever comes first waits here.
         """
@@ -420,6 +420,15 @@ class Chooser(Callback):
         later, coming = ({name: both[n] for name, both in ordered.items()} for n in (0, 1))
         return later, coming
 
+    def _change_together(self) -> None:
+        """`_change`, unless one of ranks that go on without it has died since they looked."""
+        if not self._keeps_step:
+            self._meet(lambda: self._gather(None))
+        if self._is_connected:
+            self._change()
+        else:
+            self._standing.wanted = ""
+
     def _change(self) -> None:
         standing = self._standing
         if self._context.switch(built(standing.wanted), self, standing.num_steps):
@@ -445,8 +454,8 @@ class Chooser(Callback):
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._take(state["replicated"])
-        self._must_agree = self._is_connected and not self._keeps_step
-        if self._standing.wanted:
+        self._must_agree = not self._keeps_step and self._may_look(self._standing.at_work)
+        if self._standing.wanted and not self._must_agree:
             self._change()  # the coming step is the last one, as it was to be
 
     def _take(self, standing: Mapping[str, Any]) -> None:
