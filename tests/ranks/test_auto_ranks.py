@@ -56,7 +56,7 @@ def choosing(to: str, *, back: bool = False) -> Iterator[None]:
         patch.object(choice, "FIRST_LOOK", LOOK),
         # However little of a step is waiting.
         patch.object(choice, "LEAST_MARGIN", float("-inf")),
-        patch.object(choice, "CORES_BESIDE", 0.0),
+        patch.object(choice.Candidate, "on_processors_s", lambda self, step_s, *_, **__: step_s),
         patch.object(choice, "EVERY", 20 if to == "wagma" else choice.EVERY),
         patch.object(choice, "BETWEEN_CHANGES", 10),
     ):

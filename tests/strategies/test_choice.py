@@ -8,6 +8,7 @@ import pytest
 from offbeat import LocalSGD
 from offbeat.strategies.choice import (
     AVERAGES_IN_A_STEP,
+    BESIDE_S,
     BETWEEN_CHANGES,
     CANDIDATES,
     EVERY,
@@ -121,12 +122,19 @@ def test_a_step_as_expected_is_no_news() -> None:
     assert Standing().is_news(1.0)  # nothing was expected yet
 
 
+def test_what_averages_beside_training_needs_processors_beside_it() -> None:
+    """Four ranks of two cores, in steps of .1 s: idle for the most part, or busy all the time."""
+    wagma, gtopk = CANDIDATES["wagma"], CANDIDATES["gtopk"]
+    for processors_s, expected_s in ((0.01, 0.1), (0.05, 0.05 / 0.5 + BESIDE_S * 1e6 / 0.5)):
+        step_s = wagma.on_processors_s(0.1, 1_000_000, processors_s=processors_s, cores=0.5)
+        assert step_s == pytest.approx(expected_s)
+    assert gtopk.on_processors_s(0.1, 1_000_000, processors_s=0.1, cores=0.5) == 0.1
+
+
 def test_what_does_not_fit_is_no_candidate() -> None:
     gtopk, wagma = CANDIDATES["gtopk"], CANDIDATES["wagma"]
-    assert gtopk.fits(1000, free_bytes=10_001, cores=1)
-    assert not gtopk.fits(1000, free_bytes=10_000, cores=1)
-    assert wagma.fits(1000, free_bytes=1e6, cores=2)
-    assert not wagma.fits(1000, free_bytes=1e6, cores=1.5)
+    assert gtopk.fits(1000, free_bytes=10_001)
+    assert not gtopk.fits(1000, free_bytes=10_000)
     assert gtopk.stays_near(0.0)
     assert wagma.stays_near(AVERAGES_IN_A_STEP)
     assert not wagma.stays_near(AVERAGES_IN_A_STEP / 2)

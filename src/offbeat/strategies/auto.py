@@ -37,10 +37,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
+import platform
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
@@ -175,12 +178,15 @@ def _names(given: tuple[str, ...] | str) -> tuple[str, ...]:
 
 
 class _Step(NamedTuple):
-    """Of this rank, in seconds; without waits, but for the whole."""
+    """Of this rank, in seconds; without waits, but for the whole. `processors_s` is what all
+    threads took.
+    """
 
     whole_s: float
     computed_s: float
     backward_s: float
     optimizer_s: float
+    processors_s: float
 
 
 class Chooser(Callback):
@@ -208,7 +214,7 @@ class Chooser(Callback):
         self._ready_s = [0.0] * len(context.parameters)
         # The end of the last step on both clocks; when the backward pass and the optimizer's step
         # began.
-        self._ended: tuple[float, float] | None = None
+        self._ended: tuple[float, float, float] | None = None
         self._began_s = self._updates_s = self._backward_s = 0.0
 
     # Timing
@@ -238,8 +244,14 @@ class Chooser(Callback):
     def on_after_step(self) -> None:
         now_s, worked_s = self._clock(), self._worked_s()
         if self._ended is not None:
-            step_s = now_s - self._ended[0], worked_s - self._ended[1]
-            self._seen.append(_Step(*step_s, self._backward_s, worked_s - self._updates_s))
+            clocks = now_s, worked_s, time.process_time()
+            whole_s, computed_s, processors_s = (
+                now - then for now, then in zip(clocks, self._ended, strict=True)
+            )
+            optimizer_s = worked_s - self._updates_s
+            self._seen.append(
+                _Step(whole_s, computed_s, self._backward_s, optimizer_s, processors_s)
+            )
         self._backward_s = 0.0
         self._standing.num_steps += 1
         if self._must_agree:
@@ -248,7 +260,7 @@ class Chooser(Callback):
             self._change_together()
         elif self._seen and self._standing.is_due() and self._may_look(self._standing.at_work):
             self._meet(self._look)
-        self._ended = self._clock(), self._worked_s()
+        self._ended = self._clock(), self._worked_s(), time.process_time()
 
     # Choosing
 
@@ -287,6 +299,7 @@ class Chooser(Callback):
 
     def _look(self) -> None:
         """Collective."""
+        device = next(iter(self._context.parameters.values())).device
         said = self._gather(
             {
                 "whole_s": [step.whole_s for step in self._seen],
@@ -294,7 +307,10 @@ class Chooser(Callback):
                 "backward_s": median(step.backward_s for step in self._seen),
                 "optimizer_s": median(step.optimizer_s for step in self._seen),
                 "ready_s": self._ready_s,
-                "free_bytes": _free_bytes(next(iter(self._context.parameters.values())).device),
+                "memory": _memory(device),
+                "free_bytes": _free_bytes(device),
+                "processors_s": median(step.processors_s for step in self._seen),
+                "host": _host(),
                 "cores": _cores(),
             }
         )
@@ -392,19 +408,25 @@ class Chooser(Callback):
         each rank simulates some of them.
         """
         context = self._context
-        free_bytes, cores = (min(each[key] for each in said) for key in ("free_bytes", "cores"))
+        ranks_on = Counter(each["host"] for each in said)
+        sharing = Counter(each["memory"] for each in said)
+        free_bytes = min(each["free_bytes"] / sharing[each["memory"]] for each in said)
+        cores = min(each["cores"] / ranks_on[each["host"]] for each in said)
+        processors_s = fmean(each["processors_s"] for each in said)
         num_elements = sum(tensor.num_elements for tensor in run.tensors)
         possible = self._auto.candidates(context)
         mine: dict[str, tuple[float, float]] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
-            fits = candidate.fits(num_elements, free_bytes=free_bytes, cores=cores)
+            fits = candidate.fits(num_elements, free_bytes=free_bytes)
             if number % context.driver.world_size == context.driver.rank and (
                 fits or name == self._standing.at_work
             ):
                 try:
                     predicted = predict(strategy, run, period=candidate.period)
-                    coming_s = step_s = predicted.step_s
+                    coming_s = step_s = candidate.on_processors_s(
+                        predicted.step_s, num_elements, processors_s=processors_s, cores=cores
+                    )
                     if candidate.begins_as and name != self._standing.at_work:
                         begins_s = predict(built(candidate.begins_as), run).step_s
                         coming_s += candidate.beginning * (begins_s - step_s)
@@ -464,22 +486,29 @@ class Chooser(Callback):
         self._standing = Standing(**{**standing, "decisions": decisions})
 
 
+def _memory(device: torch.device) -> str:
+    """The same for ranks that share it."""
+    uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
+    return f"{_host()} {uuid}"
+
+
 def _free_bytes(device: torch.device) -> float:
-    """Memory that this rank may still take: its share of the host's, or its GPU's."""
+    """Memory that they may still take."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / _ranks_here()
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _cores() -> float:
-    """This rank's share of the host's."""
+def _cores() -> int:
+    """Those on which this rank may compute."""
     has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return cores / _ranks_here()
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
-def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _host() -> str:
+    """The same for ranks that share processors."""
+    booted = Path("/proc/sys/kernel/random/boot_id")
+    return booted.read_text() if booted.exists() else platform.node()
 
 
 def _device_costs(sample: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:

@@ -33,8 +33,10 @@ AVERAGES_IN_A_STEP: Final = 0.75
 steps to equal quality were counted: `charlm` ended 1.1% worse than AllReduce with an average in
 each step, and 3.4% with one in every second (two seeds, ranks emulated in one process)."""
 
-CORES_BESIDE: Final = 2.0
-"""Of a rank, where models are averaged beside training."""
+BESIDE_S: Final = 1e-8
+"""What a processor takes for each element and step where models are averaged beside training
+(`benchmarks/auto.py`, medium, 10 Gbit/s).
+"""
 
 _PAUSE: Final = 5.0
 """A step in which a rank computes so many times as long as in others is not looked at."""
@@ -77,11 +79,22 @@ class Candidate:
     begins_as: str = ""
     beginning: float = 0.0
 
-    def fits(self, num_elements: int, *, free_bytes: float, cores: float) -> bool:
-        """Whether a rank with so many parameters, so much memory and so many cores can have it."""
-        return self.bytes_per_parameter * num_elements < _FREE_MEMORY * free_bytes and (
-            self.keeps_step or cores >= CORES_BESIDE
-        )
+    def fits(self, num_elements: int, *, free_bytes: float) -> bool:
+        """Whether a rank with so many parameters and so much memory can have it."""
+        return self.bytes_per_parameter * num_elements < _FREE_MEMORY * free_bytes
+
+    def on_processors_s(
+        self, step_s: float, num_elements: int, *, processors_s: float, cores: float
+    ) -> float:
+        """A step of `step_s` on a rank that has so many cores to itself, where all its threads take
+        `processors_s` in each step as it is now.
+
+        >>> CANDIDATES["wagma"].on_processors_s(0.1, 5_000_000, processors_s=0.05, cores=0.5)
+        0.2
+        """
+        if self.keeps_step:
+            return step_s  # what it does beside training was seen, or is part of the prediction
+        return max(step_s, (processors_s + BESIDE_S * num_elements) / cores)
 
     def stays_near(self, exchanges: float) -> bool:
         """Whether models do, of which so many averages come in a step."""
