@@ -11,7 +11,6 @@ finished when one worker has finished.
 from __future__ import annotations
 
 import secrets
-import select
 import selectors
 import signal
 import sys
@@ -454,10 +453,10 @@ class WorkerGroup:
         """
         if worker.pipe not in self._selector.get_map():
             return
-        ready = select.poll()
-        ready.register(worker.pipe, select.POLLIN)
-        while ready.poll(0) and self._read(worker):
-            pass
+        with selectors.DefaultSelector() as ready:
+            ready.register(worker.pipe, selectors.EVENT_READ)
+            while ready.select(0) and self._read(worker):
+                pass
 
     def _drain(self, worker: LocalWorker) -> None:
         """`_read_rest` of a process that nobody listens to any more."""
