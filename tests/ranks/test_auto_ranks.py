@@ -319,7 +319,8 @@ def test_a_worker_that_died_comes_back_to_what_goes_on_without_it(
     first, second, _ = run_ranks(returns, 3, back=back, wanted=wanted, may_die=[2])
     newcomer = expected.value()
     assert newcomer["at_work"] == "wagma"
-    assert newcomer["start"] == LOOK + 45  # where the others wait for it
+    # The others wait for it there; whoever hears first that it has come goes on.
+    assert LOOK + 45 <= newcomer["start"] < END
     assert newcomer["fingerprint"] == first["fingerprint"] == second["fingerprint"]
 
 
