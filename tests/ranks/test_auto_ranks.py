@@ -320,7 +320,7 @@ def test_a_worker_that_died_comes_back_to_what_goes_on_without_it(
     newcomer = expected.value()
     assert newcomer["at_work"] == "wagma"
     # The others wait for it there; whoever hears first that it has come goes on.
-    assert LOOK + 45 <= newcomer["start"] < END
+    assert LOOK + 45 <= newcomer["start"] <= END
     assert newcomer["fingerprint"] == first["fingerprint"] == second["fingerprint"]
 
 
