@@ -212,7 +212,7 @@ class Chooser(Callback):
         self._is_connected = has_connections and 1 < context.driver.world_size <= _MOST_RANKS
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
         self._ready_s = [0.0] * len(context.parameters)
-        # The end of the last step on both clocks; when the backward pass and the optimizer's step
+        # The end of the last step on both clocks and that of processors' time; when the backward pass and the optimizer's step
         # began.
         self._ended: tuple[float, float, float] | None = None
         self._began_s = self._updates_s = self._backward_s = 0.0
@@ -424,9 +424,11 @@ class Chooser(Callback):
             ):
                 try:
                     predicted = predict(strategy, run, period=candidate.period)
-                    coming_s = step_s = candidate.on_processors_s(
-                        predicted.step_s, num_elements, processors_s=processors_s, cores=cores
-                    )
+                    coming_s = step_s = predicted.step_s
+                    if name != self._standing.at_work:  # whose work is in `processors_s` already
+                        coming_s = step_s = candidate.on_processors_s(
+                            step_s, num_elements, processors_s=processors_s, cores=cores
+                        )
                     if candidate.begins_as and name != self._standing.at_work:
                         begins_s = predict(built(candidate.begins_as), run).step_s
                         coming_s += candidate.beginning * (begins_s - step_s)
