@@ -212,8 +212,8 @@ class Chooser(Callback):
         self._is_connected = has_connections and 1 < context.driver.world_size <= _MOST_RANKS
         self._seen: deque[_Step] = deque(maxlen=_SEEN)
         self._ready_s = [0.0] * len(context.parameters)
-        # The end of the last step on both clocks and that of processors' time; when the backward pass and the optimizer's step
-        # began.
+        # The end of the last step on both clocks and that of the processors; when the backward pass
+        # and the optimizer's step began.
         self._ended: tuple[float, float, float] | None = None
         self._began_s = self._updates_s = self._backward_s = 0.0
 
