@@ -32,6 +32,8 @@ from _ranks import run_ranks
 from _results import Figure
 from offbeat.codec import cuda
 from offbeat.strategies.base import Strategy
+from offbeat_lab.plan.shipped import low_rank_cost, shipped_profile
+from offbeat_lab.plan.timing import hook_s, own_low_rank_s, usual_s
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BYTES_AN_ELEMENT = 12
@@ -298,6 +300,75 @@ def figures_of_waits(case: str, table: str, lines: Counter[str]) -> Iterator[Row
     yield Figure(case=case, table=table, column="where", value=where or "nowhere")
 
 
+NETWORKS = ("resnet20", "resnet50", "gpt2", "vgg16")
+RANKS = (1, 4)
+
+
+def low_rank(quick: bool) -> Iterator[Row]:
+    """What PowerSGD computes for a model's gradients, in a world of one, beside 44 bytes an element
+    at the speed of a copy, which is what the accesses of torch's hook take at least.
+    """
+    source, target = torch.zeros(2, 1 << 20 if quick else 1 << 27, device=DEVICE)
+    bytes_per_s = 2 * source.nbytes / usual_s(lambda: target.copy_(source), DEVICE)
+    for name in NETWORKS[:1] if quick else NETWORKS:
+        parameters = [
+            torch.nn.Parameter(
+                torch.zeros(each.num_elements, device=DEVICE).view(each.rows, -1).squeeze(0)
+            )
+            for each in shipped_profile(name).tensors
+        ]
+        num_elements = sum(parameter.numel() for parameter in parameters)
+        case = f"{name}: {len(parameters)} tensors, {num_elements / 1e6:.3g} M"
+        for column, seconds in (("torch's hook", hook_s), ("offbeat", own_low_rank_s)):
+            for rank in RANKS:
+                yield Figure(
+                    case=case,
+                    table="low rank",
+                    column=f"{column}, rank {rank}, ms",
+                    value=1e3 * seconds(parameters, rank),
+                    bound=1e3 * low_rank_cost(bytes_per_s) * num_elements,
+                )
+
+
+def outer(quick: bool) -> Iterator[Row]:
+    """Memory of the device that an outer optimizer takes, and an average's time, a world of one."""
+    model = transformer(quick)
+    optimizer = adam(model)
+    step = trainer(model, optimizer, quick=quick)
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    makes: dict[str, Callable[[], Strategy]] = {
+        "none": lambda: offbeat.LocalSGD(period=PERIOD, warmup=0),
+        "on the device": lambda: offbeat.LocalSGD(period=PERIOD, warmup=0, outer=offbeat.Outer()),
+        "on the host": lambda: offbeat.LocalSGD(
+            period=PERIOD, warmup=0, outer=offbeat.Outer(offload=True)
+        ),
+    }
+    for name, make in makes.items():
+        with offbeat.attach(model, optimizer, make()):
+            for _ in range(2 * PERIOD):
+                step()
+            seconds = [[timed(step) for _ in range(PERIOD)] for _ in range(3 if quick else 7)]
+            if DEVICE.type == "cuda":
+                kept = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                for _ in range(PERIOD):
+                    step()
+                peak = torch.cuda.max_memory_allocated()
+                for column, value in (("kept", kept), ("at most", peak)):
+                    yield Figure(
+                        case=name,
+                        table="outer",
+                        column=f"{column}, bytes a parameter",
+                        value=value / num_elements,
+                    )
+        for column, each in (
+            ("step with an average, ms", [period[-1] for period in seconds]),
+            ("other steps, ms", [period[1] for period in seconds]),
+        ):
+            value = 1e3 * sorted(each)[len(each) // 2]
+            yield Figure(case=name, table="outer", column=column, value=value)
+
+
 INTERVAL = 10
 """Steps from one with factors and inversions to the next."""
 UPDATE, PRECONDITION = "K-FAC, factors and inverses", "K-FAC, preconditions alone"
@@ -424,6 +495,8 @@ def main() -> None:
         "waits": lambda: waits(asked.quick),
         "steps": lambda: steps(SMALL_BATCH, asked.quick),
         "long steps": lambda: steps(LARGE_BATCH, asked.quick),
+        "low rank": lambda: low_rank(asked.quick),
+        "outer": lambda: outer(asked.quick),
         "two ranks": lambda: two_ranks(asked.quick),
         "kfac": lambda: kfac(asked.quick),
     }

@@ -16,6 +16,7 @@ from gpu_support import DEVICE
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.errors import PeerError
 from offbeat.strategies.by_name import build_strategy, parse_spec
+from offbeat.strategies.choice import FIRST_LOOK
 from ranks_support.launch import RunRanks
 
 EXACT = [
@@ -225,3 +226,28 @@ def dies(rank: int, world_size: int, *, device: str) -> str:
 def test_a_death_is_named_on_a_gpu(run_ranks: RunRanks, device: torch.device) -> None:
     said = run_ranks(dies, 2, device=device.type, timeout_s=60.0, may_die={1})
     assert "rank 1" in said[0]
+
+
+def chooses(rank: int, world_size: int, *, device: str) -> dict[str, Any]:
+    at = torch.device(device)
+    model = net(at).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with offbeat.attach(model, optimizer, "auto") as session:
+        for step in range(FIRST_LOOK + 10):
+            inputs, labels = batch(rank, step, at)
+            torch.nn.functional.cross_entropy(model(inputs.float()), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        decisions = [decision.step for decision in session.decisions]
+    return {"total": sum(float(p.detach().double().sum()) for p in model.parameters())} | {
+        "decisions": decisions
+    }
+
+
+@pytest.mark.ranks
+def test_auto_looks_once_and_ranks_end_alike_on_a_gpu(
+    run_ranks: RunRanks, device: torch.device
+) -> None:
+    ran = run_ranks(chooses, 2, device=device.type, timeout_s=120.0)
+    assert len(ran[0]["decisions"]) == 1
+    assert ran[0] == ran[1]
