@@ -209,7 +209,7 @@ def new_nccl_backend(
 
 
 def for_each(
-    operation: Literal["add_", "copy_", "div_", "lerp_", "mul_", "norm"],
+    operation: Literal["add_", "copy_", "div_", "lerp_", "mul_", "norm", "zero_"],
     tensors: Sequence[torch.Tensor],
     *others: Any,
     **options: Any,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils.data import Dataset
 
 import offbeat
 from offbeat.errors import OffbeatError, PeerError
+from offbeat.gradients.exchange import GradientExchange
 from offbeat.simulation.measured import MeasuredRun, Predicted
 from offbeat.strategies import auto, choice
 from offbeat.strategies.base import Strategy
@@ -82,8 +85,13 @@ def changes(
     with choosing(to, back=back):
         try:
             with offbeat.attach(model, optimizer, "auto") as session:
-                train(model, optimizer, rank, range(LOOK + 1))
+                train(model, optimizer, rank, range(LOOK - 1))
+                before = [
+                    weakref.ref(one) for one in gc.get_objects() if type(one) is GradientExchange
+                ]
+                train(model, optimizer, rank, range(LOOK - 1, LOOK + 1))
                 found["at_work"] = session.acting.name
+                found["freed"] = [one() is None for one in before]
                 train(model, optimizer, rank, range(LOOK + 1, dies_at))
                 if dies_at < LOOK + 40 and rank == world_size - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -103,6 +111,7 @@ def test_the_strategy_takes_over_and_all_ranks_end_alike(
 ) -> None:
     results = run_ranks(changes, 3, to=to, make=make)
     assert [result["at_work"] for result in results] == [to] * 3
+    assert [result["freed"] for result in results] == [[True]] * 3
     assert any(f"goes over to {to}" in notice for notice in results[0]["notices"])
     assert len({result["fingerprint"] for result in results}) == 1
 

@@ -34,6 +34,7 @@ from typing_extensions import override
 from offbeat.codec.tally import Tally
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum, launch_sums
+from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Stream
 
 _MAX_SHARE = 0.5  # of the elements of a parameter that its P and Q may have
@@ -45,22 +46,15 @@ class _Matrix:
 
     Attributes:
         name: the parameter's.
-        begin: its first element's place in the bucket.
+        position: the parameter's, in the bucket.
         rows: n.
-        columns: m.
         right: Q transposed, shape (r, m), the same on every rank.
     """
 
     name: str
-    begin: int
+    position: int
     rows: int
-    columns: int
     right: torch.Tensor
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its place in a buffer, shape (n, m)."""
-        size = self.rows * self.columns
-        return flat[self.begin : self.begin + size].view(self.rows, self.columns)
 
 
 class RightFactors:
@@ -124,6 +118,7 @@ class LowRankReduction(ResidualReduction):
     ) -> None:
         super().__init__(bucket, driver, stream)
         self._rights = rights
+        self._sizes = [parameter.numel() for parameter in bucket.parameters]
         self._matrices, self._whole = _split(bucket, rank, self._residual)
         rights.add(self)
         # What one exchange leaves for the methods that end it, from `launch` on:
@@ -139,10 +134,19 @@ class LowRankReduction(ResidualReduction):
         begin_s, mine = time.perf_counter(), self._mine
         tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
         # Factors are kept and multiplied by rows: thin columns take up to 16 times as long.
-        lefts = [each.right @ each.of(mine).T for each in self._matrices]
-        parts = [*lefts, *(mine[part] for part in self._whole)]
+        matrices, whole = self._places(mine)
+        lefts = [
+            each.right @ matrix.T for each, matrix in zip(self._matrices, matrices, strict=True)
+        ]
+        parts = [*lefts, *whole]
         self._sum = TalliedSum(parts, tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s
+
+    def _places(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """In a buffer: the matrices, each of shape (n, m), and what travels whole."""
+        places = flat.split(self._sizes)
+        matrices = [places[each.position].view(each.rows, -1) for each in self._matrices]
+        return matrices, [places[position] for position in self._whole]
 
     def left_sums(self) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
         """The sums over ranks of P of each matrix, shape (r, n), and what the tally of all ranks is
@@ -163,8 +167,7 @@ class LowRankReduction(ResidualReduction):
         """
         begin_s = time.perf_counter()
         self.tally, self._lefts, self._new_rights = tally, list(lefts), []
-        for each, left in zip(self._matrices, lefts, strict=False):
-            mine = each.of(self._mine)
+        for mine, left in zip(self._places(self._mine)[0], lefts, strict=False):
             right = left @ mine
             mine.addmm_(left.T, right, alpha=-1)  # what is left of it is owed
             self._new_rights.append(right)
@@ -181,12 +184,13 @@ class LowRankReduction(ResidualReduction):
     def commit(self) -> torch.Tensor:
         begin_s, flat = time.perf_counter(), self._bucket.flat
         total = flat if flat.dtype == self._mine.dtype else torch.empty_like(self._mine)
-        for each, left, right in zip(self._matrices, self._lefts, self._new_rights, strict=True):
-            torch.mm(left.T, right, out=each.of(total))
-            each.right.copy_(right)
-        for part, summed in zip(self._whole, self._totals, strict=True):
-            total[part] = summed
-            self._mine[part] = 0
+        matrices, whole = self._places(total)
+        for matrix, left, right in zip(matrices, self._lefts, self._new_rights, strict=True):
+            torch.mm(left.T, right, out=matrix)
+        # In one call each: on a GPU the host would otherwise launch a kernel for each parameter.
+        for_each("copy_", [each.right for each in self._matrices], self._new_rights)
+        for_each("copy_", whole, self._totals)
+        for_each("zero_", self._places(self._mine)[1])
         self._residual, self._mine = self._mine, self._residual
         self._show(total)
         self._mark_unused_with_gradient()
@@ -195,7 +199,8 @@ class LowRankReduction(ResidualReduction):
 
     @override
     def send_all(self) -> None:
-        self._matrices, self._whole = [], [slice(0, self._bucket.num_elements)]
+        self._matrices, self._whole = [], [0]
+        self._sizes = [self._bucket.num_elements]
 
     @override
     def local_state(self) -> dict[str, float | torch.Tensor]:
@@ -211,11 +216,11 @@ class LowRankReduction(ResidualReduction):
                 each.right.copy_(saved)
 
 
-def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix], list[slice]]:
-    """The matrices of a bucket, and where those parameters stand that travel whole."""
+def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix], list[int]]:
+    """The matrices of a bucket, and the positions of those parameters that travel whole."""
     matrices, whole = [], []
-    for name, parameter, begin in zip(
-        bucket.names, bucket.parameters, bucket.offsets, strict=False
+    for position, (name, parameter, begin) in enumerate(
+        zip(bucket.names, bucket.parameters, bucket.offsets, strict=False)
     ):
         size = parameter.numel()
         rows = parameter.shape[0] if parameter.dim() > 1 else 1
@@ -224,11 +229,9 @@ def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix]
             # The same on every rank, and another one for each parameter.
             draw = torch.Generator().manual_seed(len(name) + begin + size)
             right = torch.randn(rank, columns, generator=draw).to(like)
-            matrices.append(
-                _Matrix(name=name, begin=begin, rows=rows, columns=columns, right=right)
-            )
+            matrices.append(_Matrix(name=name, position=position, rows=rows, right=right))
         else:
-            whole.append(slice(begin, begin + size))
+            whole.append(position)
     return matrices, whole
 
 
@@ -259,7 +262,7 @@ def orthonormal(rows: torch.Tensor) -> torch.Tensor:
         for _ in range(2 if place else 0):  # once more, for what rounding has left of the others
             shares = (before * row.unsqueeze(-2)).sum(-1, keepdim=True)
             row -= (shares * before).sum(-2)
-        rest = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+        rest = torch.linalg.vector_norm(row, dim=-1, keepdim=True) if place else norm
         keeps = rest > 1e-6 * norm
         row.mul_(torch.where(keeps, 1 / torch.where(keeps, rest, 1.0), 0.0))
     return result

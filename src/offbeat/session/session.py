@@ -8,6 +8,7 @@ checks of arguments in `attach.py`.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import sys
 from collections import defaultdict
@@ -656,8 +657,11 @@ class Session:
         leaving = [callback for callback in self._built if callback is not stays]
         others = [callback for callback in self._callbacks if callback not in leaving]
         self._counted_before = self._counted(leaving)
-        for callback in reversed(leaving):
-            callback.close()
+        self._callbacks[:], self._built = others, []
+        while leaving:
+            leaving.pop().close()
+        # They refer to each other. What they keep on a device goes before as much is taken anew.
+        gc.collect()
         self.acting = strategy
         self._built = list(strategy.build(replace(self._context, num_steps=num_steps)))
         self._callbacks[:] = [*self._built, *others]
