@@ -82,6 +82,7 @@ def changes(
     model = make_net()
     optimizer = getattr(torch.optim, make)(model.parameters(), lr=0.01)
     found: dict[str, Any] = {"blamed": None}
+    gc.disable()  # what refers to itself would stay, as it may for long
     with choosing(to, back=back):
         try:
             with offbeat.attach(model, optimizer, "auto") as session:
@@ -263,6 +264,7 @@ def island_dies(rank: int, world_size: int) -> dict[str, Any]:
     shard(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
     found: dict[str, Any] = {"blamed": None}
+    gc.disable()  # what refers to itself would stay, as it may for long
     try:
         with (
             choosing("gtopk"),

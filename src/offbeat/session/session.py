@@ -8,7 +8,6 @@ checks of arguments in `attach.py`.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import sys
 from collections import defaultdict
@@ -657,11 +656,10 @@ class Session:
         leaving = [callback for callback in self._built if callback is not stays]
         others = [callback for callback in self._callbacks if callback not in leaving]
         self._counted_before = self._counted(leaving)
+        # What they keep on a device goes before as much is taken anew.
         self._callbacks[:], self._built = others, []
         while leaving:
             leaving.pop().close()
-        # They refer to each other. What they keep on a device goes before as much is taken anew.
-        gc.collect()
         self.acting = strategy
         self._built = list(strategy.build(replace(self._context, num_steps=num_steps)))
         self._callbacks[:] = [*self._built, *others]
