@@ -73,3 +73,34 @@ def test_rows_are_orthonormal_and_dependent_ones_become_zero() -> None:
     rows[1] = 2 * rows[0]
     assert not orthonormal(rows)[1].any()
     assert not orthonormal(torch.zeros(2, 4)).any()
+
+
+def test_a_matrix_whose_first_gradient_is_zero_is_reduced_later() -> None:
+    """As below a layer that begins with zeros."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, 16, bias=False) for _ in range(2)]
+    model = torch.nn.Sequential(*layers).double()
+    torch.nn.init.zeros_(layers[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(32, 16).double()
+    with offbeat.attach(model, optimizer, offbeat.PowerSGD(rank=2)):
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+            gradient = layers[0].weight.grad
+    assert torch.linalg.matrix_rank(gradient) == 2
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_with_one_element_that_is_not_finite_is_skipped(bad: float) -> None:
+    model = torch.nn.Linear(COLUMNS, ROWS, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with offbeat.attach(model, optimizer, offbeat.PowerSGD(rank=2)) as session:
+        weights = torch.zeros(ROWS, COLUMNS).double()
+        weights[3, 7] = bad
+        (model.weight * weights).sum().backward()
+        optimizer.step()
+        assert session.stats.skipped_steps == 1
+    assert torch.equal(model.weight, before)

@@ -13,8 +13,10 @@ The exchange is linear, so there is one way for any number of ranks, and the mea
 Parameters whose P and Q would be more than half of them (vectors, thin matrices) travel whole, in
 P's message.
 
-Difference from the paper: a rank owes what its own projection has lost, and not the difference from
-the mean of all. The sum over ranks is the same, so the result is; what one rank owes is smaller.
+Differences from the paper: a rank owes what its own projection has lost, and not the difference
+from the mean of all. The sum over ranks is the same, so the result is; what one rank owes is less.
+Elements of Q that come out as zero keep their last value for the next step: with the paper's rule a
+matrix whose gradient is zero once, as below a layer that begins with zeros, is zero ever after.
 
 Replicas stay identical only as long as all ranks multiply matrices alike: on unlike processors the
 last bits may differ.
@@ -93,9 +95,13 @@ class RightFactors:
         message = torch.cat([factor.flatten() for factor in factors])
         for pending in launch_sums(self._driver, self._stream, message):
             pending.wait()
+        last = torch.cat([each.flatten() for one in self._reductions for each in one.rights])
+        # What is zero would be so for ever, and a layer whose first gradient is zero never learn.
+        coming = torch.where(message == 0, last, message)
         sizes = [factor.numel() for factor in factors]
-        for factor, part in zip(factors, message.split(sizes), strict=True):
-            factor.copy_(part.view_as(factor))
+        both = zip(message.split(sizes), coming.split(sizes), strict=True)
+        for reduction in self._reductions:
+            reduction.take(list(islice(both, len(reduction.rights))))
 
 
 class LowRankReduction(ResidualReduction):
@@ -125,20 +131,21 @@ class LowRankReduction(ResidualReduction):
         self._sum: TalliedSum | None = None
         self._totals: Sequence[torch.Tensor] = ()  # of the parameters that travel whole
         self._lefts: list[torch.Tensor] = []
-        self._new_rights: list[torch.Tensor] = []
+        self._new_rights: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @override
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         begin_s, mine = time.perf_counter(), self._mine
-        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
+        self._add_owed(gradient, tally, weight=weight, grad_scale=grad_scale)
         # Factors are kept and multiplied by rows: thin columns take up to 16 times as long.
         matrices, whole = self._places(mine)
         lefts = [
             each.right @ matrix.T for each, matrix in zip(self._matrices, matrices, strict=True)
         ]
         parts = [*lefts, *whole]
+        # A gradient that is not finite makes its P so, or is a part itself.
         self._sum = TalliedSum(parts, tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s
 
@@ -158,21 +165,36 @@ class LowRankReduction(ResidualReduction):
         lefts = zip(self._matrices, sums, strict=False)
         return [total.view(each.right.shape[0], -1) for each, total in lefts], tail
 
+    @property
+    def rights(self) -> list[torch.Tensor]:
+        """Q of each matrix, shape (r, m), that this step began with."""
+        return [each.right for each in self._matrices]
+
     def right_factors(self, tally: Tally, lefts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """This rank's Q of each matrix. They are made the sum over all ranks.
+        """This rank's Q of each matrix, shape (r, m).
 
         Args:
             tally: of all ranks.
             lefts: P of each matrix, orthonormal, shape (r, n); empty: this step is not applied.
         """
-        begin_s = time.perf_counter()
+        begin_s, mine = time.perf_counter(), []
         self.tally, self._lefts, self._new_rights = tally, list(lefts), []
-        for mine, left in zip(self._places(self._mine)[0], lefts, strict=False):
-            right = left @ mine
-            mine.addmm_(left.T, right, alpha=-1)  # what is left of it is owed
-            self._new_rights.append(right)
+        for matrix, left in zip(self._places(self._mine)[0], lefts, strict=False):
+            right = left @ matrix
+            matrix.addmm_(left.T, right, alpha=-1)  # what is left of it is owed
+            mine.append(right)
         self.encode_s += time.perf_counter() - begin_s
-        return self._new_rights
+        return mine
+
+    def take(self, factors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Of each matrix, the sum of Q over all ranks, and the Q that the next step begins with,
+        each of shape (r m,).
+        """
+        shaped = [
+            [factor.to(right.dtype).view_as(right) for factor in both]
+            for right, both in zip(self.rights, factors, strict=True)
+        ]
+        self._new_rights = [(total, coming) for total, coming in shaped]
 
     @override
     def wait(self) -> Tally:
@@ -185,10 +207,10 @@ class LowRankReduction(ResidualReduction):
         begin_s, flat = time.perf_counter(), self._bucket.flat
         total = flat if flat.dtype == self._mine.dtype else torch.empty_like(self._mine)
         matrices, whole = self._places(total)
-        for matrix, left, right in zip(matrices, self._lefts, self._new_rights, strict=True):
+        for matrix, left, (right, _) in zip(matrices, self._lefts, self._new_rights, strict=True):
             torch.mm(left.T, right, out=matrix)
         # In one call each: on a GPU the host would otherwise launch a kernel for each parameter.
-        for_each("copy_", [each.right for each in self._matrices], self._new_rights)
+        for_each("copy_", self.rights, [coming for _, coming in self._new_rights])
         for_each("copy_", whole, self._totals)
         for_each("zero_", self._places(self._mine)[1])
         self._residual, self._mine = self._mine, self._residual

@@ -198,7 +198,8 @@ class TalliedSum:
 
     Args:
         parts: what is summed, of one real type each; float32 or float64.
-        tally: this rank's.
+        tally: this rank's, in which it is noted whether `parts` are finite, unless it says so of
+            the gradient.
         driver: carries the all-reduce out.
         stream: its channels.
     """
@@ -206,10 +207,13 @@ class TalliedSum:
     def __init__(
         self, parts: Sequence[torch.Tensor], tally: Tally, driver: Driver, stream: Stream
     ) -> None:
-        tail = parts[0].new_zeros(NUM_COUNTERS + tally.used.size)
-        tally.write_to(tail)
+        tail = parts[0].new_empty(NUM_COUNTERS + tally.used.size)
         self._sizes = [*(part.numel() for part in parts), tail.numel()]
         message = torch.cat([*(part.flatten() for part in parts), tail])
+        summed, tail = message.split([message.numel() - tail.numel(), tail.numel()])
+        if not tally.num_failed and isinstance(tally.num_nonfinite, int):
+            tally = replace(tally, num_nonfinite=~is_finite(summed))
+        tally.write_to(tail)
         (self._pending,) = launch_sums(driver, stream, message)
 
     def wait(self) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
@@ -237,12 +241,20 @@ class ResidualReduction(Reduction):
         """Let `_mine` be what is owed and the gradient, and the tally say whether it is finite.
         Arguments as of `launch`.
         """
+        self._add_owed(gradient, tally, weight=weight, grad_scale=grad_scale)
+        if tally.num_failed:
+            return tally
+        return replace(tally, num_nonfinite=~is_finite(self._mine))
+
+    def _add_owed(
+        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
+    ) -> None:
+        """Let `_mine` be what is owed and the gradient. Arguments as of `launch`."""
         mine, self._grad_scale = self._mine, grad_scale
         if tally.num_failed:
             mine.zero_()
-            return tally
-        torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
-        return replace(tally, num_nonfinite=~is_finite(mine))
+        else:
+            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
 
     def _show(self, total: torch.Tensor) -> torch.Tensor:
         """The buffer of the bucket with the mean, after `_residual` has become what is owed. What

@@ -27,7 +27,7 @@ from typing_extensions import override
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import Tally, is_finite
+from offbeat.codec.tally import Tally
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import Reduction, TalliedSum
@@ -104,8 +104,6 @@ class _TwoMeansReduction(Reduction):
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         self._weight = tally.weight
-        if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=~is_finite(gradient))
         self._own = two_means(gradient)
         mine = self._own.cpu() * tally.weight
         self._sum = TalliedSum([mine], tally, self._driver, self._stream)
