@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from offbeat.megabatch.loader import (
     order_of,
 )
 from offbeat.session.loaders import LockstepLoader, num_steps, spans_of
+from offbeat.transport.driver import Driver
+from thread_support.world import results_of, session_on
 
 Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
 
@@ -356,6 +359,34 @@ def test_in_step_a_run_resumes(attached: Make) -> None:
     assert (again.epoch, again.step, len(again)) == (1, 0, 4)
     with pytest.raises(CheckpointError, match="another loader"):
         again.load_state_dict({"replicated": {}})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_batches", "seen_twice"),
+    [([8, 8, 8, 8], 4, 0), ([8], 4, 0), ([5, 8], 4, 0), ([1] * 5, 6, 0), ([8] * 17, 6, 1)],
+)
+def test_in_step_other_ranks_share_out_what_is_left_of_an_epoch(
+    sizes: list[int], num_batches: int, seen_twice: int
+) -> None:
+    def taken(
+        driver: Driver, size: int, state: Sequence[Mapping[str, Any]], most: int | None
+    ) -> tuple[list[int], dict[str, Any]]:
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters())
+        with session_on(driver, net, optimizer, offbeat.AllReduce()) as session:
+            loader = session.loader(numbers(112), batch_size=size)
+            if state:
+                session.load_state_dict(offbeat.reshard(state, driver.world_size, driver.rank))
+            some = [index for (x,) in islice(loader, most) for index in x.flatten().int().tolist()]
+            assert most or (loader.epoch, loader.step) == (1, 0)
+            return some, session.state_dict()
+
+    first = results_of(2, lambda driver: taken(driver, 8, [], num_batches))
+    states = [state for _, state in first]
+    rest = results_of(len(sizes), lambda driver: taken(driver, sizes[driver.rank], states, None))
+    indices = [index for some, _ in first + rest for index in some]
+    assert set(indices) == set(range(112))
+    assert len(indices) == 112 + seen_twice
 
 
 def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -> None:
