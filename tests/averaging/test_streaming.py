@@ -104,6 +104,30 @@ def test_the_mean_of_all_ranks_moves_by_nothing_but_their_steps() -> None:
         assert not torch.allclose(late[0][place], apart[0][place])
 
 
+@pytest.mark.parametrize("streaming", ["1x0", "1x1x0.5"])
+def test_a_parameter_that_is_frozen_within_a_period_comes_to_the_mean(streaming: str) -> None:
+    strategy = offbeat.LocalSGD(period=4, exchange=streaming, outer="diloco")
+
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = sgd(model)
+        with session_on(driver, model, optimizer, strategy):
+            held = []
+            for step in range(14):
+                if step == 6:
+                    model[0].weight.requires_grad_(False)
+                if step in (6, 9, 13):
+                    held.append(model[0].weight.detach().clone())
+                step_of(model, optimizer, driver.rank, step)
+            return held
+
+    frozen, averaged, later = zip(*results_of(RANKS, job), strict=True)
+    mean = sum(frozen) / RANKS
+    assert not any(torch.allclose(each, mean) for each in frozen)
+    for each in (*averaged, *later):
+        torch.testing.assert_close(each, mean)
+
+
 def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
     strategy = offbeat.LocalSGD(period=4, exchange="2x1", outer="diloco", codec="linear4")
 

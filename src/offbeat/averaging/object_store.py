@@ -30,7 +30,8 @@ import safetensors.torch
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.periodic import Drift, Everyone, TakeMean, WeightExchange
+from offbeat.averaging.outer import OuterOptimizer
+from offbeat.averaging.periodic import Drift, Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.tensor_bytes import to_bytes
@@ -82,7 +83,7 @@ class StoreMean(WeightExchange):
     averages_models = True
 
     def __init__(
-        self, weights: ModelWeights, peers: Everyone, *, store: ObjectStore, rule: TakeMean
+        self, weights: ModelWeights, peers: Everyone, *, store: ObjectStore, rule: OuterOptimizer
     ) -> None:
         self._weights, self._peers, self._store, self._rule = weights, peers, store, rule
         self._files, self._root = fsspec.core.url_to_fs(store.path)
@@ -116,7 +117,8 @@ class StoreMean(WeightExchange):
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
         changes = [*self._rule.changes()]
-        self._rule.merge_(self._meet(f"{self._number:08d}", changes, self._weights))
+        means = self._meet(f"{self._number:08d}", changes, self._weights)
+        self._rule.merge_(means, are_whole=True)
         return Drift()
 
     @override
