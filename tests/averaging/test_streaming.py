@@ -151,6 +151,24 @@ def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
         assert all(torch.equal(one, other) for one, other in zip(went_on, resumed, strict=True))
 
 
+def test_modules_may_have_names_with_slashes() -> None:
+    strategy = offbeat.LocalSGD(period=2, exchange="2x0", outer="diloco")
+    model = torch.nn.ModuleDict({"glue/sst2": torch.nn.Linear(2, 1), "sst2": torch.nn.Linear(2, 1)})
+    optimizer = sgd(model)
+    with offbeat.attach(model, optimizer, strategy) as session:
+        for _ in range(4):
+            sum(parameter.sum() for parameter in model.parameters()).backward()
+            optimizer.step()
+        state = session.state_dict()
+        session.load_state_dict(state)
+        entries, again = (
+            each["callbacks"]["streaming_average"]["replicated"]
+            for each in (state, session.state_dict())
+        )
+        assert entries.keys() == again.keys()
+        assert "outer/SGD/momentum_buffer/glue/sst2.weight" in entries
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

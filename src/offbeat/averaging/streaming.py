@@ -229,7 +229,7 @@ class StreamingMean(WeightExchange):
             mine = {
                 key: value
                 for key, value in replicated.items()
-                if key.rpartition("/")[2] in fragment.parameters
+                if _parameter_of(key) in fragment.parameters
             }
             fragment.rule.load(mine)
             fragment.forget()
@@ -244,6 +244,13 @@ class StreamingMean(WeightExchange):
     @override
     def is_under_way(self) -> bool:
         return self._under_way is not None
+
+
+def _parameter_of(key: str) -> str:
+    """The name of a parameter, which may hold slashes, in that of an entry: what an optimizer keeps
+    has two further words before it.
+    """
+    return key.split("/", 3 if key.startswith("outer/") else 1)[-1]
 
 
 def fragments_of(
