@@ -156,7 +156,7 @@ class StoreMean(WeightExchange):
             self._files.rm(self._written)
         self._written = names[self._store.rank]
         means = [
-            sum(each[str(number)] for each in heard).div_(len(heard)).to(vector.device)  # type: ignore[union-attr]  # there is at least one
+            _mean_of([each[str(number)] for each in heard]).to(vector.device)
             for number, vector in enumerate(vectors)
         ]
         for statistic, mean in zip(statistics, means[len(mine) :], strict=True):
@@ -166,9 +166,11 @@ class StoreMean(WeightExchange):
         return means[: len(mine)]
 
     def _fingerprint(self) -> int:
+        """Of the anchor; 0 before the first step."""
         found = 0
-        for anchor in self._rule.anchor.values():
-            found = zlib.crc32(anchor.detach().cpu().numpy().tobytes(), found)
+        for key, tensor in self._rule.state().items():
+            if key.startswith("anchor/"):
+                found = zlib.crc32(tensor.cpu().numpy().tobytes(), found)
         return found
 
     def _name(self, title: str, rank: int) -> str:
@@ -218,3 +220,11 @@ class StoreMean(WeightExchange):
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {str(number): tensor for number, tensor in enumerate(tensors)}
+
+
+def _mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32 or wider, so that half precision is rounded once, by whoever takes it over."""
+    total = torch.zeros_like(tensors[0], dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    for tensor in tensors:
+        total += tensor
+    return total.div_(len(tensors))
