@@ -390,6 +390,22 @@ def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -
     ]
 
 
+def test_in_step_each_loader_of_a_session_resumes_at_its_own_place(attached: Make) -> None:
+    states: list[dict[str, Any]] = []
+    for _ in range(2):
+        _, _, session = attached(offbeat.AllReduce())
+        loaders = [session.loader(numbers(20), batch_size=size) for size in (2, 4, 5)]
+        if states:
+            session.load_state_dict(states.pop())
+        else:
+            for number, loader in enumerate(loaders):
+                batches = iter(loader)
+                for _ in range(1 + number):
+                    next(batches)
+            states.append(session.state_dict())
+        assert [loader.step for loader in loaders] == [1, 2, 3]
+
+
 def test_kinds_of_loaders(attached: Make) -> None:
     _, _, session = attached(offbeat.AdaptiveSGD(min_batch_size=4))
     with pytest.raises(ConfigError, match="have 3 samples, but min_batch_size is 4"):
