@@ -227,6 +227,24 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
+def test_the_rate_is_that_of_a_batch_where_several_are_accumulated_or_one_is_left_out(
+    attached: Make, scaling: Any
+) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=9, rate_scaling=scaling, warmup=0)
+    net, optimizer, session = attached(strategy, lr=0.8)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for number, (x,) in enumerate(session.loader(numbers(36), batch_size=4)):
+        if number == 4:
+            continue  # the user leaves it out
+        net(x).sum().backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert rates == [0.8] * 3
+
+
 @pytest.mark.parametrize(("scaling", "kind"), [("sqrt", "SGD"), ("auto", "AdamW")])
 def test_the_rate_may_follow_the_root_of_the_size(attached: Make, scaling: Any, kind: str) -> None:
     strategy = offbeat.AdaptiveSGD(mega_batch=1, rate_scaling=scaling)
@@ -401,6 +419,22 @@ def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -
         20,
         30,
     ]
+
+
+def test_in_step_each_loader_of_a_session_resumes_at_its_own_place(attached: Make) -> None:
+    states: list[dict[str, Any]] = []
+    for _ in range(2):
+        _, _, session = attached(offbeat.AllReduce())
+        loaders = [session.loader(numbers(20), batch_size=size) for size in (2, 4, 5)]
+        if states:
+            session.load_state_dict(states.pop())
+        else:
+            for number, loader in enumerate(loaders):
+                batches = iter(loader)
+                for _ in range(1 + number):
+                    next(batches)
+            states.append(session.state_dict())
+        assert [loader.step for loader in loaders] == [1, 2, 3]
 
 
 def test_kinds_of_loaders(attached: Make) -> None:

@@ -185,7 +185,7 @@ def make_loader(
     `Session.loader` describes the others.
 
     Args:
-        callbacks: of the strategy.
+        callbacks: of the strategy, and the session's loaders so far.
         driver: whose traffic is not counted, since sharing samples out is no training.
         control: channels for it.
         network: through which the ranks are connected; None in a world of one.
@@ -246,6 +246,7 @@ def make_loader(
             seed=seed,
             rank=driver.rank,
             shuffles=source.shuffles,
+            number=sum(isinstance(each, LockstepLoader) for each in callbacks),
         )
     assert source.batch_size is not None, "its description has it"
     policy.feed(source.batch_size, limits)
@@ -349,6 +350,7 @@ class LockstepLoader(Callback):
         seed: of the order, >= 0.
         rank: this rank.
         shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
+        number: how many such loaders the session has already, each with a state of its own.
 
     Attributes:
         epoch: number of completed passes over the data.
@@ -366,7 +368,10 @@ class LockstepLoader(Callback):
         seed: int,
         rank: int,
         shuffles: bool = True,
+        number: int = 0,
     ) -> None:
+        if number:
+            self.state_key = f"{self.state_key}_{number + 1}"  # type: ignore[misc]  # each its own
         self.epoch = self.step = 0
         self._fetcher, self._num_samples = fetcher, fetcher.num_samples
         self._batch_sizes, self._claimed = tuple(batch_sizes), claimed
