@@ -633,6 +633,20 @@ def test_questions_that_have_no_answer_are_refused(words: list[str], said: str) 
     assert said in str(result.exception)
 
 
+def test_a_link_that_is_hardly_slower_makes_powersgd_send_no_more() -> None:
+    """All workers are simulated then, of a model with fewer tensors."""
+    even = from_flags(workers=16, link="1gbit")
+    link = even.link.model_copy(update={"rate_bit_per_s": 0.95e9})
+    uneven = even.model_copy(update={"links": {3: link}})
+    profile = shipped_profile("resnet50")
+    alike, slower = (
+        predict_step("powersgd", Setting(profile=profile, cluster=cluster))
+        for cluster in (even, uneven)
+    )
+    assert slower.bytes_per_step == pytest.approx(alike.bytes_per_step, rel=0.05)
+    assert slower.step_s == pytest.approx(alike.step_s, rel=0.05)
+
+
 def test_what_a_shipped_profile_guesses_is_not_recommended() -> None:
     """PowerSGD's products were measured on no GPU."""
     cluster = from_flags(workers=8, link="1gbit")
