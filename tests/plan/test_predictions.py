@@ -21,7 +21,7 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, from_flags
+from offbeat_lab.cluster import Cluster, from_flags, with_deaths
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan
@@ -610,11 +610,26 @@ def test_time_and_money_are_those_of_what_is_asked_for_with_what_deaths_cost() -
     assert "Time and cost: to 1e+09 tokens" in " ".join(table.split())
 
 
+def test_what_deaths_cost_counts_in_the_recommendation() -> None:
+    """A death ends a run with DDP, and not with WAGMA, whose steps take longer here."""
+    cluster = from_flags(workers=16, link="100gbit")
+    for deaths, best in ((0.0, "ddp"), (3.0, "wagma")):
+        clusters = [with_deaths(cluster, deaths)]
+        strategies = ("ddp", "wagma")
+        profile = shipped_profile("resnet50")
+        plan = make_plan(PlanRequest(profile=profile, clusters=clusters, strategies=strategies))
+        assert plan.best(16, 100e9).strategy == best
+        assert best in plan.crossovers[0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--price", "cheap"], "2.10/h"),
         (["--tokens", "1e9", "--samples", "1e9"], "give one of them"),
+        (["--samples", "1e9", "--steps-from", "runs"], "give one of them"),
+        (["--device", "h100"], "of --config"),
+        (["--check", "runs", "--strategies", "ddp"], "leave --link, --strategies, --workers out"),
         (["--tokens", "1e9"], "how many a sample has"),
         (["--samples", "0"], "above 0"),
         (["--dtype", "float8"], "bfloat16 and float32"),
