@@ -21,10 +21,10 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, from_flags, with_deaths
+from offbeat_lab.cluster import Cluster, LinkSpec, from_flags, with_deaths
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
-from offbeat_lab.plan.plans import PlanRequest, make_plan
+from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
 from offbeat_lab.plan.predictions import StepPrediction, predict_recipe, predict_step
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import (
@@ -551,6 +551,15 @@ def test_the_command_prints_json() -> None:
     assert [one["strategy"] for one in made["recommended"]] == ["localsgd"] * 4
     assert all(one["how_sure"] for one in made["predictions"])
     assert made["profile"]["not_measured"] == ["low_rank_s_per_element"]
+
+
+def test_where_each_worker_has_a_link_of_its_own_the_plan_has_their_rate() -> None:
+    links = {worker: LinkSpec(rate_bit_per_s=1e9) for worker in range(2)}
+    clusters = [Cluster(workers=2, links=links)]
+    plan = make_plan(PlanRequest(profile=MODEL, clusters=clusters, strategies=("ddp",)))
+    text = json.dumps(plan_as_json(plan), allow_nan=False)
+    assert [one["rate_bit_per_s"] for one in json.loads(text)["recommended"]] == [1e9]
+    assert plan.crossovers == ("2 workers: ddp at 1 Gbit/s.",)
 
 
 def test_what_exchanges_nothing_is_no_recommendation() -> None:
