@@ -21,7 +21,7 @@ from offbeat_lab.plan.language_models import (
 )
 from offbeat_lab.plan.plans import PlanRequest, make_plan
 from offbeat_lab.plan.predictions import predict_step
-from offbeat_lab.plan.profile import ModelProfile
+from offbeat_lab.plan.profile import CodecCost, ModelProfile, SelectorCost
 from offbeat_lab.plan.simulation import Setting
 
 LLAMA = {
@@ -233,6 +233,28 @@ def test_an_island_divides_memory_and_multiplies_samples() -> None:
     assert together.samples_per_s > 4 * alone.samples_per_s
     with pytest.raises(ConfigError, match="--island"):
         predict_step("dpsgd", Setting(profile=node, cluster=cluster))
+
+
+def test_an_island_divides_whatever_is_computed_of_each_element() -> None:
+    one = replace(
+        profile_of(SMALL),
+        low_rank_s_per_element_and_rank=1e-9,
+        selectors=(SelectorCost(name="random", s_per_element=1e-9),),
+        codecs=tuple(CodecCost(name=name, s_per_entry=1e-8) for name in ("float32", "gaps")),
+    )
+    node = one.on_island(8, 300e9)
+
+    def costs(profile: ModelProfile) -> list[float]:
+        return [
+            profile.low_rank_s(1000, 4),
+            profile.selection_s(1000, "random"),
+            profile.selection_s(1000, "exact"),
+            profile.coding_s(1000, 100, ("float32", "gaps")),
+            profile.value_coding_s(1000, "float32"),
+            profile.value_coding_s(1000, "linear8"),
+        ]
+
+    assert costs(node) == pytest.approx([seconds / 8 for seconds in costs(one)])
 
 
 def test_accumulated_batches_are_exchanged_once() -> None:
