@@ -163,11 +163,10 @@ def plan(
         read_shape,
     )
     from offbeat_lab.plan.plans import (
-        USUAL,
-        USUAL_ON_ISLANDS,
         PlanRequest,
         make_plan,
         plan_as_json,
+        usual_strategies,
     )
     from offbeat_lab.plan.steps_to_target import steps_to_target
 
@@ -218,10 +217,11 @@ def plan(
         model = model.on_island(island, node_rates[0] if node_rates else PCIE_BYTES_PER_S)
     model = model.accumulated(accumulate)
     clusters = _clusters(cluster, link, latency, workers, delay, deaths)
-    usual: tuple[str, ...] = USUAL_ON_ISLANDS if island > 1 else USUAL
-    if model.element_bytes == 2:
-        usual = tuple(one for one in usual if one != "ddp-fp16")
-    specs = usual if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
+    specs = (
+        usual_strategies(model)
+        if strategies is None
+        else tuple(dict.fromkeys(strategies.split(",")))
+    )
     asked = _samples(model, tokens, samples, steps_from, is_priced=price is not None)
     to_target = None if steps_from is None else steps_to_target(steps_from, specs, model)
     request = PlanRequest(

@@ -35,6 +35,14 @@ CLOSE: Final = 0.02
 _NOISY: Final = 0.05
 
 
+def usual_strategies(profile: ModelProfile) -> tuple[str, ...]:
+    """Of those that are planned for where none are named, those that train `profile`."""
+    usual: tuple[str, ...] = USUAL_ON_ISLANDS if profile.devices > 1 else USUAL
+    if profile.element_bytes == 2:
+        usual = tuple(one for one in usual if one != "ddp-fp16")
+    return usual
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """What is asked for.
