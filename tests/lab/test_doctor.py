@@ -250,6 +250,16 @@ def test_with_a_profile_the_advice_is_the_plan(
     assert found.verdict.startswith(f"Plan for resnet50: {best.strategy}, ")
 
 
+def test_of_weights_in_16_bits_nothing_is_planned_that_would_halve_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor_command, "diagnose", lambda **_: analyse([], measurement()))
+    profile = tmp_path / "half.json"
+    profile.write_text(replace(named_profile("resnet20"), element_bytes=2).to_json())
+    assert doctor_command.run(profile=str(profile)) == 0
+    assert "Plan for resnet20" in capsys.readouterr().out
+
+
 def test_without_gloo_the_status_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

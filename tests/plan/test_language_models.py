@@ -21,7 +21,7 @@ from offbeat_lab.plan.language_models import (
 )
 from offbeat_lab.plan.plans import PlanRequest, make_plan
 from offbeat_lab.plan.predictions import predict_step
-from offbeat_lab.plan.profile import ModelProfile
+from offbeat_lab.plan.profile import CodecCost, ModelProfile, SelectorCost
 from offbeat_lab.plan.simulation import Setting
 
 LLAMA = {
@@ -56,6 +56,53 @@ GPT2 = {
     "n_positions": 1024,
     "vocab_size": 50257,
 }
+GEMMA_2 = {
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "vocab_size": 256000,
+}
+STARCODER = {
+    "model_type": "gpt_bigcode",
+    "activation_function": "gelu_pytorch_tanh",
+    "multi_query": True,
+    "n_embd": 2048,
+    "n_head": 16,
+    "n_inner": 8192,
+    "n_layer": 24,
+    "n_positions": 8192,
+    "vocab_size": 49152,
+}
+STARCODER_2 = {
+    "model_type": "starcoder2",
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 2,
+    "vocab_size": 49152,
+}
+FALCON = {
+    "model_type": "falcon",
+    "hidden_size": 4544,
+    "multi_query": True,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "vocab_size": 65024,
+}
+BLOOM = {
+    "model_type": "bloom",
+    "hidden_size": 1024,
+    "n_head": 16,
+    "n_layer": 24,
+    "vocab_size": 250880,
+}
 
 
 def written(directory: Path, config: dict[str, object]) -> str:
@@ -81,6 +128,31 @@ def test_a_configuration_has_as_many_parameters_as_the_model(
     config: dict[str, object], parameters: int, tmp_path: Path
 ) -> None:
     assert profile_of(read_shape(written(tmp_path, config))).num_elements == parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (GEMMA_2, 2_614_341_888),
+        (STARCODER, 1_137_207_296),
+        (STARCODER_2, 3_030_371_328),
+        (FALCON, 6_921_720_704),
+        (BLOOM, 559_214_592),
+    ],
+)
+def test_what_a_configuration_leaves_out_is_known_of_its_kind(
+    config: dict[str, object], parameters: int, tmp_path: Path
+) -> None:
+    """But for norms in unusual places."""
+    found = profile_of(read_shape(written(tmp_path, config))).num_elements
+    assert found == pytest.approx(parameters, rel=1e-3)
+
+
+def test_attention_is_as_wide_as_its_heads() -> None:
+    wide, narrow = (
+        Shape(layers=1, hidden=64, heads=4, head_dim=size, sequence=4096) for size in (32, 16)
+    )
+    assert wide.flops(0) - narrow.flops(0) == 12 * 64 * 4096**2
 
 
 MPT_7B = Shape(layers=32, hidden=4096, heads=32, vocabulary=50368, gated=False, tied=True)
@@ -123,6 +195,24 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
         read_shape(written(tmp_path, LLAMA | {"num_local_experts": 8}))
 
 
+def test_a_gate_keeps_twice_as_many_activations_of_feed_forward_layers() -> None:
+    plain, gated = (
+        Shape(layers=2, hidden=64, heads=4, intermediate=512, vocabulary=0, gated=gated)
+        for gated in (False, True)
+    )
+    per_token = plain.activation_bytes(2) / plain.sequence
+    assert per_token == 2 * (18 * 64 + 4 * 512)
+    assert gated.activation_bytes(2) / gated.sequence - per_token == 2 * 4 * 512
+
+
+@pytest.mark.parametrize("changed", [{"model_type": "roberta"}, {"vocab_size": None}])
+def test_an_encoder_and_a_model_of_images_are_refused(
+    changed: dict[str, object], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="only decoders"):
+        read_shape(written(tmp_path, LLAMA | changed))
+
+
 SMALL = Shape(layers=4, hidden=256, heads=4, vocabulary=1000, sequence=256)
 
 
@@ -143,6 +233,28 @@ def test_an_island_divides_memory_and_multiplies_samples() -> None:
     assert together.samples_per_s > 4 * alone.samples_per_s
     with pytest.raises(ConfigError, match="--island"):
         predict_step("dpsgd", Setting(profile=node, cluster=cluster))
+
+
+def test_an_island_divides_whatever_is_computed_of_each_element() -> None:
+    one = replace(
+        profile_of(SMALL),
+        low_rank_s_per_element_and_rank=1e-9,
+        selectors=(SelectorCost(name="random", s_per_element=1e-9),),
+        codecs=tuple(CodecCost(name=name, s_per_entry=1e-8) for name in ("float32", "gaps")),
+    )
+    node = one.on_island(8, 300e9)
+
+    def costs(profile: ModelProfile) -> list[float]:
+        return [
+            profile.low_rank_s(1000, 4),
+            profile.selection_s(1000, "random"),
+            profile.selection_s(1000, "exact"),
+            profile.coding_s(1000, 100, ("float32", "gaps")),
+            profile.value_coding_s(1000, "float32"),
+            profile.value_coding_s(1000, "linear8"),
+        ]
+
+    assert costs(node) == pytest.approx([seconds / 8 for seconds in costs(one)])
 
 
 def test_accumulated_batches_are_exchanged_once() -> None:

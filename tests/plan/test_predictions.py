@@ -21,10 +21,10 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, from_flags
+from offbeat_lab.cluster import Cluster, LinkSpec, from_flags, with_deaths
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
-from offbeat_lab.plan.plans import PlanRequest, make_plan
+from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
 from offbeat_lab.plan.predictions import StepPrediction, predict_recipe, predict_step
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.shipped import (
@@ -554,6 +554,15 @@ def test_the_command_prints_json() -> None:
     assert made["profile"]["not_measured"] == []
 
 
+def test_where_each_worker_has_a_link_of_its_own_the_plan_has_their_rate() -> None:
+    links = {worker: LinkSpec(rate_bit_per_s=1e9) for worker in range(2)}
+    clusters = [Cluster(workers=2, links=links)]
+    plan = make_plan(PlanRequest(profile=MODEL, clusters=clusters, strategies=("ddp",)))
+    text = json.dumps(plan_as_json(plan), allow_nan=False)
+    assert [one["rate_bit_per_s"] for one in json.loads(text)["recommended"]] == [1e9]
+    assert plan.crossovers == ("2 workers: ddp at 1 Gbit/s.",)
+
+
 def test_what_exchanges_nothing_is_no_recommendation() -> None:
     cluster = from_flags(workers=4, link="8mbit")
     for strategies, best in ((("alone", "ddp"), "ddp"), (("alone",), "alone")):
@@ -611,11 +620,26 @@ def test_time_and_money_are_those_of_what_is_asked_for_with_what_deaths_cost() -
     assert "Time and cost: to 1e+09 tokens" in " ".join(table.split())
 
 
+def test_what_deaths_cost_counts_in_the_recommendation() -> None:
+    """A death ends a run with DDP, and not with WAGMA, whose steps take longer here."""
+    cluster = from_flags(workers=16, link="100gbit")
+    for deaths, best in ((0.0, "ddp"), (3.0, "wagma")):
+        clusters = [with_deaths(cluster, deaths)]
+        strategies = ("ddp", "wagma")
+        profile = shipped_profile("resnet50")
+        plan = make_plan(PlanRequest(profile=profile, clusters=clusters, strategies=strategies))
+        assert plan.best(16, 100e9).strategy == best
+        assert best in plan.crossovers[0]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--price", "cheap"], "2.10/h"),
         (["--tokens", "1e9", "--samples", "1e9"], "give one of them"),
+        (["--samples", "1e9", "--steps-from", "runs"], "give one of them"),
+        (["--device", "h100"], "of --config"),
+        (["--check", "runs", "--strategies", "ddp"], "leave --link, --strategies, --workers out"),
         (["--tokens", "1e9"], "how many a sample has"),
         (["--samples", "0"], "above 0"),
         (["--dtype", "float8"], "bfloat16 and float32"),
@@ -648,6 +672,20 @@ def test_powersgd_computes_on_a_gpu_what_was_measured(
         (profile.low_rank_s(profile.num_elements, rank), own_ms),
     ):
         assert 0.75e-3 * least < seconds < 1.25e-3 * most
+
+
+def test_a_link_that_is_hardly_slower_makes_powersgd_send_no_more() -> None:
+    """All workers are simulated then, of a model with fewer tensors."""
+    even = from_flags(workers=16, link="1gbit")
+    link = even.link.model_copy(update={"rate_bit_per_s": 0.95e9})
+    uneven = even.model_copy(update={"links": {3: link}})
+    profile = shipped_profile("resnet50")
+    alike, slower = (
+        predict_step("powersgd", Setting(profile=profile, cluster=cluster))
+        for cluster in (even, uneven)
+    )
+    assert slower.bytes_per_step == pytest.approx(alike.bytes_per_step, rel=0.05)
+    assert slower.step_s == pytest.approx(alike.step_s, rel=0.05)
 
 
 def test_a_thousand_gpus_take_trees_where_a_ring_has_two_thousand_hops() -> None:

@@ -19,7 +19,14 @@ from offbeat_lab.cli.main import app
 from offbeat_lab.plan import timing
 from offbeat_lab.plan.profile import ModelProfile, TimedBatch, read_profile
 from offbeat_lab.plan.script_timing import at_both_sizes, time_script
-from offbeat_lab.plan.timing import WARM_UP_STEPS, StepTimer, hook_s, profile_of, time_low_rank
+from offbeat_lab.plan.timing import (
+    WARM_UP_STEPS,
+    StepTimer,
+    TimedStep,
+    hook_s,
+    profile_of,
+    time_low_rank,
+)
 
 SCRIPT = """
 import argparse, torch
@@ -101,6 +108,13 @@ def test_gradients_are_ready_in_the_order_of_the_backward_pass() -> None:
     first, last = made.tensors[0], made.tensors[-1]
     assert 0 < last.ready < first.ready <= 1
     assert (first.num_elements, first.rows) == (60_000, 300)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_a_profile_has_the_bytes_of_the_models_weights(dtype: torch.dtype, num_bytes: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(30, 20, dtype=dtype))
+    step = TimedStep(batch_size=1, forward_s=1.0, backward_s=1.0, optimizer_s=0.0, ready=(1.0,))
+    assert profile_of("it", [(1, [step])], [weight], source="here").num_bytes == 600 * num_bytes
 
 
 def test_a_script_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,12 +357,68 @@ def test_a_resumed_run_goes_on_with_what_was_at_work_or_about_to_be(
             assert torch.equal(one, other)
 
 
-def test_a_run_that_is_resumed_just_before_a_look_has_seen_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("steps_before", [1, 8])
+def test_a_run_that_is_resumed_just_before_a_look_has_seen_too_little(
+    monkeypatch: pytest.MonkeyPatch, steps_before: int
 ) -> None:
-    ranks = choosing(monkeypatch, fastest("gtopk"), num_steps=FIRST_LOOK + 2, stop=FIRST_LOOK - 1)
+    """Its first steps are slow, and no others would be looked at."""
+    stop = FIRST_LOOK - steps_before
+    ranks = choosing(monkeypatch, fastest("gtopk"), num_steps=FIRST_LOOK + 2, stop=stop)
     for at_work, _, _ in ranks:
         assert set(at_work) == {"allreduce"}
+
+
+def test_exchanges_go_on_beside_the_last_of_the_passes_that_accumulate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward pass takes a second, a backward pass two, and there are three of both in a step."""
+    seen: list[tuple[float, float]] = []
+
+    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        seen.append((run.forward_s, run.backward_s))
+        return Predicted(1.0, 0, 1.0)
+
+    monkeypatch.setattr(auto, "predict", predicted)
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+
+    def job(driver: ThreadDriver) -> None:
+        now_s = 0.0
+
+        def work(seconds: float) -> None:
+            nonlocal now_s
+            now_s += seconds
+
+        monkeypatch.setattr(driver, "now_s", lambda channel: now_s, raising=False)
+        model = make_model()
+        model.register_forward_pre_hook(lambda *_: work(1.0))
+        first = next(model.children())
+        first.register_forward_hook(
+            lambda *args: args[-1].register_hook(lambda _: work(2.0)) and None
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with session_on(driver, model, optimizer, offbeat.Auto()) as session:
+            for _ in range(FIRST_LOOK):
+                with session.no_sync():
+                    for _ in range(2):
+                        model(torch.ones(5, 4, dtype=torch.float64)).sum().backward()
+                model(torch.ones(5, 4, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    results_of(2, job)
+    assert seen
+    for forward_s, backward_s in seen:
+        assert (forward_s, backward_s) == pytest.approx((3 * 1.0 + 2 * 2.0, 2.0))
+
+
+def test_memory_that_the_system_would_make_free_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A host that has read a data set once has filled nearly all of it with that."""
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemFree:  1024 kB\nMemAvailable:  20480 kB\nBuffers:  1 kB\n")
+    monkeypatch.setattr(auto, "_MEMORY", memory)
+    assert auto._free_bytes(torch.device("cpu")) == 20480 * 1024
 
 
 def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(

@@ -68,12 +68,13 @@ def test_nothing_is_chosen_where_what_is_at_work_cannot_be_predicted() -> None:
     assert "cannot be predicted" in choice.why
 
 
-def test_a_pause_is_no_step_unless_all_steps_have_one() -> None:
+def test_a_pause_is_no_step_and_the_steps_of_a_slow_rank_are_none() -> None:
     computed_s = np.ones((4, 2))
     computed_s[2, 1] = 60.0
     seen = SeenSteps.of("allreduce", 2 * computed_s, computed_s)
     assert (seen.step_s, len(seen.computed_s)) == (2.0, 3)
     one_sided = np.array([[1.0, 1.0, 9.0]] * 4)
+    one_sided[3] /= 2  # the last batch of an epoch
     assert len(SeenSteps.of("allreduce", one_sided, one_sided).computed_s) == 4
 
 

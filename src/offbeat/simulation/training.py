@@ -17,6 +17,7 @@ Products and decompositions of matrices take their time when a callback makes th
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -189,10 +190,18 @@ class TensorProfile:
     ready: float
     rows: int = 1
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has several rows and several columns."""
+        return 1 < self.rows < self.num_elements and self.num_elements % self.rows == 0
+
 
 def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile]:
     """At most about `most` tensors in the place of `tensors`, each of some that follow each
     other: what is simulated of many ranks takes as long as there are tensors.
+
+    Matrices become one whose factors have as many elements as theirs. What is no matrix, and what
+    such a one lacks to theirs, is in the first tensor.
     """
     if len(tensors) <= most:
         return tensors
@@ -202,14 +211,23 @@ def fused(tensors: Sequence[TensorProfile], most: int) -> Sequence[TensorProfile
         groups[-1].append(tensor)
         if sum(each.num_elements for each in groups[-1]) >= size:
             groups.append([])
-    return [
-        TensorProfile(
-            num_elements=sum(each.num_elements for each in group),
-            ready=max(each.ready for each in group),
-        )
-        for group in groups
-        if group
-    ]
+    rest, found = 0, list[TensorProfile]()
+    for group in filter(None, groups):
+        num_elements = sum(each.num_elements for each in group)
+        ready = max(each.ready for each in group)
+        matrices = [each for each in group if each.is_matrix]
+        if not matrices:
+            found.append(TensorProfile(num_elements=num_elements, ready=ready))
+            continue
+        # The shorter side of the matrix with as many elements, and as many rows and columns.
+        inside = sum(each.num_elements for each in matrices)
+        lines = sum(each.rows + each.num_elements // each.rows for each in matrices)
+        rows = round((lines - math.sqrt(lines**2 - 4 * inside)) / 2)
+        whole = inside // rows * rows
+        found.append(TensorProfile(num_elements=whole, ready=ready, rows=rows))
+        rest += num_elements - whole
+    first = [TensorProfile(num_elements=rest, ready=found[0].ready)] if rest else []
+    return [*first, *found]
 
 
 class SeenLayer(Protocol):

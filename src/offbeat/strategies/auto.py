@@ -73,7 +73,8 @@ from offbeat.strategies.choice import (
 )
 from offbeat.strategies.options import require_one_of
 
-_SEEN: Final = 20
+_SEEN, _LEAST_SEEN = 20, 10
+_MEMORY: Final = Path("/proc/meminfo")
 _MOST_RANKS: Final = 64
 
 
@@ -234,7 +235,8 @@ class Chooser(Callback):
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
-        self._backward_s += self._worked_s() - self._began_s
+        if synchronised:  # nothing is exchanged beside the others
+            self._backward_s += self._worked_s() - self._began_s
 
     @override
     def on_before_update(self) -> None:
@@ -258,7 +260,7 @@ class Chooser(Callback):
             self._meet(self._agree)
         if self._standing.wanted:
             self._change_together()
-        elif self._seen and self._standing.is_due() and self._may_look(self._standing.at_work):
+        elif len(self._seen) >= _LEAST_SEEN and self._standing.is_due() and self._may_look():
             self._meet(self._look)
         self._ended = self._clock(), self._worked_s(), time.process_time()
 
@@ -269,10 +271,11 @@ class Chooser(Callback):
         """Whether ranks take their steps together."""
         return CANDIDATES[self._standing.at_work].keeps_step
 
-    def _may_look(self, at_work: str) -> bool:
+    def _may_look(self, at_work: str = "") -> bool:
         """Not all columns of islands that go on without each other would hear of a death."""
         is_alone = self._context.island.size == 1
-        return self._is_connected and (is_alone or CANDIDATES[at_work].keeps_step)
+        keeps_step = CANDIDATES[at_work or self._standing.at_work].keeps_step
+        return self._is_connected and (is_alone or keeps_step)
 
     def _meet(self, ask: Callable[[], object]) -> None:
         """Collective, unless one of ranks that go on without it has died. They may be at other
@@ -478,7 +481,7 @@ class Chooser(Callback):
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._take(state["replicated"])
-        self._must_agree = not self._keeps_step and self._may_look(self._standing.at_work)
+        self._must_agree = not self._keeps_step and self._may_look()
         if self._standing.wanted and not self._must_agree:
             self._change()  # the coming step is the last one, as it was to be
 
@@ -495,10 +498,14 @@ def _memory(device: torch.device) -> str:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Memory that they may still take."""
+    """Memory that they may still take; all there is where the system does not say."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []
+    said = dict(line.split(":") for line in lines)
+    if "MemAvailable" in said:  # what caches files is free too
+        return 1024 * float(said["MemAvailable"].split()[0])
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _cores() -> int:

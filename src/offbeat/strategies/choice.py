@@ -39,7 +39,7 @@ BESIDE_S: Final = 1e-8
 """
 
 _PAUSE: Final = 5.0
-"""A step in which a rank computes so many times as long as in others is not looked at."""
+"""A step in which a rank computes so many times as long as it does in others is not looked at."""
 
 _FREE_MEMORY: Final = 0.8
 
@@ -186,7 +186,7 @@ class SeenSteps:
         >>> SeenSteps.of("allreduce", 2 * computed_s, computed_s).step_s
         2.0
         """
-        kept = (computed_s <= _PAUSE * np.median(computed_s)).all(axis=1)
+        kept = (computed_s <= _PAUSE * np.median(computed_s, axis=0)).all(axis=1)
         if kept.any():
             whole_s, computed_s = whole_s[kept], computed_s[kept]
         return cls(at_work=at_work, step_s=float(whole_s.mean()), computed_s=computed_s)

@@ -23,7 +23,7 @@ from offbeat_lab.doctor.diagnosis import (
 )
 from offbeat_lab.doctor.facts import Finding
 from offbeat_lab.doctor.measure import Measurement
-from offbeat_lab.plan.plans import USUAL, PlanRequest, make_plan
+from offbeat_lab.plan.plans import PlanRequest, make_plan, usual_strategies
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.shipped import named_profile
 
@@ -92,7 +92,8 @@ def _with_cluster(diagnosis: Diagnosis, path: Path | None, model: ModelProfile |
         )
     if model is None:
         return replace(diagnosis, advice=remarks)
-    plan = make_plan(PlanRequest(profile=model, clusters=[cluster], strategies=USUAL))
+    strategies = usual_strategies(model)
+    plan = make_plan(PlanRequest(profile=model, clusters=[cluster], strategies=strategies))
     best = plan.best(cluster.workers, plan.predictions[0].rate_bit_per_s)
     steps = ", ".join(
         f"{one.strategy} {display_seconds(one.step_s)}"

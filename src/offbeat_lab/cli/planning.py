@@ -34,6 +34,7 @@ _NAME_COLUMNS = 12  # with all other columns that is 80
 
 
 def plan(
+    context: typer.Context,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -56,8 +57,11 @@ def plan(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="That --config is for: h100, rtx-4090.", rich_help_panel=WHAT)
-    ] = "a100",
+        str | None,
+        typer.Option(
+            help="That --config is for: h100, rtx-4090 (default: a100).", rich_help_panel=WHAT
+        ),
+    ] = None,
     sequence: Annotated[
         int | None,
         typer.Option(help="Tokens of a sample of --config.", rich_help_panel=WHAT),
@@ -159,22 +163,25 @@ def plan(
         read_shape,
     )
     from offbeat_lab.plan.plans import (
-        USUAL,
-        USUAL_ON_ISLANDS,
         PlanRequest,
         make_plan,
         plan_as_json,
+        usual_strategies,
     )
     from offbeat_lab.plan.steps_to_target import steps_to_target
 
     if out is not None:
         require_writable(out)
     if check is not None:
-        given = (script, config, cluster, link, workers, steps_from)
-        if any(one is not None for one in given):
+        given = {
+            f"--{name.replace('_', '-')}"
+            for name in context.params.keys() - {"profile", "check", "out", "as_json"}
+            if context.get_parameter_source(name).name == "COMMANDLINE"
+        }
+        if given:
             raise ConfigError(
-                "--check takes the cluster and what is trained from the comparison; leave --script,"
-                " --config, --cluster, --link, --workers and --steps-from out"
+                "--check takes the cluster and what is trained from the comparison, and predicts"
+                f" its strategies; leave {', '.join(sorted(given))} out"
             )
         _check(check, profile, out, as_json=as_json)
         return
@@ -189,6 +196,8 @@ def plan(
     if config is None:
         if sequence is not None:
             raise ConfigError("--sequence is of --config; a profile has samples as it was timed")
+        if device is not None:
+            raise ConfigError("--device is of --config; a profile is of the device it was timed on")
         model = _what_to_plan(profile, script)
         if batch_size is not None:
             model = model.at_batch_size(batch_size)
@@ -199,7 +208,7 @@ def plan(
     else:
         model = language_model(
             read_shape(config, sequence),
-            device_named(device),
+            device_named(device or "a100"),
             batch_size=batch_size or 1,
             element_bytes=4 if dtype == "float32" else 2,
         )
@@ -208,17 +217,19 @@ def plan(
         model = model.on_island(island, node_rates[0] if node_rates else PCIE_BYTES_PER_S)
     model = model.accumulated(accumulate)
     clusters = _clusters(cluster, link, latency, workers, delay, deaths)
-    usual: tuple[str, ...] = USUAL_ON_ISLANDS if island > 1 else USUAL
-    if model.element_bytes == 2:
-        usual = tuple(one for one in usual if one != "ddp-fp16")
-    specs = usual if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
+    specs = (
+        usual_strategies(model)
+        if strategies is None
+        else tuple(dict.fromkeys(strategies.split(",")))
+    )
+    asked = _samples(model, tokens, samples, steps_from, is_priced=price is not None)
     to_target = None if steps_from is None else steps_to_target(steps_from, specs, model)
     request = PlanRequest(
         profile=model,
         clusters=clusters,
         strategies=specs,
         to_target=to_target,
-        samples=_samples(model, tokens, samples, is_priced=price is not None and not steps_from),
+        samples=asked,
         price=None if price is None else _price(price),
     )
     with Console(stderr=True).status("Planning") as status:
@@ -230,11 +241,16 @@ def plan(
 
 
 def _samples(
-    model: ModelProfile, tokens: float | None, samples: float | None, *, is_priced: bool
+    model: ModelProfile,
+    tokens: float | None,
+    samples: float | None,
+    steps_from: Path | None,
+    *,
+    is_priced: bool,
 ) -> float | None:
     """How many are asked for; a round number where there is only a price."""
-    if tokens is not None and samples is not None:
-        raise ConfigError("got --tokens and --samples; give one of them")
+    if sum(one is not None for one in (tokens, samples, steps_from)) > 1:
+        raise ConfigError("got two of --tokens, --samples and --steps-from; give one of them")
     if not all(0 < amount < math.inf for amount in (tokens, samples) if amount is not None):
         raise ConfigError("--tokens and --samples are finite numbers above 0")
     if tokens is not None and not model.tokens_per_sample:
@@ -242,7 +258,7 @@ def _samples(
             f"--tokens is of text, and profile {model.name!r} does not say how many a sample has;"
             " give --samples"
         )
-    if tokens is None and samples is None and is_priced:
+    if is_priced and (tokens, samples, steps_from) == (None, None, None):
         tokens, samples = (1e9, None) if model.tokens_per_sample else (None, 1e6)
     return tokens / model.tokens_per_sample if tokens is not None else samples
 

@@ -188,26 +188,29 @@ class Shape:
 
     def flops(self, num_elements: int) -> float:
         """Of forward and backward pass of a sample: 6 for each parameter that multiplies and each
-        token, and 12 for each layer, each number of its width and each pair of tokens.
+        token, and 12 for each layer, each number of its queries and each pair of tokens.
         """
         looked_up = (self.positions + (0 if self.tied else self.vocabulary)) * self.hidden
-        attention = 12 * self.layers * self.hidden * self.sequence**2
+        width = self.heads * (self.head_dim or self.hidden // self.heads)
+        attention = 12 * self.layers * width * self.sequence**2
         return 6 * (num_elements - looked_up) * self.sequence + attention
 
     def activation_bytes(self, element_bytes: int) -> float:
-        """Of a sample, kept for the backward pass: 34 bytes for each number of a layer's width and
-        each token in 16 bits (arXiv 2205.05198, where attention is computed in parts), and what is
-        kept of the output layer, in float32 too.
+        """Of a sample, kept for the backward pass, in 16 bits for each token: 18 bytes for each
+        number of a layer's width, and 4 for each of its feed-forward layers' (arXiv 2205.05198,
+        where attention is computed in parts), 8 if those have a gate; and what is kept of the
+        output layer, in float32 too.
         """
-        per_token = 17 * element_bytes * self.layers * self.hidden
+        inside = (4 if self.gated else 2) * (self.intermediate or 4 * self.hidden)
+        per_token = element_bytes * self.layers * (9 * self.hidden + inside)
         return self.sequence * (per_token + (element_bytes + 4) * self.vocabulary)
 
 
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads",),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary": ("vocab_size",),
@@ -216,9 +219,14 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Fields of `Shape`, and what configurations call them."""
 
-_GATED: Final = ("silu", "swish", "swiglu", "gelu_pytorch_tanh")
-_LEARNED: Final = ("gpt2", "opt")
+_GATED: Final = ("silu", "swish", "swiglu")
+_ALWAYS_GATED: Final = ("gemma", "gemma2", "gemma3_text")
+_LEARNED: Final = ("gpt2", "opt", "gpt_neo", "gpt_bigcode")
+_BIAS: Final = (*_LEARNED, "bloom", "starcoder2")
+_TIED: Final = (*_BIAS, *_ALWAYS_GATED, "cohere", "cohere2", "falcon", "mpt")
 _ATTENTION_BIAS: Final = ("qwen2",)
+"""Kinds of models, and what their configurations leave out, since transformers knows it."""
+
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -283,6 +291,11 @@ def _from_file(path: Path) -> dict[str, Any]:
             f"{path} is of an encoder with a decoder, or of a mixture of experts, and only decoders"
             " of one kind of layer can be planned so; time a script of it with offbeat profile"
         )
+    if "bert" in kind or not config.get("vocab_size"):
+        raise ConfigError(
+            f"{path} is of an encoder, or of no language model, and only decoders can be planned"
+            " so; time a script of it with offbeat profile"
+        )
     values = {
         field: config[name]
         for field, names in _NAMES.items()
@@ -294,10 +307,12 @@ def _from_file(path: Path) -> dict[str, Any]:
         values["sequence"] = min(int(longest), 2048)
     activation = config.get("hidden_act") or config.get("activation_function", "")
     is_learned = kind in _LEARNED
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        values["kv_heads"] = 1
     return values | {
-        "gated": activation in _GATED and not is_learned,
-        "tied": config.get("tie_word_embeddings", is_learned),
-        "bias": is_learned,
+        "gated": kind in _ALWAYS_GATED or activation in _GATED,
+        "tied": config.get("tie_word_embeddings", kind in _TIED),
+        "bias": kind in _BIAS,
         "attention_bias": config.get("attention_bias", kind in _ATTENTION_BIAS),
         "positions": (int(longest or 0) if is_learned else 0),
     }

@@ -35,6 +35,14 @@ CLOSE: Final = 0.02
 _NOISY: Final = 0.05
 
 
+def usual_strategies(profile: ModelProfile) -> tuple[str, ...]:
+    """Of those that are planned for where none are named, those that train `profile`."""
+    usual: tuple[str, ...] = USUAL_ON_ISLANDS if profile.devices > 1 else USUAL
+    if profile.element_bytes == 2:
+        usual = tuple(one for one in usual if one != "ddp-fp16")
+    return usual
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
     """What is asked for.
@@ -73,9 +81,9 @@ class Plan:
     remarks: tuple[str, ...]
 
     def best(self, workers: int, rate_bit_per_s: float) -> StepPrediction:
-        """The recommendation: of those within `CLOSE` of the fastest, the first that was named.
-        What does not fit, or is only a lower limit, is not recommended where there is anything
-        else.
+        """The recommendation: of those within `CLOSE` of the fastest, with what deaths cost, the
+        first that was named. What does not fit, or is only a lower limit, is not recommended
+        where there is anything else.
         """
         return _best(self.at(workers, rate_bit_per_s))
 
@@ -121,12 +129,17 @@ def _as_asked(request: PlanRequest, found: StepPrediction) -> StepPrediction:
     if found.strategy in steps:
         found = replace(found, time_to_target_s=steps[found.strategy] * found.step_s)
     if request.samples is not None:
-        found = replace(found, time_s=request.samples / max(found.goodput_per_s, 1e-12))
+        found = replace(found, time_s=request.samples * _sample_s(found))
     hours_s = found.time_s if found.time_s is not None else found.time_to_target_s
     if request.price is not None and hours_s is not None:
         devices = found.workers * request.profile.devices
         found = replace(found, cost=request.price * devices * hours_s / 3600)
     return found
+
+
+def _sample_s(one: StepPrediction) -> float:
+    """Of all workers together, with what deaths cost."""
+    return 1 / max(one.goodput_per_s, 1e-12)
 
 
 def _require_fit(profile: ModelProfile, predictions: Sequence[StepPrediction]) -> None:
@@ -177,8 +190,8 @@ def _best(predictions: Sequence[StepPrediction]) -> StepPrediction:
     # What exchanges nothing trains no common model: it is there to be compared with.
     several = [one for one in predictions if one.strategy != ALONE] or predictions
     several = [one for one in several if one.is_eligible] or several
-    fastest = max(one.samples_per_s for one in several)
-    return next(one for one in several if one.samples_per_s >= (1 - CLOSE) * fastest)
+    fastest = max(one.goodput_per_s for one in several)
+    return next(one for one in several if one.goodput_per_s >= (1 - CLOSE) * fastest)
 
 
 def _crossovers(request: PlanRequest, predictions: Sequence[StepPrediction]) -> list[str]:
@@ -213,12 +226,12 @@ def _at(predictions: Sequence[StepPrediction], workers: int, rate: float) -> lis
 def _crossing(
     low: Sequence[StepPrediction], high: Sequence[StepPrediction], first: str, second: str
 ) -> float:
-    """The rate at which two strategies are equally fast: their steps are taken to change along
-    straight lines in the logarithm of the rate, between two rates that were predicted.
+    """The rate at which two strategies are equally fast: their times for a sample are taken to
+    change along straight lines in the logarithm of the rate, between two rates that were predicted.
     """
     gaps = [
-        next(one.step_s for one in side if one.strategy == second)
-        - next(one.step_s for one in side if one.strategy == first)
+        next(_sample_s(one) for one in side if one.strategy == second)
+        - next(_sample_s(one) for one in side if one.strategy == first)
         for side in (low, high)
     ]
     limits = any(one.is_lower_limit for one in low if one.strategy == second) or any(

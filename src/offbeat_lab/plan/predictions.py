@@ -173,7 +173,7 @@ def predict_recipe(
     if profile.devices > 1:  # what is gathered of two layers, while the next one is
         memory_bytes += 2 * profile.element_bytes * max(one.num_elements for one in profile.tensors)
     lost = _lost_to_deaths(cluster, step_s, survives=survives)
-    rate_bit_per_s = cluster.link.rate_bit_per_s or math.inf
+    rate_bit_per_s = cluster.link.rate_bit_per_s or max(cluster.limited_rates)
     cells, within, words = _how_sure(profile, band, name, setting)
     return StepPrediction(
         strategy=label,
@@ -232,7 +232,7 @@ def _how_sure(
     words.
     """
     workers, cluster = setting.world_size, setting.cluster
-    rate_bit_per_s = cluster.link.rate_bit_per_s or math.inf
+    rate_bit_per_s = cluster.link.rate_bit_per_s or max(cluster.limited_rates)
     own = profile.checked_like(
         workers=workers,
         rate_bit_per_s=rate_bit_per_s,

@@ -335,7 +335,7 @@ class ModelProfile:
             codec: of its values; one that was not timed takes `USUAL_CODING_S`.
         """
         timed = {one.name: one.s_per_entry for one in self.codecs}
-        return num_elements * timed.get(codec, USUAL_CODING_S)
+        return num_elements * timed.get(codec, USUAL_CODING_S / self.devices)
 
     def hook_s(self, num_elements: int, rank: int) -> float:
         """What torch's hook takes for it."""
@@ -461,9 +461,15 @@ class ModelProfile:
             copy_s_per_byte=elements * self.copy_s_per_byte,
             bucket_s_per_byte=elements * self.bucket_s_per_byte,
             publish_s_per_byte=elements * self.publish_s_per_byte,
+            mean_s_per_byte=elements * self.mean_s_per_byte,
             low_rank_s_per_element=elements * self.low_rank_s_per_element,
-            selectors=(),
-            codecs=(),
+            low_rank_s_per_element_and_rank=elements * self.low_rank_s_per_element_and_rank,
+            selectors=tuple(
+                replace(one, s_per_element=elements * one.s_per_element) for one in self.selectors
+            ),
+            codecs=tuple(
+                replace(one, s_per_entry=elements * one.s_per_entry) for one in self.codecs
+            ),
         )
 
     def padded(self, duration_s: float) -> ModelProfile:

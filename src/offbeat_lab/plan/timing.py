@@ -223,6 +223,7 @@ def profile_of(
     steps = batches[-1][1]
     device = parameters[0].device
     num_elements = sum(parameter.numel() for parameter in parameters)
+    is_half = sum(parameter.nbytes for parameter in parameters) < 3 * num_elements
     durations_s = [step.duration_s for step in steps]
     low_rank_s, further_s = time_low_rank(parameters, own_low_rank_s)
     hook_one_s, hook_further_s = time_low_rank(parameters, hook_s)
@@ -231,6 +232,7 @@ def profile_of(
         name=name,
         device=device_name(device),
         on_gpu=device.type == "cuda",
+        element_bytes=FLOAT_BYTES // 2 if is_half else FLOAT_BYTES,
         batches=tuple(timed_batch(some, size) for size, some in batches),
         optimizer_s=median(step.optimizer_s for step in steps),
         tensors=tuple(
