@@ -215,8 +215,9 @@ class _BlockReduction(ResidualReduction):
         return flat
 
     @override
-    def local_state(self) -> dict[str, float]:
-        return {self._local_name("num_exchanges"): self._num_exchanges}
+    def local_state(self) -> dict[str, float | torch.Tensor]:
+        mine = {self._local_name("num_exchanges"): self._num_exchanges}
+        return super().local_state() | mine
 
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
