@@ -802,6 +802,11 @@ class Session:
                 if acted is not None and acted != self.acting:
                     self._act_by(acted, callback)
         load_state_of(self._callbacks, saved)
+        if unused := sorted(by_key.keys() - {callback.state_key for callback in self._callbacks}):
+            self._notices.warn(
+                f"nothing here takes up {', '.join(map(repr, unused))} of the session's state: make"
+                " loaders before load_state_dict, and resume with the same options of the strategy"
+            )
 
     def state_to_save(self) -> dict[str, Any]:
         """`state_dict()` for `torch.distributed.checkpoint.save`, which saves what has one name
