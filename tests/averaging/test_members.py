@@ -501,6 +501,29 @@ def test_what_a_codec_drops_is_owed_whoever_dies(codec: str, first: int) -> None
     assert committed == {True, False}
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_owed_counts_as_it_was_weighed_whatever_comes_later(codec: str) -> None:
+    def drifts(samples: int) -> Job:
+        def job(worker: Worker, driver: VirtualThread) -> None:
+            worker.along = torch.arange(5.0)
+            steps(*[worker.rank + 1.0] * PERIOD, samples=samples)(worker, driver)
+
+        return job
+
+    workers = crew(2, codec=CODECS[codec])
+    anchor, owed = torch.zeros(5).double(), torch.zeros(5).double()
+    for number, samples in enumerate([(1, 3), (9, 1), (1, 1)]):
+        no_errors(together(workers, [drifts(each) for each in samples], number=number))
+        weights = [2 * each / sum(samples) for each in samples]
+        changes = sum(
+            weight * PERIOD * (rank + 1) * torch.arange(5.0).double()
+            for rank, weight in enumerate(weights)
+        )
+        now, left = workers[0].rule.anchor["x"].detach(), sum(w.owed for w in workers)
+        torch.testing.assert_close(2 * (now - anchor) + left, changes + owed)
+        anchor, owed = now.clone(), left
+
+
 def test_a_resumed_run_still_owes() -> None:
     workers = crew(2, codec=CODECS["sparse"])
     no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
