@@ -115,9 +115,11 @@ class Worker:
 
     @torch.no_grad()
     def step(self, by: float, *, samples: int = 0) -> None:
-        self.part.on_before_step()
         if samples:
+            self.part.on_batch_claimed(1000)  # which is not trained on
             self.part.on_batch_claimed(samples)
+        self.part.on_backward_begins(synchronised=True)
+        self.part.on_before_step()
         self.x.add_(by * self.along)
         self.buffers["mean"].add_(by)
         self.buffers["count"].add_(1)
