@@ -526,6 +526,22 @@ def test_what_is_owed_counts_as_it_was_weighed_whatever_comes_later(codec: str) 
         anchor, owed = now.clone(), left
 
 
+def test_members_that_have_ended_do_not_clip_the_changes_of_one_that_trains() -> None:
+    workers = crew(3, codec=offbeat.WeightCodec(density=0.99, clip_to_median=True))
+    seen: list[float] = []
+
+    def goes_on(worker: Worker, driver: VirtualThread) -> None:
+        steps(1, 1, 1, 1)(worker, driver)
+        seen.append(float(worker.rule.anchor["x"].detach()[0]))
+        worker.part.on_finish()
+
+    def ends(worker: Worker, _: VirtualThread) -> None:
+        worker.part.on_finish()
+
+    no_errors(together(workers, [goes_on, ends, ends]))
+    assert seen == [4.0]
+
+
 def test_a_resumed_run_still_owes() -> None:
     workers = crew(2, codec=CODECS["sparse"])
     no_errors(together(workers, [steps(1, 1), steps(3, 3)]))
