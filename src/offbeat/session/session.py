@@ -740,7 +740,8 @@ class Session:
         """Inside, this rank takes no step: it evaluates, saves, or waits for its peers elsewhere.
 
         With strategies whose ranks do not keep step, no peer then waits for the end of its step,
-        as WAGMA's ranks do. With the others it does nothing.
+        as WAGMA's ranks do, and with AdaptiveSGD the time does not make the rank look slow. With
+        the others it does nothing.
         """
         for callback in self._callbacks:
             callback.on_rest()
