@@ -425,6 +425,24 @@ def test_unequal_workers_share_samples_by_speed() -> None:
     assert equal.samples_per_s == pytest.approx(4 * 10 / 0.6, rel=0.03)
 
 
+def test_samples_a_second_are_those_of_all_ranks_each_at_its_own_pace() -> None:
+    """A step takes 0.3 s on fast workers, and 1.2 s on the slow one."""
+    where = setting("100gbit", speeds="1,1,1,0.25")
+    found = {
+        strategy: predict_step(strategy, where)
+        for strategy in ("alone", "allreduce", "wagma", "adaptive")
+    }
+    alone = 3 * 10 / 0.3 + 10 / 1.2
+    assert found["alone"].samples_per_s == pytest.approx(alone)
+    assert found["allreduce"].share_of_ideal == pytest.approx(4 * 10 / 1.2 / alone, rel=0.05)
+    for strategy, one in found.items():
+        assert one.share_of_ideal == pytest.approx(one.samples_per_s / alone)
+        assert one.share_of_ideal <= 1.02, strategy
+    # One of four is late by chance in each step.
+    late = predict_step("alone", setting(delay="1x300ms"))
+    assert late.samples_per_s == pytest.approx(4 * 10 / (0.3 + 0.3 / 4))
+
+
 def test_a_straggler_holds_up_all_but_those_who_wait_for_nobody() -> None:
     late = setting("8gbit", workers=8, delay="1x320ms")
     synchronous, waiting_for_nobody = (predict_step(s, late) for s in ("ddp", "adpsgd"))
