@@ -621,6 +621,17 @@ def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> 
     assert MODEL.at_batch_size(20).batch.backward_s == pytest.approx(0.4)
 
 
+@pytest.mark.parametrize(("size", "forward_s", "backward_s"), [(1, 0.01, 0.2), (100, 1.475, 0.19)])
+def test_no_batch_takes_no_time_however_the_timed_ones_lie(
+    size: int, forward_s: float, backward_s: float
+) -> None:
+    """The larger one's forward pass took more than twice as long, its backward pass less."""
+    small = TimedBatch(batch_size=5, forward_s=0.05, backward_s=0.2)
+    large = TimedBatch(batch_size=10, forward_s=0.125, backward_s=0.19)
+    batch = replace(MODEL, batches=(small, large)).at_batch_size(size).batch
+    assert (batch.forward_s, batch.backward_s) == pytest.approx((forward_s, backward_s))
+
+
 def test_time_and_money_are_those_of_what_is_asked_for_with_what_deaths_cost() -> None:
     arguments = ["plan", "--profile", "gpt2", "--link", "10gbit", "--workers", "4"]
     arguments += ["--strategies", "ddp,localsgd", "--json", "--price", "2.10/h", "--tokens", "1e9"]
