@@ -33,7 +33,7 @@ from _ranks import run_ranks
 from _results import Figure
 from offbeat.codec import cuda
 from offbeat.strategies.base import Strategy
-from offbeat_lab.plan.shipped import low_rank_cost, shipped_profile
+from offbeat_lab.plan.shipped import low_rank_bound, shipped_profile
 from offbeat_lab.plan.timing import hook_s, own_low_rank_s, usual_s
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -327,7 +327,7 @@ def low_rank(quick: bool) -> Iterator[Row]:
                     table="low rank",
                     column=f"{column}, rank {rank}, ms",
                     value=1e3 * seconds(parameters, rank),
-                    bound=1e3 * low_rank_cost(bytes_per_s) * num_elements,
+                    bound=1e3 * low_rank_bound(bytes_per_s) * num_elements,
                 )
 
 

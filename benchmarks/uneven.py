@@ -32,8 +32,8 @@ An ablation is a race of AdaptiveSGD with one part changed at a time.
 
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
         [--ablations NAME,...] [--racers NAME;...] [--later NAME;...] [--more-targets SHARE,...]
-        [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...] [--seeds N]
-        [--mega-batches N] [--keep DIRECTORY] [--results DIR]
+        [--rate MBIT] [--workers N] [--train FILE --test FILE] [--situations NAME,...]
+        [--rules NAME,...] [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ BASELINE = "AllReduce"
 """Says what the target is."""
 RACES = ("half", "quarter")
 RACE_STEP_S, RACE_EPOCHS, TARGET = 0.05, 4, 0.95
+RATE_MBIT_PER_S = 1000
 QUOTA = 0.4
 """Of a core, that a worker of speed 1 gets with `--quotas`: four of them fit on two."""
 
@@ -463,6 +464,8 @@ def race(
     keep: Path,
     more_targets: Sequence[float] = (),
     later: Sequence[str] = (),
+    workers: int = WORKERS,
+    rate_mbit_per_s: int = RATE_MBIT_PER_S,
 ) -> Iterator[Figure]:
     """Steps, seconds and precision of strategies that train side by side.
 
@@ -477,17 +480,22 @@ def race(
         keep: directory for the comparisons.
         more_targets: shares of the baseline's precision, beside `TARGET`.
         later: labels; only their rows are yielded, where there are any.
+        workers: the first ones of the situation.
+        rate_mbit_per_s: of each worker's link.
     """
-    task = build_task("xmc", paths)
-    steps = task.num_samples * epochs // (WORKERS * BATCH)
+    task, speeds = build_task("xmc", paths), SPEEDS[situation][:workers]
+    steps = task.num_samples * epochs // (workers * BATCH)
     settings = [f"{key}={value}" for key, value in paths.items()]
     request = CompareRequest(
         task="xmc",
-        strategies=[
-            spec.format(speeds="/".join(map(str, SPEEDS[situation]))) for spec in racers.values()
-        ],
+        strategies=[spec.format(speeds="/".join(map(str, speeds))) for spec in racers.values()],
         settings=[*settings, f"batch_size={BATCH}"],
-        cluster=cluster(situation, 0, 0, step_s=step_s, seed=0),
+        cluster=Cluster(
+            workers=workers,
+            link=LinkSpec(rate_bit_per_s=1e6 * rate_mbit_per_s),
+            speeds=speeds,
+            step_s=step_s,
+        ),
         seeds=tuple(seeds),
         steps=steps,
         eval_every=max(1, steps // 20),
@@ -533,7 +541,7 @@ def race(
     one = replace(
         request,
         strategies=["allreduce"],
-        settings=[*settings, f"batch_size={WORKERS * BATCH}"],
+        settings=[*settings, f"batch_size={workers * BATCH}"],
         cluster=Cluster(workers=1),
         target=None if final is None else TARGET * final,
     )
@@ -607,6 +615,18 @@ if __name__ == "__main__":
         default="",
         help=f"of races, beside {TARGET}: shares of {BASELINE}'s precision, as in 0.98,0.99",
     )
+    parser.add_argument(
+        "--rate",
+        type=int,
+        default=RATE_MBIT_PER_S,
+        help="of links in a race, in Mbit/s; default: %(default)s",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=WORKERS,
+        help="in a race, the first ones of a situation; default: %(default)s",
+    )
     parser.add_argument("--train", help="data of races; default: the bundled ones")
     parser.add_argument("--test", help="data held out; needed with --train")
     parser.add_argument(
@@ -647,6 +667,10 @@ if __name__ == "__main__":
         added = "".join(f", {label}" for label in later)
         races = RACES[:1] if asked.quick else tuple(filter(None, asked.races.split(",")))
         ablations = tuple(filter(None, asked.ablations.split(",")))
+        slower = {} if asked.rate == RATE_MBIT_PER_S else {"rate_mbit_per_s": asked.rate}
+        fewer = {} if asked.workers == WORKERS else {"workers": asked.workers}
+        on += f"{asked.rate} Mbit/s, " if slower else ""
+        on += f"{asked.workers} workers, " if fewer else ""
         of_races = {
             f"race: {on}{situation}{added}": (f"race, {on}{situation}", situation, racers)
             for situation in races
@@ -659,6 +683,8 @@ if __name__ == "__main__":
                 *(race, *which, paths, range(seeds), *of_a_race, directory),
                 more_targets=[float(one) for one in asked.more_targets.split(",") if one],
                 later=later,
+                **slower,
+                **fewer,
             )
             for name, which in of_races.items()
         }

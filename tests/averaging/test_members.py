@@ -245,6 +245,21 @@ def test_an_outer_optimizer_steps_from_the_anchor() -> None:
     assert workers[0].state == workers[1].state
 
 
+def test_a_parameter_that_is_frozen_within_a_period_comes_to_the_mean() -> None:
+    def freezes_after(by: float) -> Job:
+        def job(worker: Worker, _: VirtualThread) -> None:
+            worker.step(by)
+            worker.x.requires_grad_(False)
+            worker.along.zero_()
+            worker.step(0)
+
+        return job
+
+    workers = crew(2, outer=NESTEROV)
+    no_errors(together(workers, [freezes_after(1), freezes_after(3)]))
+    assert [worker.value for worker in workers] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_a_death_at_any_moment_leaves_all_that_live_with_the_same(first: int) -> None:
     """Either all have the average with the dead, or all make it without."""

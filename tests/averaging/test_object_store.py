@@ -65,6 +65,16 @@ def test_models_are_those_of_connected_ranks(place: str) -> None:
         assert all(map(torch.equal, after, found[0][1]))
 
 
+def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
+    def job(rank: int) -> torch.Tensor:
+        model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        with session_on(SingleRank(), model, sgd(model), strategy_of(tmp_path, rank)):
+            model.weight.detach().fill_(1.0078125 if rank else 1.0)  # neighbours
+        return model.weight.detach()
+
+    assert [float(weight) for weight in on_all(job)] == [1.0078125] * NUM_WORKERS
+
+
 def test_no_average_is_left_but_the_last(tmp_path: Path) -> None:
     def job(rank: int) -> None:
         model = make_model()

@@ -122,6 +122,29 @@ def test_squares_gathered_before_ranks_part_are_the_means() -> None:
     assert float((squares(10) / reduced).median()) == pytest.approx(1, abs=0.3)
 
 
+def test_states_of_complex_parameters_stay_each_ranks_own() -> None:
+    class OfNumbers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4, 1, dtype=torch.complex128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.complex128) @ self.weight).abs()
+
+    averaged, local = (
+        trained(
+            RANKS,
+            offbeat.LocalSGD(period=2, warmup=0, optimizer_state=chosen),
+            6,
+            model_of=lambda rank: OfNumbers(),
+            optimizer_of=adam,
+            held=held,
+        )
+        for chosen in ("averaged", "local")
+    )
+    torch.testing.assert_close(averaged, local, rtol=0, atol=0)
+
+
 def test_a_rank_without_states_is_given_none_of_them_or_all() -> None:
     """Adam could not go on with a part of its state."""
     strategy = offbeat.LocalSGD(period=1, warmup=0, optimizer_state=INTERVALS)

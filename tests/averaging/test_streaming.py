@@ -104,6 +104,30 @@ def test_the_mean_of_all_ranks_moves_by_nothing_but_their_steps() -> None:
         assert not torch.allclose(late[0][place], apart[0][place])
 
 
+@pytest.mark.parametrize("streaming", ["1x0", "1x1x0.5"])
+def test_a_parameter_that_is_frozen_within_a_period_comes_to_the_mean(streaming: str) -> None:
+    strategy = offbeat.LocalSGD(period=4, exchange=streaming, outer="diloco")
+
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = sgd(model)
+        with session_on(driver, model, optimizer, strategy):
+            held = []
+            for step in range(14):
+                if step == 6:
+                    model[0].weight.requires_grad_(False)
+                if step in (6, 9, 13):
+                    held.append(model[0].weight.detach().clone())
+                step_of(model, optimizer, driver.rank, step)
+            return held
+
+    frozen, averaged, later = zip(*results_of(RANKS, job), strict=True)
+    mean = sum(frozen) / RANKS
+    assert not any(torch.allclose(each, mean) for each in frozen)
+    for each in (*averaged, *later):
+        torch.testing.assert_close(each, mean)
+
+
 def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
     strategy = offbeat.LocalSGD(period=4, exchange="2x1", outer="diloco", codec="linear4")
 
@@ -125,6 +149,24 @@ def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
 
     for went_on, resumed in results_of(RANKS, job):
         assert all(torch.equal(one, other) for one, other in zip(went_on, resumed, strict=True))
+
+
+def test_modules_may_have_names_with_slashes() -> None:
+    strategy = offbeat.LocalSGD(period=2, exchange="2x0", outer="diloco")
+    model = torch.nn.ModuleDict({"glue/sst2": torch.nn.Linear(2, 1), "sst2": torch.nn.Linear(2, 1)})
+    optimizer = sgd(model)
+    with offbeat.attach(model, optimizer, strategy) as session:
+        for _ in range(4):
+            sum(parameter.sum() for parameter in model.parameters()).backward()
+            optimizer.step()
+        state = session.state_dict()
+        session.load_state_dict(state)
+        entries, again = (
+            each["callbacks"]["streaming_average"]["replicated"]
+            for each in (state, session.state_dict())
+        )
+        assert entries.keys() == again.keys()
+        assert "outer/SGD/momentum_buffer/glue/sst2.weight" in entries
 
 
 @pytest.mark.parametrize(

@@ -367,17 +367,28 @@ def test_a_branch_taken_now_and_then(plain_strategy: AveragingStrategy, attached
     assert_same(net, plain)
 
 
+@pytest.mark.parametrize("has_closure", [False, True])
 def test_a_gradient_that_is_not_finite_moves_nothing(
-    strategy: AveragingStrategy, attached: Callable
+    strategy: AveragingStrategy, attached: Callable, has_closure: bool
 ) -> None:
+    if has_closure and isinstance(strategy, offbeat.EagerSGD):
+        pytest.skip("it refuses closures")
     if isinstance(strategy, offbeat.DEFSGD) and strategy.ahead < 1:
         pytest.skip("a step of nobody still brings a block of what is owed")
     has_period = isinstance(strategy, offbeat.LocalSGD | offbeat.Crossbow)
     net, optimizer, session = attached(replace(strategy, period=100) if has_period else strategy)
     train(net, optimizer, range(2))
     before = copy.deepcopy(list(net.parameters()))
-    (loss_of(net, 99) * float("nan")).backward()
-    optimizer.step()
+
+    def spoilt() -> float:
+        (loss_of(net, 99) * float("nan")).backward()
+        return 0.0
+
+    if has_closure:
+        optimizer.step(spoilt)
+    else:
+        spoilt()
+        optimizer.step()
     optimizer.zero_grad()
     torch.testing.assert_close(list(net.parameters()), before, rtol=0, atol=0)
     assert session.stats.skipped_steps == 1

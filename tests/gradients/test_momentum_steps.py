@@ -96,6 +96,13 @@ def test_steps_are_those_of_sgd(
         )
 
 
+def test_a_batch_of_few_samples_makes_no_more_of_the_momentum_before_it() -> None:
+    momentum = Momentum([{"momentum": 0.5}])
+    momentum.step(integers(0), weight=32)
+    expected = integers(1) + 0.5 * integers(0)
+    assert torch.equal(momentum.step(integers(1), weight=1), expected)
+
+
 @nesterov_or_not
 def test_two_gradients_of_one_step_are_their_sum(nesterov: bool) -> None:
     in_two, in_one = (Momentum([{"momentum": 0.9, "nesterov": nesterov}]) for _ in range(2))
@@ -112,11 +119,11 @@ def test_each_group_has_its_own() -> None:
     factor = torch.tensor([0.5, 0.25], dtype=torch.float64).repeat_interleave(N // 2)
     velocity = torch.zeros(N, dtype=torch.float64)
     for step in range(6):
-        gradient = 0.25 * integers(step)
+        gradient = integers(step)
         velocity = factor * velocity + gradient
         expected = velocity.clone()
         expected[N // 2 :] = (gradient + factor * velocity)[N // 2 :]
-        assert torch.equal(momentum.step(integers(step), weight=0.25), expected)
+        assert torch.equal(momentum.step(gradient, weight=0.25), 0.25 * expected)
         assert torch.equal(momentum.velocity, velocity)
 
 

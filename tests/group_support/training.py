@@ -74,7 +74,7 @@ class Trainer(VirtualThread):
     def train(self) -> None:
         plan = self._plan
         buffers = {"mean": self._mean, "variance": self._variance, "count": self._count}
-        average, _ = plan.strategy.build(
+        _, average = plan.strategy.build(
             Context(
                 parameters={"model": self._model},
                 buffers=lambda: buffers,

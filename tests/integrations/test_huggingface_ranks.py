@@ -89,6 +89,51 @@ def test_trainer_of_transformers(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert first["localsgd"]["model"] == second["localsgd"]["model"]
 
 
+class FailingOnce(TrainerCallback):
+    """Ends the first training by an error."""
+
+    def __init__(self, callback: OffbeatCallback) -> None:
+        self.callback = callback
+        self.clip_norms: list[float | None] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        session = self.callback.offbeat_session
+        self.clip_norms.append(session.strategy.clip_norm)
+        if len(self.clip_norms) == 1:
+            raise ZeroDivisionError
+
+
+def failing_once(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
+    as_launched(rank, world_size)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    only_ours_are_errors()
+    arguments = TrainingArguments(
+        output_dir=directory,
+        use_cpu=True,
+        ddp_backend="gloo",
+        optim="sgd",
+        max_grad_norm=0.5,
+        max_steps=2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    callback = OffbeatCallback(offbeat.GTopK(density=0.05, collective="tree"))
+    failing = FailingOnce(callback)
+    trainer = Trainer(Regression(), arguments, train_dataset=Line(), callbacks=[callback, failing])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.train()
+    return {"clip_norms": failing.clip_norms, "max_grad_norm": arguments.max_grad_norm}
+
+
+def test_a_training_after_one_that_failed_clips_as_that_did(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for found in run_ranks(failing_once, 2, timeout_s=270, directory=str(tmp_path)):
+        assert found == {"clip_norms": [0.5, 0.5, 0.5], "max_grad_norm": 0.5}
+
+
 def with_accelerate(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
     as_launched(rank, world_size)
     os.environ["ACCELERATE_USE_CPU"] = "1"

@@ -202,6 +202,20 @@ def test_passes_are_told_apart_even_if_their_backward_passes_come_later() -> Non
         assert_same(increments(model, run)[:2], expected)
 
 
+@pytest.mark.parametrize("evaluates_first", [True, False])
+def test_an_evaluation_with_gradients_on_adds_no_terms_of_the_loss(evaluates_first: bool) -> None:
+    model, x, many = Twice(), torch.randn(6, 3), torch.randn(60, 3)
+
+    def train() -> None:
+        model(x).square().sum(1).mean().backward()
+
+    def evaluate_too() -> None:
+        for run in (train, lambda: model(many))[:: -1 if evaluates_first else 1]:
+            run()
+
+    assert_same(increments(model, evaluate_too)[1:2], increments(model, train)[1:2])
+
+
 def test_nothing_is_seen_without_gradients_or_between_steps() -> None:
     model, x = small_net(), torch.randn(3, 2, 4, 4)
     blocks, capture = capture_all(model)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,46 @@ def assert_all_are(found: Sequence[dict[str, torch.Tensor]], expected: Any) -> N
 def test_five_ranks_do_what_one_does_with_all_examples(name: str) -> None:
     found = in_world(5, STRATEGIES[name], make_net(), stepping(range(5)))
     assert_all_are(found, expected_of([5] * 5))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embedding(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["spdkfac", "dpkfac"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_several_exchanges_make_the_step_that_one_of_all_passes_makes(
+    name: str, is_tied: bool
+) -> None:
+    def accumulating(exchanges: bool) -> Job:
+        def job(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+            for step in range(4):
+                draw = torch.Generator().manual_seed(10 * step + rank)
+                x, y = torch.randint(7, (2, 6), generator=draw)
+                for number in range(3):
+                    with nullcontext() if exchanges or number == 2 else session.no_sync():
+                        loss = (
+                            nn.functional.cross_entropy(model(x), y)
+                            if is_tied
+                            else loss_of(model, batch_of(rank, step))
+                        )
+                        (loss / 3).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return model.state_dict()
+
+        return job
+
+    torch.manual_seed(5)
+    net = Tied().double() if is_tied else make_net()
+    expected, *_ = in_world(2, STRATEGIES[name], net, accumulating(exchanges=False))
+    assert_all_are(in_world(2, STRATEGIES[name], net, accumulating(exchanges=True)), expected)
 
 
 @pytest.mark.parametrize("name", ["spdkfac", "dpkfac"])

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from offbeat.megabatch.loader import (
     order_of,
 )
 from offbeat.session.loaders import LockstepLoader, num_steps, spans_of
+from offbeat.transport.driver import Driver
+from thread_support.world import results_of, session_on
 
 Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
 
@@ -224,6 +227,24 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("scaling", ["linear", "sqrt"])
+def test_the_rate_is_that_of_a_batch_where_several_are_accumulated_or_one_is_left_out(
+    attached: Make, scaling: Any
+) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=9, rate_scaling=scaling, warmup=0)
+    net, optimizer, session = attached(strategy, lr=0.8)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for number, (x,) in enumerate(session.loader(numbers(36), batch_size=4)):
+        if number == 4:
+            continue  # the user leaves it out
+        net(x).sum().backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert rates == [0.8] * 3
+
+
 @pytest.mark.parametrize(("scaling", "kind"), [("sqrt", "SGD"), ("auto", "AdamW")])
 def test_the_rate_may_follow_the_root_of_the_size(attached: Make, scaling: Any, kind: str) -> None:
     strategy = offbeat.AdaptiveSGD(mega_batch=1, rate_scaling=scaling)
@@ -358,6 +379,34 @@ def test_in_step_a_run_resumes(attached: Make) -> None:
         again.load_state_dict({"replicated": {}})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "num_batches", "seen_twice"),
+    [([8, 8, 8, 8], 4, 0), ([8], 4, 0), ([5, 8], 4, 0), ([1] * 5, 6, 0), ([8] * 17, 6, 1)],
+)
+def test_in_step_other_ranks_share_out_what_is_left_of_an_epoch(
+    sizes: list[int], num_batches: int, seen_twice: int
+) -> None:
+    def taken(
+        driver: Driver, size: int, state: Sequence[Mapping[str, Any]], most: int | None
+    ) -> tuple[list[int], dict[str, Any]]:
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters())
+        with session_on(driver, net, optimizer, offbeat.AllReduce()) as session:
+            loader = session.loader(numbers(112), batch_size=size)
+            if state:
+                session.load_state_dict(offbeat.reshard(state, driver.world_size, driver.rank))
+            some = [index for (x,) in islice(loader, most) for index in x.flatten().int().tolist()]
+            assert most or (loader.epoch, loader.step) == (1, 0)
+            return some, session.state_dict()
+
+    first = results_of(2, lambda driver: taken(driver, 8, [], num_batches))
+    states = [state for _, state in first]
+    rest = results_of(len(sizes), lambda driver: taken(driver, sizes[driver.rank], states, None))
+    indices = [index for some, _ in first + rest for index in some]
+    assert set(indices) == set(range(112))
+    assert len(indices) == 112 + seen_twice
+
+
 def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -> None:
     class AtOnce(list[int]):
         def __getitems__(self, indices: list[int]) -> list[int]:
@@ -370,6 +419,22 @@ def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -
         20,
         30,
     ]
+
+
+def test_in_step_each_loader_of_a_session_resumes_at_its_own_place(attached: Make) -> None:
+    states: list[dict[str, Any]] = []
+    for _ in range(2):
+        _, _, session = attached(offbeat.AllReduce())
+        loaders = [session.loader(numbers(20), batch_size=size) for size in (2, 4, 5)]
+        if states:
+            session.load_state_dict(states.pop())
+        else:
+            for number, loader in enumerate(loaders):
+                batches = iter(loader)
+                for _ in range(1 + number):
+                    next(batches)
+            states.append(session.state_dict())
+        assert [loader.step for loader in loaders] == [1, 2, 3]
 
 
 def test_kinds_of_loaders(attached: Make) -> None:

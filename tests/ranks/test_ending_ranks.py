@@ -12,6 +12,7 @@ import torch
 
 import offbeat
 from offbeat.errors import NonFiniteError, OffbeatError
+from offbeat.integrations.framework import FrameworkSession
 from offbeat.session.metrics import close_open_sessions
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.link import SILENCE_VARIABLE
@@ -45,6 +46,30 @@ UNEVEN_LIMIT_S = 60.0
 
 def state_of(net: torch.nn.Module) -> list[float]:
     return torch.cat([t.double().flatten() for t in net.state_dict().values()]).tolist()
+
+
+def ended_with_the_best(rank: int, world_size: int) -> dict[str, list[float]]:
+    """By strategy: the model, into which a framework has loaded ones after the last step."""
+    results = {}
+    for label, strategy in {**IN_STEP, **BESIDE}.items():
+        if strategy.shares_samples:
+            continue
+        net = make_net()
+        optimizer = sgd(net)
+        running = FrameworkSession(offbeat.attach(net, optimizer, strategy), net, optimizer)
+        train(net, optimizer, rank, range(4))
+        net.load_state_dict({name: t.new_ones(t.shape) for name, t in net.state_dict().items()})
+        running.close()
+        results[label] = state_of(net)
+    return results
+
+
+def test_the_best_model_that_a_framework_loads_at_the_end_is_the_result(
+    run_ranks: RunRanks,
+) -> None:
+    for found in run_ranks(ended_with_the_best, 2):
+        for label, state in found.items():
+            assert state == pytest.approx([1.0] * len(state)), label
 
 
 def ended(rank: int, world_size: int) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat import Session
 from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
-from offbeat.run.coupling import STATE_KEY, ModelListener, ScriptSessions, share_of
+from offbeat.run.coupling import (
+    STATE_KEY,
+    CarriedStates,
+    ModelListener,
+    ScriptSessions,
+    share_of,
+)
 from offbeat.run.recipes import StrategyRecipe
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.run.worker import patched_for
 from offbeat.strategies.base import Strategy
+from offbeat.transport.driver import Driver
+from thread_support.world import results_of, session_on
 
 
 class Sessions(ModelListener):
@@ -410,6 +421,36 @@ def test_a_rank_takes_up_what_it_owed_itself_and_of_others_what_all_share() -> N
     assert theirs["callbacks"]["gradients"]["additive"]["owed"].tolist() == [0.0, 0.0]
     assert theirs["callbacks"]["gradients"]["replicated"] == {"age": 3}
     assert (theirs["rank"], theirs["world_size"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_lost"),
+    [
+        (offbeat.DeAR(), True),
+        (offbeat.GTopK(density=0.5, collective="tree"), True),
+        (offbeat.AllReduce(), False),
+    ],
+)
+def test_what_the_others_had_is_said_to_be_lost_where_one_rank_alone_has_saved(
+    strategy: Strategy, is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(driver: Driver, saved: dict[str, Any] | None) -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        carried = CarriedStates()
+        carried.watch(optimizer)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        with session_on(driver, model, optimizer, strategy) as session:
+            carried.attached(session, optimizer)
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            return optimizer.state_dict()
+
+    first, _ = results_of(2, lambda driver: train(driver, None))
+    with caplog.at_level(logging.WARNING, "offbeat"):
+        results_of(2, lambda driver: train(driver, copy.deepcopy(first)))
+    assert any("is lost" in record.getMessage() for record in caplog.records) is is_lost
 
 
 def shard_by_fsdp(model: nn.Module, *, use_orig_params: bool) -> nn.Module:

@@ -122,6 +122,47 @@ def test_a_parameter_that_is_frozen_meanwhile_stays_where_it_is() -> None:
             assert torch.equal(net.both[0], kept)
 
 
+def test_what_is_written_into_parameters_between_steps_is_not_undone() -> None:
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        with session_on(driver, net, optimizer, offbeat.DEFSGD(ratio=RATIO)) as session:
+            for step in range(60):
+                for each in net.both if step else []:
+                    each.data.clamp_(max=0.5)
+                (net.both[0] * net.both[0]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(bool((each <= 0.5).all()) for each in anchors_of(session))
+        return [each.detach().clone() for each in net.both]
+
+    for both in results_of(2, job):
+        assert all(bool((each <= 0.5).all()) for each in both)
+
+
+def test_a_resumed_run_begins_where_its_state_says_whatever_the_model_holds() -> None:
+    def aims(state: dict[str, Any]) -> list[torch.Tensor]:
+        found = state["callbacks"]["periodic_average"]
+        names = [f"both.{which}" for which in range(len(SIZES))]
+        anchors, owed = found["replicated"], found["additive"]
+        return [anchors[f"anchor/{name}"] + owed[f"residual/{name}"] for name in names]
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with offbeat.attach(net, optimizer, offbeat.DEFSGD(ratio=RATIO)) as session:
+        for step in range(3):
+            step_of(net, optimizer, 0, step)
+        saved = session.state_dict()
+    with offbeat.attach(net, optimizer, offbeat.DEFSGD(ratio=RATIO)) as session:
+        session.load_state_dict(saved)
+        for each in net.both:
+            each.data.zero_()
+        optimizer.param_groups[0]["lr"] = 0.0
+        torch.stack([each.sum() for each in net.both]).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(aims(session.state_dict()), aims(saved))
+
+
 def test_an_anchor_of_another_model_is_refused() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -233,3 +233,22 @@ def test_another_optimizer_is_refused(kind: Any) -> None:
     net = Net()
     with pytest.raises(UnsupportedError, match=kind.__name__):
         offbeat.attach(net, kind(net.parameters(), lr=LR), offbeat.OneBitAdam())
+
+
+def test_a_parameter_that_was_used_in_some_steps_alone_has_the_second_moment_of_those() -> None:
+    """Its own number of steps goes on after the freeze, and its second moment stays."""
+    net = Net()
+    optimizer = optimizer_of(net)
+    with offbeat.attach(net, optimizer, Lossless(freeze_step=20)):
+        for step in range(60):
+            loss = net.weight.sum()
+            if step == 0 or step >= 20:
+                loss = loss + net.dead.sum()
+            before = net.dead.detach().clone()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # The gradient has always been 1, so that Adam moves by the learning rate.
+    torch.testing.assert_close(
+        before - net.dead.detach(), torch.full((2,), LR).double(), rtol=0.01, atol=0
+    )

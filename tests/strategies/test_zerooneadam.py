@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -172,6 +173,66 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(saved_after: int) -> N
         for step in range(saved_after + 1, NUM_STEPS):
             step_of(resumed, optimizer, 0, step)
     assert torch.equal(resumed.weight, net.weight)
+
+
+def test_a_rate_that_has_fallen_and_is_raised_again_does_no_harm() -> None:
+    """As a cosine with warm restarts does."""
+
+    def moved(rates: list[float]) -> float:
+        def job(driver: ThreadDriver) -> float:
+            net = Net()
+            optimizer = optimizer_of(net, decoupled=True)
+            with session_on(driver, net, optimizer, offbeat.ZeroOneAdam(freeze_step=5, period=1)):
+                for step, rate in enumerate(rates):
+                    optimizer.param_groups[0]["lr"] = rate
+                    (net.weight * gradient_of(driver.rank, step)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return float((net.weight - Net().weight).detach().abs().max())
+
+        return max(results_of(2, job))
+
+    assert moved([0.01] * 20 + [1e-6] * 3 + [0.01] * 10) < moved([0.01] * 33)
+
+
+def test_what_is_frozen_meanwhile_stays_and_what_is_written_into_parameters_is_kept() -> None:
+    def job(driver: ThreadDriver) -> tuple[float, float]:
+        net = torch.nn.ModuleList([Net(), Net()])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        with session_on(driver, net, optimizer, offbeat.ZeroOneAdam(freeze_step=5, period=1)):
+            for step in range(12):
+                if step == 8:
+                    net[0].weight.requires_grad_(False)
+                    kept = net[0].weight.detach().clone()
+                    net[1].weight.data.fill_(3)
+                for each in net:
+                    if each.weight.requires_grad:
+                        (each.weight * gradient_of(driver.rank, step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        moved = (net[0].weight - kept, net[1].weight - 3)
+        return float(moved[0].detach().abs().max()), float(moved[1].detach().abs().max())
+
+    for frozen, written in results_of(2, job):
+        assert frozen == 0
+        assert 0 < written < 0.1
+
+
+def test_what_adam_has_gathered_before_is_gone_on_with() -> None:
+    def moved(*, attached: bool) -> torch.Tensor:
+        net = Net()
+        optimizer = optimizer_of(net, decoupled=True)
+        for step in range(20):
+            step_of(net, optimizer, 0, step)
+        before = net.weight.detach().clone()
+        strategy = offbeat.ZeroOneAdam(freeze_step=9)
+        session = offbeat.attach(net, optimizer, strategy) if attached else nullcontext()
+        with session:
+            for step in range(20, 23):
+                step_of(net, optimizer, 0, step)
+        return net.weight.detach() - before
+
+    torch.testing.assert_close(moved(attached=True), moved(attached=False), rtol=0.01, atol=1e-4)
 
 
 def test_what_cannot_be_is_refused() -> None:

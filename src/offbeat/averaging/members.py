@@ -226,11 +226,11 @@ class MeanOfMembers(WeightExchange):
         average, self.average = self.average, None
         assert average is not None, "members have met"
         self.write_buffers(average, self.weights)
-        changes = average.changes
+        changes, are_whole = average.changes, average.changes is not None
         if changes is None:
             assert self._codec is not None, "it has encoded them"
             changes, self._is_encoded = self._codec.mean(), False
-        self.rule.merge_(changes)
+        self.rule.merge_(changes, are_whole=are_whole)
         self.samples = self.steps = 0
         return Drift()
 

@@ -30,7 +30,8 @@ import safetensors.torch
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.periodic import Drift, Everyone, TakeMean, WeightExchange
+from offbeat.averaging.outer import OuterOptimizer
+from offbeat.averaging.periodic import Drift, Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.tensor_bytes import to_bytes
@@ -82,7 +83,7 @@ class StoreMean(WeightExchange):
     averages_models = True
 
     def __init__(
-        self, weights: ModelWeights, peers: Everyone, *, store: ObjectStore, rule: TakeMean
+        self, weights: ModelWeights, peers: Everyone, *, store: ObjectStore, rule: OuterOptimizer
     ) -> None:
         self._weights, self._peers, self._store, self._rule = weights, peers, store, rule
         self._files, self._root = fsspec.core.url_to_fs(store.path)
@@ -116,7 +117,8 @@ class StoreMean(WeightExchange):
     @override
     def merge(self, *, measures_drift: bool) -> Drift:
         changes = [*self._rule.changes()]
-        self._rule.merge_(self._meet(f"{self._number:08d}", changes, self._weights))
+        means = self._meet(f"{self._number:08d}", changes, self._weights)
+        self._rule.merge_(means, are_whole=True)
         return Drift()
 
     @override
@@ -154,7 +156,7 @@ class StoreMean(WeightExchange):
             self._files.rm(self._written)
         self._written = names[self._store.rank]
         means = [
-            sum(each[str(number)] for each in heard).div_(len(heard)).to(vector.device)  # type: ignore[union-attr]  # there is at least one
+            _mean_of([each[str(number)] for each in heard]).to(vector.device)
             for number, vector in enumerate(vectors)
         ]
         for statistic, mean in zip(statistics, means[len(mine) :], strict=True):
@@ -164,9 +166,11 @@ class StoreMean(WeightExchange):
         return means[: len(mine)]
 
     def _fingerprint(self) -> int:
+        """Of the anchor; 0 before the first step."""
         found = 0
-        for anchor in self._rule.anchor.values():
-            found = zlib.crc32(anchor.detach().cpu().numpy().tobytes(), found)
+        for key, tensor in self._rule.state().items():
+            if key.startswith("anchor/"):
+                found = zlib.crc32(tensor.cpu().numpy().tobytes(), found)
         return found
 
     def _name(self, title: str, rank: int) -> str:
@@ -216,3 +220,11 @@ class StoreMean(WeightExchange):
 
 def _numbered(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {str(number): tensor for number, tensor in enumerate(tensors)}
+
+
+def _mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float32 or wider, so that half precision is rounded once, by whoever takes it over."""
+    total = torch.zeros_like(tensors[0], dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    for tensor in tensors:
+        total += tensor
+    return total.div_(len(tensors))

@@ -97,11 +97,15 @@ class OuterOptimizer(TakeMean):
         )
 
     @override
-    def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
+    def merge_(self, changes: Sequence[torch.Tensor] | None, *, are_whole: bool = False) -> None:
         """Replace the parameters by where the outer optimizer takes them.
 
         A parameter that was frozen meanwhile stays at the mean, and is moved by nothing that was
-        owed to it.
+        owed to it: where changes are in a code, it goes back to the anchor.
+
+        Args:
+            changes: the mean of them; None: the parameters hold the mean.
+            are_whole: whether nothing of changes is ever owed.
         """
         for place, (name, anchor) in enumerate(self.anchor.items()):
             parameter = self._parameters[name]
@@ -113,6 +117,8 @@ class OuterOptimizer(TakeMean):
                 )
             elif changes is None:
                 anchor.detach().copy_(parameter.detach())  # without a gradient it is not stepped
+            elif are_whole:
+                anchor.detach().add_(changes[place])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)  # a gradient weighs as much as the model
         for name, anchor in self.anchor.items():

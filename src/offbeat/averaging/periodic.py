@@ -416,13 +416,15 @@ class MeanSquares:
 
     def _states(self) -> list[tuple[str, float, dict[str, Any], tuple[float, float]]]:
         """Of each parameter that has been stepped: its name, the number of steps, its state and the
-        betas. The host waits for a device once.
+        betas. The host waits for a device once. Complex states are not among those that are
+        averaged.
         """
         found = [
             (self._names[id(parameter)], self._optimizer.state[parameter], group["betas"])
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if self._optimizer.state.get(parameter) and id(parameter) in self._names
+            if not parameter.is_complex()
         ]
         steps = read_numbers([torch.as_tensor(state["step"]) for _, state, _ in found])
         return [

@@ -97,8 +97,8 @@ class _Fragment:
         self.rule = OuterOptimizer(parameters, make=outer)
         self._make_changes = partial(EncodedChanges, reduce_by=by_codec(codec), peers=peers)
         # Without a codec nothing is owed, so memory for changes is held only while they travel.
-        self._owes = codec is not None
-        self.changes = self._make_changes(self.rule.anchor) if self._owes else None
+        self.owes = codec is not None
+        self.changes = self._make_changes(self.rule.anchor) if self.owes else None
         self.begun: list[torch.Tensor] = []
         self.means: list[torch.Tensor] = []  # once they have come, for a state that is saved
 
@@ -117,7 +117,7 @@ class _Fragment:
     def forget(self) -> None:
         """Nothing of it is under way."""
         self.begun, self.means = [], []
-        if not self._owes:
+        if not self.owes:
             self.changes = None
 
 
@@ -181,13 +181,15 @@ class StreamingMean(WeightExchange):
         means = fragment.arrived()
         begin_s = time.perf_counter()
         own = [each.detach().clone() for each in fragment.parameters.values()]
-        fragment.rule.merge_(means)  # the parameters hold the anchor now
+        # The parameters hold the anchor afterwards.
+        fragment.rule.merge_(means, are_whole=not fragment.owes)
         for parameter, mine, begun in zip(
             fragment.parameters.values(), own, fragment.begun, strict=True
         ):
-            if not parameter.requires_grad:  # frozen meanwhile: it stays where it is
+            is_frozen = not parameter.requires_grad
+            if is_frozen and fragment.owes:  # it stays where it is
                 parameter.detach().copy_(mine)
-            elif self._mix is None:
+            elif is_frozen or self._mix is None:
                 parameter.detach().add_(mine.sub_(begun))
             else:
                 parameter.detach().lerp_(mine, self._mix)
@@ -227,7 +229,7 @@ class StreamingMean(WeightExchange):
             mine = {
                 key: value
                 for key, value in replicated.items()
-                if key.rpartition("/")[2] in fragment.parameters
+                if _parameter_of(key) in fragment.parameters
             }
             fragment.rule.load(mine)
             fragment.forget()
@@ -242,6 +244,13 @@ class StreamingMean(WeightExchange):
     @override
     def is_under_way(self) -> bool:
         return self._under_way is not None
+
+
+def _parameter_of(key: str) -> str:
+    """The name of a parameter, which may hold slashes, in that of an entry: what an optimizer keeps
+    has two further words before it.
+    """
+    return key.split("/", 3 if key.startswith("outer/") else 1)[-1]
 
 
 def fragments_of(

@@ -149,7 +149,8 @@ def is_finite(flat: torch.Tensor) -> torch.Tensor:
     if numbers.is_cuda:  # by as few kernels as possible, and the host does not wait
         greatest: torch.Tensor = torch.linalg.vector_norm(numbers, float("inf"))
         return greatest * 0 == 0  # a NaN otherwise
-    if bool(numbers.sum().isfinite()):
+    wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    if bool(numbers.sum(dtype=wide).isfinite()):
         return torch.ones((), dtype=torch.bool)
     # A sum may overflow. This takes four times as long: a NaN is both the least and the greatest.
     extremes = numbers.aminmax()

@@ -518,6 +518,8 @@ class GradientExchange(Callback):
                 )
         elif not is_good:
             self._skip(num_nonfinite)
+        elif not tallies[0].weight:  # nobody has a sample, so there is no mean
+            self._discard()
         else:
             self.counts.skipped_in_a_row = 0
             for b, tally in enumerate(tallies):

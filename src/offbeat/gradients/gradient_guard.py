@@ -53,6 +53,20 @@ class GradientGuard(Callback):
         self._num_steps = 0
         self._num_skipped = 0
         self._num_in_a_row = 0
+        self._has_closure = False
+
+    @override
+    def on_closure(self) -> None:
+        self._has_closure = True
+
+    @override
+    def on_before_update(self) -> None:
+        if self._has_closure:
+            self.on_before_step()
+
+    @override
+    def on_after_step(self) -> None:
+        self._has_closure = False
 
     @override
     def on_before_step(self) -> None:

@@ -226,7 +226,8 @@ class LowRankReduction(ResidualReduction):
 
     @override
     def local_state(self) -> dict[str, float | torch.Tensor]:
-        return {f"right/{each.name}": each.right for each in self._matrices}
+        rights = {f"right/{each.name}": each.right for each in self._matrices}
+        return super().local_state() | rights
 
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:

@@ -7,8 +7,8 @@ optimizer has no momentum during its step. Left there, it costs 8 points
 applied at once, 4 (momentum spread). With it goes weight decay, which SGD adds to the gradient
 before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker.
 
-    velocity = factor * velocity + weight * gradient
-    step     = velocity, or weight * gradient + factor * velocity with Nesterov's momentum
+    velocity = factor * velocity + gradient
+    step     = velocity, or gradient + factor * velocity with Nesterov's momentum
 
 which is SGD's momentum as PyTorch has it. DGC writes Nesterov's with m = factor * velocity, which
 comes to the same. DGC's factor masking (section 3.2), which clears the velocity wherever an entry
@@ -18,7 +18,7 @@ A gradient moves the parameter by 1 / (1 - factor) of itself in the end, spread 
 or so. Where it waits for longer than that before it is sent, spreading it first only makes it
 later, and late momentum overshoots. So where few entries travel it is applied at once:
 
-    step     = weight * gradient + share * velocity
+    step     = gradient + share * velocity
     velocity = 0
 
 while the optimizer's learning rate is 1 / (1 - factor) times as high. That comes to the same sum of
@@ -174,9 +174,10 @@ class OptimizerMomentum(GradientTransform):
         step = bucket.flat.to(bucket.state_dtype)
         mix = mix_by_kernel if step.device.type == "cpu" else mix_by_torch
         for here, (factor, nesterov) in state.groups.merged(self._options, default=(0.0, False)):
-            shares = shares_of(factor, nesterov, weight, continues=continues, at_once=self._at_once)
+            scale, at_once = 1 / grad_scale, self._at_once
+            shares = shares_of(factor, nesterov, scale, continues=continues, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
-        return step, 1.0
+        return step, weight * grad_scale
 
     @override
     def settle(self, *, good: bool) -> None:
@@ -344,7 +345,7 @@ def shares_of(
     Args:
         factor: of momentum, in [0, 1).
         nesterov: whether the step looks ahead along the velocity.
-        weight: of the gradient.
+        weight: what the gradient is to be multiplied by.
         continues: whether the gradient belongs to the same optimizer step as the last one: then the
             velocity has lost its share already, and only what is new is passed on.
         at_once: whether the step, at a learning rate of 1 / (1 - factor) times the user's, is all

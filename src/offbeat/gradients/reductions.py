@@ -104,6 +104,8 @@ class Reduction:
     gives_whole: ClassVar[bool] = True
     ages: EntryAges | None = None
     encode_s: float = 0.0
+    _owed_weight: float = 0.0
+    """This rank's when something was owed last; 0: it had none yet."""
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self._bucket, self._driver, self._stream = bucket, driver, stream
@@ -171,6 +173,16 @@ class Reduction:
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         """Inverse of both."""
+
+    def _weigh(self, owed: torch.Tensor, tally: Tally) -> None:
+        """Let what is owed weigh as much as this step's gradient: of a batch of few samples it
+        would else be a multiple.
+        """
+        if tally.num_failed or not tally.weight:
+            return
+        if self._owed_weight not in (0, tally.weight):
+            owed.mul_(tally.weight / self._owed_weight)
+        self._owed_weight = tally.weight
 
     def _local_name(self, key: str) -> str:
         """What a number that belongs to the whole bucket is called in a checkpoint: after the
@@ -251,6 +263,7 @@ class ResidualReduction(Reduction):
     ) -> None:
         """Let `_mine` be what is owed and the gradient. Arguments as of `launch`."""
         mine, self._grad_scale = self._mine, grad_scale
+        self._weigh(self._residual, tally)
         if tally.num_failed:
             mine.zero_()
         else:
@@ -286,9 +299,14 @@ class ResidualReduction(Reduction):
         return self._bucket.named("residual", self._residual)
 
     @override
+    def local_state(self) -> dict[str, float | torch.Tensor]:
+        return {self._local_name("weight"): self._owed_weight}
+
+    @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         for name, live in self.additive_state().items():
             live.copy_(additive[name])
+        self._owed_weight = float(local.get(self._local_name("weight"), 0))
 
 
 class DenseReduction(Reduction):
@@ -410,6 +428,7 @@ class SparseReduction(Reduction):
         self._grad_scale = grad_scale
         if self._owed_rate is not None:
             self._owed_rate.follow(self.feedback.residual)
+        self._weigh(self.feedback.residual, tally)
         self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
@@ -526,7 +545,7 @@ class SparseReduction(Reduction):
         return self._bucket.named("residual", self.feedback.residual)
 
     def local_state(self) -> dict[str, float]:
-        state = dict(self.feedback.selector_state)
+        state = self.feedback.selector_state | {"weight": self._owed_weight}
         if self._owed_rate is not None:
             state |= self._owed_rate.state()
         return {self._local_name(key): value for key, value in state.items()}
@@ -534,6 +553,7 @@ class SparseReduction(Reduction):
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
             live.copy_(additive[name])
+        self._owed_weight = float(local.get(self._local_name("weight"), 0))
         state = self.feedback.selector_state
         # A run that resumes with another selector lacks some keys; they keep their initial value.
         state.update(

@@ -123,6 +123,8 @@ class FrameworkSession:
             self._quiet = None
         if error is None:
             self.session.close()
+            if self._evaluation is not None:
+                self._evaluation.session_ended()
         else:
             self.session.__exit__(type(error), error, error.__traceback__)
 

@@ -65,6 +65,7 @@ class OffbeatCallback(TrainerCallback):
         self._recorder = recorder
         self._resume_from = resume_from
         self._running: FrameworkSession | None = None
+        self._args: Any = None
         self._max_grad_norm: float | None = None
 
     @property
@@ -83,8 +84,8 @@ class OffbeatCallback(TrainerCallback):
         optimizer: torch.optim.Optimizer,
         **rest: Any,
     ) -> None:
-        if self._running is not None:  # an earlier training has failed
-            self._running.close(RuntimeError("training begins anew"))
+        # Where one is running, an earlier training has failed.
+        self._end(RuntimeError("training begins anew"))
         scaler = getattr(optimizer, "scaler", None)
         strategy = as_strategy(self._strategy, clip_norm=args.max_grad_norm or None)
         accelerate_state = AcceleratorState()
@@ -94,7 +95,7 @@ class OffbeatCallback(TrainerCallback):
         session = offbeat.attach(
             model, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
         )
-        self._max_grad_norm = args.max_grad_norm
+        self._args, self._max_grad_norm = args, args.max_grad_norm
         if isinstance(strategy, SparseGradientStrategy):
             args.max_grad_norm = 0.0
         stepped = getattr(optimizer, "optimizer", optimizer)
@@ -111,10 +112,13 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
         running, self._running = self._running, None
         if running is not None:
-            args.max_grad_norm = self._max_grad_norm
-            running.close()
+            self._args.max_grad_norm = self._max_grad_norm
+            running.close(error)
 
 
 def _directory(args: Any, state: Any) -> Path:

@@ -255,11 +255,14 @@ class KFACCallback(Callback):
             message.wait()
             self.wait_s += time.monotonic() - began_s
             sums = message.read()
+            for each in sums:
+                self.scheduler.complete_(each.slot, each.mean)
             self.averages.add(sums)
             num_retired += [(each.slot // 2, each.num_retired) for each in sums]
             if inverts:
                 inverses.advance(number)
         for slot, increment in self.scheduler.pop_own_increments().items():
+            self.scheduler.complete_(slot, increment.packed)
             self.averages.add_own(slot, increment, is_retired=self.scheduler.is_retired_here(slot))
         if num_retired:
             # One transfer for all numbers: on a GPU the host waits for each value that it asks for.

@@ -27,8 +27,9 @@ What is counted, and what is not:
   factors keep their scale.
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
   from then on.
-- Passes without gradients are not seen. `torch.autograd.grad` and second passes through a retained
-  graph cannot be told from training and are counted.
+- Passes without gradients are not seen. Of one that no backward pass follows, as of an evaluation
+  that leaves gradients on, inputs count, and no terms of the loss. `torch.autograd.grad` and second
+  passes through a retained graph cannot be told from training and are counted.
 
 `nn.MultiheadAttention` calls its projections as functions and not as modules. PyTorch's own forward
 pass runs, to the bit: its code is executed with the name `linear` bound to an observer that calls
@@ -225,7 +226,7 @@ class Capture:
         if (
             moment is None
             or self.is_retired(watched.block_index)
-            or not (moment.num_rows and num_seen)
+            or not (moment.num_rows and (own_side == "input" or num_seen))
         ):
             weight = block.weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -246,14 +247,17 @@ class Capture:
         return seen
 
     def _count_terms(self, sums: _Sums) -> tuple[float, float]:
-        """Terms of the loss in the passes that a block took part in, and how many of them it looked
-        at. While the loss is not known the block's own inputs are counted.
+        """Terms of the loss in the passes that a block took part in and that gradients have come
+        of, and how many of them it looked at. While no loss is known the block's own inputs are
+        counted.
         """
         num_terms = num_seen = 0.0
         for number, (own, own_seen) in sums.terms.items():
             # The host waits for a pass's count once, and not for every factor.
             if number in self._terms_in_loss:
                 self._terms_in_loss[number] = float(self._terms_in_loss[number])
+            elif self._terms_in_loss:
+                continue
             in_loss = float(self._terms_in_loss.get(number, own))
             num_terms += in_loss
             num_seen += in_loss * own_seen / max(own, 1)

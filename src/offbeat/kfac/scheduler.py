@@ -5,7 +5,8 @@
    is then handed to the launch order, which all ranks share with the buckets of gradients. In the
    first step with factors nobody knows how often a layer will be called, so nothing is complete.
 3. What is not complete when this rank seals its last bucket of gradients is handed over then. What
-   is added to a factor after it was launched is not counted.
+   is added to a factor after it was launched is not counted. So where a step has several exchanges
+   the passes before the first one stand for all of them.
 4. When the exchange of gradients is settled and the step is bad, all ranks drop the step's factors
    together and begin the step anew.
 
@@ -90,6 +91,7 @@ class FactorScheduler(ExchangeListener):
         step: how many optimizer steps have been taken.
         plan: the plan in force.
         is_good: whether the last exchange of gradients was settled as good.
+        num_exchanges: exchanges of gradients in this step so far.
         is_training_pass: whether the forward pass that began last is one for training. In other
             passes no message leaves early.
         messages: the messages of the plan, in the order in which they are launched.
@@ -116,10 +118,12 @@ class FactorScheduler(ExchangeListener):
         assert context.model is not None
         self.step = 0
         self.is_good = True
+        self.num_exchanges = 0
         self.is_training_pass = False
         self.own_increments: dict[int, Increment] = {}
         self.retired: set[int] = set()
-        self._slots, self._settings, self._measures = slots, settings, measures
+        self._blocks, self._slots = blocks, slots
+        self._settings, self._measures = settings, measures
         positions = {id(weight): at for at, weight in enumerate(context.parameters.values())}
         self._first_parameters = [positions[id(blocks[slot.block_index].weight)] for slot in slots]
         self._bucket_firsts = [min(bucket.indices) for bucket in buckets]
@@ -170,6 +174,7 @@ class FactorScheduler(ExchangeListener):
         """Take and send factors in this step if it is one with factors."""
         self.capture.stop()
         self._drop()
+        self.num_exchanges = 0
         self._progress = self._no_progress()
         self._is_open = self._settings.has_factors(self.step)
         # Without factors there is nothing that a bucket of gradients would have to wait for.
@@ -268,6 +273,7 @@ class FactorScheduler(ExchangeListener):
         if not good:
             self.begin_step()
             return
+        self.num_exchanges += 1
         self.capture.stop()
 
     # What the callback says and asks for, before and after the optimizer's step
@@ -298,6 +304,17 @@ class FactorScheduler(ExchangeListener):
         """The factors that this rank averages by itself, for the caller to take in now."""
         increments, self.own_increments = self.own_increments, {}
         return increments
+
+    def complete_(self, slot: int, packed: torch.Tensor) -> None:
+        """Turn a factor of the passes before the step's first exchange into one of the whole step:
+        each of n exchanges has brought as many terms of the loss, of n times as many in all, so
+        that each term's own gradient is n times what those passes took it for.
+        """
+        if self.num_exchanges > 1:
+            uses = self._blocks[slot // 2].uses
+            for use, part in zip(uses, packed.chunk(len(uses)), strict=True):
+                if (self._slots[slot].side == "output") != use.is_flipped:
+                    part.mul_(self.num_exchanges**2)
 
     def learn(self) -> Sequence[float] | None:
         """Remember what this step's passes added, once its factors have been taken in. Collective.

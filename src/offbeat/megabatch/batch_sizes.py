@@ -175,7 +175,7 @@ def binding(
     return found
 
 
-def square_root_rate(eta_0: float, batch_size: int, base: int, num_ranks: int) -> float:
+def square_root_rate(eta_0: float, batch_size: float, base: int, num_ranks: int) -> float:
     """eta_0 sqrt(n b_i / b_base), for an optimizer that divides by the root of squared gradients.
 
     Where noise dominates, a rank's own gradient of b_i samples has a root mean square that is

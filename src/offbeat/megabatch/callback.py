@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -139,8 +140,8 @@ class ScaledLearningRate:
         self._before: list[Any] = []
         self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
 
-    def scale(self, num_samples: int, num_ranks: int, base: int) -> None:
-        """The coming step is taken with a batch of `num_samples`."""
+    def scale(self, num_samples: float, num_ranks: int, base: int) -> None:
+        """The coming step is taken with batches of `num_samples`."""
         self.restore()  # A step that raised was not followed by it.
         self._before = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
@@ -215,7 +216,7 @@ class MegaBatchCallback(Callback):
         self._memory_limit: int | None = None
         self._set_batch_sizes([1] * world_size)
         self._learning_rate = ScaledLearningRate(optimizer, plan.rate_scaling)
-        self._num_claimed = 0
+        self._claimed: list[int] = []  # samples of each batch since the last step
         self._has_loader = self._has_finished = self._has_newcomers = False
         self._num_steps = self._merged_at_step = 0
         self._under_way: _MergeUnderWay | None = None
@@ -349,7 +350,7 @@ class MegaBatchCallback(Callback):
     def on_batch_claimed(self, num_samples: int) -> None:
         # Without a loader this is the user's word for a loop whose batches are not ours to scale.
         if self._has_loader:
-            self._num_claimed += num_samples
+            self._claimed.append(num_samples)
 
     def samples_of_round(self, samples_before: int) -> int | None:
         """How many samples the ranks compute together until models are merged next, about; None: a
@@ -464,8 +465,9 @@ class MegaBatchCallback(Callback):
         if self._momentum is not None:
             self._momentum.begin()
         self._protocol.rows.note_sparse_gradients()
-        if self._num_claimed and not self.shares_equally:
-            self._learning_rate.scale(self._num_claimed, len(self.ranks), self._base)
+        if self._claimed and not self.shares_equally:
+            # The mean: the user's rate is for as many batches as the loop accumulates in a step.
+            self._learning_rate.scale(fmean(self._claimed), len(self.ranks), self._base)
 
     @override
     def on_closure(self) -> None:
@@ -474,7 +476,7 @@ class MegaBatchCallback(Callback):
     @override
     def on_after_step(self) -> None:
         self._learning_rate.restore()
-        self._num_claimed = 0
+        self._claimed = []
         self._num_steps += 1
         if self._has_loader:
             return
@@ -651,7 +653,7 @@ class MegaBatchCallback(Callback):
         if not is_step:
             self._merged_at_step = self._num_steps if outcome.mine.is_new else at_step
         self._went_on = reference.following is not None
-        self._num_claimed = 0
+        self._claimed = []
         self.joined_by = merged if outcome.mine.is_new else self.joined_by
         return merged
 
@@ -820,7 +822,7 @@ class MegaBatchCallback(Callback):
                 updates=float(local.get("updates", 0.0)), busy_s=float(local.get("busy_s", 0.0))
             )
             self._missed_rounds = bool(local.get("missed_rounds", False))
-        self._num_claimed = 0
+        self._claimed = []
 
     @override
     def close(self) -> None:

@@ -399,6 +399,8 @@ class ScriptSessions(ScriptListener):
             return
         # Not `finish`: no rank is to wait for one that has come back and begun anew.
         session.__exit__(None, None, None)
+        if coupled.evaluation is not None:
+            coupled.evaluation.session_ended()
 
     # Steps
 
@@ -491,8 +493,9 @@ class CarriedStates:
         optimizer.load_state_dict()   keeps that entry for the session that is attached later
 
     Nothing is exchanged for that, since scripts often save on one rank alone. Then all ranks find
-    that rank's state: what is the same on all of them is complete, and what each rank owes is there
-    for that one rank only. The others begin owing nothing, and that is said.
+    that rank's state: what is the same on all of them is complete, and what each rank owes, or has
+    alone of the optimizer's state, is there for that one rank only. The others begin without, and
+    that is said.
     """
 
     def __init__(self) -> None:
@@ -524,10 +527,10 @@ class CarriedStates:
             )
             return
         found = {each["rank"] for each in said}
-        if session.rank == 0 and _owes(carried) and found != {*range(carried["world_size"])}:
+        if session.rank == 0 and _has_own(carried) and found != {*range(carried["world_size"])}:
             LOGGER.warning(
-                "the checkpoint holds what rank %s owed, and what the others of %s owed is lost;"
-                " let every rank save its optimizer.state_dict() in a file of its own",
+                "the checkpoint holds what rank %s owed or had alone, and what the others of %s"
+                " did is lost; let every rank save its optimizer.state_dict() in a file of its own",
                 ", ".join(map(str, sorted(found))),
                 name,
             )
@@ -574,5 +577,6 @@ def _owner(carried: Mapping[str, Any]) -> dict[str, Any]:
     return {"rank": int(carried["rank"]), "strategy": str(carried["strategy"])}
 
 
-def _owes(carried: Mapping[str, Any]) -> bool:
-    return any(state.get("additive") for state in carried["callbacks"].values())
+def _has_own(carried: Mapping[str, Any]) -> bool:
+    kinds = "additive", "owned"
+    return any(state.get(kind) for state in carried["callbacks"].values() for kind in kinds)

@@ -8,7 +8,8 @@ collective there:
     model.state_dict()      returns the mean
     model.train(), a forward pass with gradients, optimizer.step()
                             this rank's own weights are put back
-    model.load_state_dict() what is loaded counts as the mean from then on
+    model.load_state_dict() what is loaded counts as the mean from then on; after the last step, as
+                            where the best model is loaded at the end, the session ends with it
 
 Where the mean comes from:
 
@@ -73,6 +74,7 @@ class EvaluationWeights(SessionObserver):
         }
         self._mean: dict[str, torch.Tensor] | None = None
         self._own: dict[str, torch.Tensor] | None = None
+        self._loaded_since_step: dict[str, torch.Tensor] | None = None
         self._num_steps = 0
         self._rest = ExitStack()
         self._handles: list[Any] = [
@@ -84,6 +86,7 @@ class EvaluationWeights(SessionObserver):
 
     def step_ended(self, num_steps: int) -> None:
         self._num_steps = num_steps
+        self._loaded_since_step = None
         session = self._session
         if session.averages_alone or not session.acting.replicas_differ:
             self._mean = None
@@ -117,6 +120,11 @@ class EvaluationWeights(SessionObserver):
             self._session.observers.remove(self)
         self._rest.close()
 
+    def session_ended(self) -> None:
+        """The session has ended well, and may have put an average into the model."""
+        if self._loaded_since_step is not None:
+            self._write(self._loaded_since_step)
+
     def _step_begins(self, *_: Any) -> None:
         self.training_goes_on()
 
@@ -148,7 +156,7 @@ class EvaluationWeights(SessionObserver):
 
     def _loaded(self, *_: Any) -> None:
         self._own = None
-        self._mean = self._copies()
+        self._mean = self._loaded_since_step = self._copies()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the mean has of the model, by the model's own names."""

@@ -185,7 +185,7 @@ def make_loader(
     `Session.loader` describes the others.
 
     Args:
-        callbacks: of the strategy.
+        callbacks: of the strategy, and the session's loaders so far.
         driver: whose traffic is not counted, since sharing samples out is no training.
         control: channels for it.
         network: through which the ranks are connected; None in a world of one.
@@ -246,6 +246,7 @@ def make_loader(
             seed=seed,
             rank=driver.rank,
             shuffles=source.shuffles,
+            number=sum(isinstance(each, LockstepLoader) for each in callbacks),
         )
     assert source.batch_size is not None, "its description has it"
     policy.feed(source.batch_size, limits)
@@ -338,7 +339,9 @@ class LockstepLoader(Callback):
     """Iterating over it yields this rank's batches of an epoch, as many as every other rank's. It
     is made by `Session.loader`.
 
-    A loop that stopped in the middle of an epoch goes on there when it iterates again.
+    A loop that stopped in the middle of an epoch goes on there when it iterates again. If the state
+    was saved by another number of ranks, or with other batch sizes, what is left of the epoch is
+    shared out anew; where fewer samples than ranks are left, the ones before them are seen again.
 
     Args:
         fetcher: reads batches of the dataset, which is the same on all ranks.
@@ -347,10 +350,11 @@ class LockstepLoader(Callback):
         seed: of the order, >= 0.
         rank: this rank.
         shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
+        number: how many such loaders the session has already, each with a state of its own.
 
     Attributes:
         epoch: number of completed passes over the data.
-        step: number of batches taken from the pass under way.
+        step: number of batches taken from the pass under way, since it was last shared out.
     """
 
     state_key: ClassVar[str] = "lockstep_loader"
@@ -364,12 +368,16 @@ class LockstepLoader(Callback):
         seed: int,
         rank: int,
         shuffles: bool = True,
+        number: int = 0,
     ) -> None:
+        if number:
+            self.state_key = f"{self.state_key}_{number + 1}"  # type: ignore[misc]  # each its own
         self.epoch = self.step = 0
         self._fetcher, self._num_samples = fetcher, fetcher.num_samples
         self._batch_sizes, self._claimed = tuple(batch_sizes), claimed
         self._seed, self._rank, self._shuffles = seed, rank, shuffles
         self._num_steps = num_steps(self._num_samples, batch_sizes)
+        self._first = 0  # of the epoch's samples that this sharing out is of
         self._batches: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
@@ -378,12 +386,12 @@ class LockstepLoader(Callback):
 
     def __iter__(self) -> Iterator[Any]:
         self._batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
-        while self.step < self._num_steps:
+        while self.step < self._num_steps_left():
             # A batch that cannot be read counts as taken, so that ranks stay in step.
             span, self.step = self._span(self.step), self.step + 1
             self._claimed(span.end - span.begin)
             yield next(self._batches)
-        self.epoch, self.step = self.epoch + 1, 0
+        self.epoch, self.step, self._first = self.epoch + 1, 0, 0
         self._batches = iter(())
 
     def _samples(self, step: int) -> Iterator[list[int]]:
@@ -391,16 +399,28 @@ class LockstepLoader(Callback):
         order = order_of(
             self._num_samples, seed=self._seed, epoch=self.epoch, shuffles=self._shuffles
         )
-        for number in range(step, self._num_steps):
+        for number in range(step, self._num_steps_left()):
             span = self._span(number)
-            yield order[span.begin : span.end].tolist()
+            yield order[self._first + span.begin : self._first + span.end].tolist()
+
+    def _num_steps_left(self) -> int:
+        """How many steps the samples from `_first` on have."""
+        left = self._num_samples - self._first
+        return num_steps(left, self._batch_sizes) if left else 0
 
     def _span(self, step: int) -> SampleRange:
-        return spans_of(self._num_samples, self._batch_sizes, step)[self._rank]
+        return spans_of(self._num_samples - self._first, self._batch_sizes, step)[self._rank]
 
     @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        return {"replicated": {"epoch": self.epoch, "step": self.step}}
+        return {
+            "replicated": {
+                "epoch": self.epoch,
+                "step": self.step,
+                "first": self._first,
+                "batch_sizes": list(self._batch_sizes),
+            }
+        }
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -408,6 +428,14 @@ class LockstepLoader(Callback):
         if "step" not in saved:
             raise CheckpointError("the state lacks 'step'; it was saved by another loader")
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+        self._first = int(saved.get("first", 0))
+        before = tuple(map(int, saved.get("batch_sizes", self._batch_sizes)))
+        left = self._num_samples - self._first
+        if left and before != self._batch_sizes:
+            left -= left * self.step // num_steps(left, before)
+            # Each rank needs a sample in a step.
+            left = max(left, len(self._batch_sizes)) if left else 0
+            self._first, self.step = self._num_samples - left, 0
 
     @override
     def close(self) -> None:

@@ -56,7 +56,8 @@ class AveragingStrategy(Strategy):
             rank=context.driver.name_of(context.driver.rank),
             island=context.island,
         )
-        return [*self._exchanges(context, weights), guard]
+        # The guard first: a gradient that is not finite must be removed before others look at it.
+        return [guard, *self._exchanges(context, weights)]
 
     def _exchanges(self, context: Context, weights: ModelWeights) -> list[Callback]:
         if context.island.size > 1 and self.survives_death:  # whoever goes on alone decides alone

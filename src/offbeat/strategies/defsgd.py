@@ -105,8 +105,7 @@ class KeepOwed(TakeMean):
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, share: float) -> None:
         self._parameters, self._share = parameters, share
         self.anchor = {name: torch.nn.Parameter(wide) for name, wide in self._wide()}
-        self._has_begun = False
-        self._before: dict[str, torch.Tensor] = {}  # while a step lasts
+        self._has_begun = self._is_loaded = False
 
     def _wide(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the parameters, in float32 or float64."""
@@ -116,10 +115,11 @@ class KeepOwed(TakeMean):
 
     @override
     def begin(self) -> None:
-        if not self._before:
-            self._before = dict(self._wide())
         if not self._has_begun:
-            self._fill(self._before)
+            self._fill(dict(self._wide()))
+        if self._is_loaded:  # what a script has loaded into the model may be another rank's
+            self._is_loaded = False
+            self._take_points()
 
     def _fill(self, anchors: Mapping[str, torch.Tensor]) -> None:
         for name, anchor in self.anchor.items():
@@ -128,18 +128,27 @@ class KeepOwed(TakeMean):
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
-        return (after - self._before[name] for name, after in self._wide())
+        """Since the last step left them, so that what else is written into them counts, too."""
+        for (name, now), point in zip(self._wide(), self._points(), strict=True):
+            parameter = self._parameters[name]
+            is_frozen = not parameter.requires_grad
+            yield now.zero_() if is_frozen else now.sub_(point.to(parameter.dtype))
+
+    def _points(self) -> Iterator[torch.Tensor]:
+        """Where this rank's parameters belong."""
+        for anchor, owed in zip(self.anchor.values(), self.owed(), strict=True):
+            yield torch.add(anchor.detach(), owed, alpha=self._share)
 
     @override
     def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
         assert changes is not None, "they travel"
-        self._before = {}
-        everything = zip(self.anchor.items(), changes, self.owed(), strict=True)
-        for (name, anchor), change, owed in everything:
+        for anchor, change in zip(self.anchor.values(), changes, strict=True):
             anchor.detach().add_(change)
-            parameter = self._parameters[name]
+        self._take_points()
+
+    def _take_points(self) -> None:
+        for parameter, point in zip(self._parameters.values(), self._points(), strict=True):
             if parameter.requires_grad:
-                point = torch.add(anchor.detach(), owed, alpha=self._share)
                 parameter.detach().copy_(point)
 
     @override
@@ -153,7 +162,7 @@ class KeepOwed(TakeMean):
         needed = {f"anchor/{name}": anchor.shape for name, anchor in self.anchor.items()}
         if saved and saved != needed:
             raise CheckpointError("the anchor was saved with another model or strategy")
-        self._has_begun, self._before = False, {}
+        self._has_begun, self._is_loaded = False, bool(saved)
         if saved:
             self._fill({name: state[f"anchor/{name}"] for name in self.anchor})
 
@@ -215,8 +224,9 @@ class _BlockReduction(ResidualReduction):
         return flat
 
     @override
-    def local_state(self) -> dict[str, float]:
-        return {self._local_name("num_exchanges"): self._num_exchanges}
+    def local_state(self) -> dict[str, float | torch.Tensor]:
+        mine = {self._local_name("num_exchanges"): self._num_exchanges}
+        return super().local_state() | mine
 
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:

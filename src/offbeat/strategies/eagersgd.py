@@ -29,7 +29,6 @@ when a rank has taken its last step is not in the final model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -73,11 +72,6 @@ class EagerSGD(AveragingStrategy):
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_dense_optimizer(optimizer)
-
-    def build(self, context: Context) -> Sequence[Callback]:
-        *exchanges, guard = super().build(context)
-        # The guard first: a gradient that is not finite must be removed before it is contributed.
-        return [guard, *exchanges]
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors(), in_miniature=True)

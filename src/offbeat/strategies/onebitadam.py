@@ -112,9 +112,13 @@ def divisor_of(square: torch.Tensor, num_updates: float, group: Mapping[str, Any
         num_updates: how often they were updated, >= 1.
         group: of the optimizer.
     """
-    correction = 1 - float(group["betas"][1]) ** num_updates
-    divisor = square.div(correction).sqrt_().add_(group["eps"])
+    divisor = square.div(_grown(num_updates, group)).sqrt_().add_(group["eps"])
     return divisor.masked_fill_(square == 0, torch.inf)
+
+
+def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
+    """The share of the mean square that second moments have after so many updates."""
+    return 1 - float(group["betas"][1]) ** float(num_updates)
 
 
 class HiddenGradients:
@@ -197,7 +201,9 @@ class FrozenAdam(GradientTransform):
         return momentum, weight
 
     def _look(self) -> None:
-        """Freeze, if it is time. Steps are the same on all ranks."""
+        """Freeze, if it is time. Steps are the same on all ranks. Second moments of parameters that
+        were not in all of them become what they would be after all, since their steps go on.
+        """
         if self._has_looked or self.is_taken:
             return
         self._has_looked = True
@@ -206,6 +212,12 @@ class FrozenAdam(GradientTransform):
         if num_steps < self._freeze_step:
             return
         self._frozen_at = num_steps
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if state := self._optimizer.state.get(parameter):
+                    state["exp_avg_sq"].mul_(
+                        _grown(num_steps, group) / _grown(state["step"], group)
+                    )
         num_moving = sum(int(state["exp_avg_sq"].count_nonzero()) for state in states)
         num_elements = sum(
             parameter.numel()
@@ -250,7 +262,7 @@ class FrozenAdam(GradientTransform):
         state["step"].add_(1)
         state["exp_avg"].copy_(momentum)
         num_steps = float(state["step"])
-        divisor = divisor_of(state["exp_avg_sq"], min(num_steps, self._frozen_at), group)
+        divisor = divisor_of(state["exp_avg_sq"], self._frozen_at, group)
         if group["decoupled_weight_decay"]:
             parameter.mul_(1 - rate * group["weight_decay"])
         parameter.addcdiv_(momentum, divisor, value=-rate / (1 - beta1**num_steps))

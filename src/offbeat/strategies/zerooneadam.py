@@ -7,20 +7,22 @@ at last local steps (arXiv 2202.06009, algorithm 1).
     in some of them, ever further apart, until `freeze_step`:
         gradient = mean of all ranks';  v = beta2 v + (1 - beta2) gradient^2   before that
     after the others, and after `freeze_step` at ever longer intervals up to `period`:
-        U = mean of all ranks' u, as signs with a scale         by owners (`collectives.coded_sum`)
-        m = U / (sum of lr);  anchor -= U / (sqrt(v) + eps);  u = 0
+        m = mean of all ranks' u / (sum of lr), as signs with a scale           by owners
+        anchor -= m (sum of lr) / (sqrt(v) + eps);  u = 0                       (`coded_sum`)
 
-What signs lose of u is owed. m and v are those of `optimizer.state`; the step is written here, and
-the optimizer then finds no gradient.
+What signs lose of momenta is owed. m and v are those of `optimizer.state`; the step is written
+here, and the optimizer then finds no gradient.
 
 Cost per step: 2(P-1)/P n bits sent by each rank and a float32 for 1,024 of them, a `period`-th of
 it in the end; and what AllReduce sends in the steps in which v is updated. Four buffers of the
 model's size: anchor, u, and two for what is owed.
 
-Differences from the paper: in a step that updates v momentum takes the mean gradient, which is
-there already; Adam's bias corrections are made, v's by the number of its updates; local steps
-become rarer after a number of them, and not as the learning rate falls; scales are those of 1-bit
-Adam here; decoupled weight decay moves the anchor.
+Differences from the paper: it sends u, and what is owed of that is a learning rate times a
+momentum, which makes a momentum many times as large once that rate has fallen: a warm restart then
+destroys the model. In a step that updates v momentum takes the mean gradient, which is there
+already; Adam's bias corrections are made, v's by the number of its updates; local steps become
+rarer after a number of them, and not as the learning rate falls; scales are those of 1-bit Adam
+here; decoupled weight decay moves the anchor.
 """
 
 from __future__ import annotations
@@ -147,6 +149,7 @@ class LocalAdam(Callback, TakeMean):
         }
         self.sums = {name: torch.zeros_like(each.detach()) for name, each in self.anchor.items()}
         self._rates = dict.fromkeys(self.anchor, 0.0)  # of what is summed up
+        self._before = dict.fromkeys(self.anchor, 0.0)  # steps that Adam has gathered moments in
         self._hidden = HiddenGradients()
 
     def _groups(self) -> Mapping[str, dict[str, Any]]:
@@ -160,17 +163,23 @@ class LocalAdam(Callback, TakeMean):
             state |= {"step": torch.zeros(()), **moments}
         return state
 
-    @override
-    def begin(self) -> None:
-        if not self._num_steps:
-            for name, anchor in self.anchor.items():
-                anchor.detach().copy_(self._parameters[name].detach())
+    def _begin(self) -> None:
+        """Where ranks are alike, whatever has been written into parameters is the same on all."""
+        for name, parameter in self._parameters.items():
+            anchor = self.anchor[name]
+            if not self._rates[name]:
+                is_same = anchor.to(parameter.dtype) == parameter
+                anchor.copy_(torch.where(is_same, anchor, parameter))
+            if not self._num_steps:
+                self._before[name] = float(self._optimizer.state.get(parameter, {}).get("step", 0))
 
     @override
     @torch.no_grad()
     def on_before_update(self) -> None:
         """Take the step; the optimizer then finds no gradient."""
-        groups = self._groups()
+        self._begin()
+        # What was frozen meanwhile stays, as it does where an optimizer finds no gradient.
+        groups = {k: v for k, v in self._groups().items() if self._parameters[k].requires_grad}
         gradients = {name: self._gradient(name, group) for name, group in groups.items()}
         updates = self._num_steps in self._schedule.updates
         self._num_steps += 1
@@ -181,7 +190,7 @@ class LocalAdam(Callback, TakeMean):
             self._step(name, gradients[name], group, updates=updates)
             self._hidden.hide(self._parameters[name])
         if updates:
-            self.merge_([*self.sums.values()])
+            self.merge_([*self.changes()])
 
     def _gradient(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
         """Of this rank; nothing where there is none, or where it was not finite."""
@@ -202,31 +211,33 @@ class LocalAdam(Callback, TakeMean):
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if group["decoupled_weight_decay"]:
             self.anchor[name].mul_(1 - rate * group["weight_decay"])
-        state["step"].fill_(self._num_steps)
+        state["step"].fill_(self._before[name] + self._num_steps)
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-        rate /= 1 - beta1**self._num_steps
+        rate /= 1 - beta1 ** (self._before[name] + self._num_steps)
         self._rates[name] += rate
         self.sums[name].add_(state["exp_avg"], alpha=rate)
         self._parameters[name].copy_(self._moved(name, self.sums[name], group))
 
     def _moved(self, name: str, summed: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        square, num_updates = self._state(name)["exp_avg_sq"], self._schedule.num_updates
-        return self.anchor[name] - summed / divisor_of(square, num_updates(self._num_steps), group)
+        num_updates = self._before[name] + self._schedule.num_updates(self._num_steps)
+        square = self._state(name)["exp_avg_sq"]
+        return self.anchor[name] - summed / divisor_of(square, num_updates, group)
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
-        return iter(self.sums.values())
+        """The mean momentum of each parameter since the last average."""
+        return (summed / (self._rates[name] or 1) for name, summed in self.sums.items())
 
     @override
     @torch.no_grad()
     def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
         assert changes is not None, "momenta travel by a codec"
         groups = self._groups()
-        for name, summed in zip(self.sums, changes, strict=True):
-            if name in groups:
-                self.anchor[name].copy_(self._moved(name, summed, groups[name]))
+        for name, momentum in zip(self.sums, changes, strict=True):
+            if name in groups and (rate := self._rates[name]):
+                self.anchor[name].copy_(self._moved(name, rate * momentum, groups[name]))
                 self._parameters[name].copy_(self.anchor[name])
-                self._state(name)["exp_avg"].copy_(summed / self._rates[name])
+                self._state(name)["exp_avg"].copy_(momentum)
             self.sums[name].zero_()
             self._rates[name] = 0.0
 
@@ -238,8 +249,9 @@ class LocalAdam(Callback, TakeMean):
     def state_dict(self) -> CallbackState:
         anchors = {f"anchor/{name}": each.detach() for name, each in self.anchor.items()}
         rates = {f"rate/{name}": rate for name, rate in self._rates.items()}
+        before = {f"before/{name}": number for name, number in self._before.items()}
         sums = {f"sum/{name}": each for name, each in self.sums.items()}
-        replicated = {**anchors, **rates, "num_steps": self._num_steps}
+        replicated = {**anchors, **rates, **before, "num_steps": self._num_steps}
         return {"replicated": replicated, "local": sums}
 
     @override
@@ -250,3 +262,4 @@ class LocalAdam(Callback, TakeMean):
             anchor.detach().copy_(saved[f"anchor/{name}"])
             self.sums[name].copy_(state["local"][f"sum/{name}"])
             self._rates[name] = float(saved[f"rate/{name}"])
+            self._before[name] = float(saved.get(f"before/{name}", 0))

@@ -20,10 +20,10 @@ from offbeat_lab.plan.shipped import (
     COPY_S_PER_BYTE,
     FORWARD_SHARE,
     MEMORY_SHARE,
-    SELECT_S_PER_ELEMENT,
     NetworkLayer,
-    low_rank_cost,
+    selection_cost,
     tensors_of,
+    with_low_rank,
 )
 
 _GIB: Final = 1 << 30
@@ -344,7 +344,7 @@ def language_model(
     passes_s = batch_size * shape.flops(num_elements) / (device.flops_per_s * device.reached)
     bytes_per_s = MEMORY_SHARE * device.memory_bytes_per_s
     moments = 2.0
-    return ModelProfile(
+    profile = ModelProfile(
         name=f"{num_elements / 1e9:.3g} billion parameters",
         device=device.name,
         on_gpu=True,
@@ -362,10 +362,9 @@ def language_model(
         device_bytes=device.memory_bytes,
         activation_bytes=batch_size * shape.activation_bytes(2),
         tokens_per_sample=shape.sequence,
-        select_s_per_element=SELECT_S_PER_ELEMENT,
+        select_s_per_element=selection_cost(bytes_per_s),
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
-        low_rank_s_per_element=low_rank_cost(bytes_per_s),
         moments=moments,
         sources=(
             Source(field="tensors", source="the configuration"),
@@ -373,7 +372,11 @@ def language_model(
                 field="batches",
                 source=f"{NOT_MEASURED}: {device.reached:.0%} of {device.flops_per_s:.3g} FLOP/s",
             ),
-            Source(field="low_rank_s_per_element", source=NOT_MEASURED),
-            Source(field="select_s_per_element", source="6.1 ns on a P102-100"),
+            Source(
+                field="low_rank_s_per_element",
+                source="an H200's by this memory, and an H200's host for each tensor",
+            ),
+            Source(field="select_s_per_element", source="an H200's by this memory"),
         ),
     )
+    return with_low_rank(profile, bytes_per_s)

@@ -82,8 +82,8 @@ class Plan:
 
     def best(self, workers: int, rate_bit_per_s: float) -> StepPrediction:
         """The recommendation: of those within `CLOSE` of the fastest, with what deaths cost, the
-        first that was named. What does not fit, was guessed, or is only a lower limit is not
-        recommended where there is anything else.
+        first that was named. What does not fit, or is only a lower limit, is not recommended
+        where there is anything else.
         """
         return _best(self.at(workers, rate_bit_per_s))
 
@@ -279,19 +279,9 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
         if (setting := setting_of(profile, cluster)).crowding > 1
     ]
     remarks += dict.fromkeys(f"{one.strategy}: {one.note}." for one in predictions if one.note)
-    for words, names in (
-        (
-            "what it computes was not measured on such a device, so it is not recommended;"
-            " profile your own script on one",
-            [one.strategy for one in predictions if one.is_guessed],
-        ),
-        (
-            f"does not fit into {memory_text(profile.device_bytes)}",
-            [one.strategy for one in predictions if not one.fits],
-        ),
-    ):
-        if names:
-            remarks.append(f"{', '.join(dict.fromkeys(names))}: {words}.")
+    if too_large := dict.fromkeys(one.strategy for one in predictions if not one.fits):
+        limit = memory_text(profile.device_bytes)
+        remarks.append(f"{', '.join(too_large)}: does not fit into {limit}.")
     if profile.devices > 1:
         remarks.append(
             f"A worker is a node of {profile.devices} devices that divide the model by FSDP; its"

@@ -52,7 +52,6 @@ class StepPrediction:
         how_sure: what predictions like this one were held against, in words.
         checked_cells: how many of them there were; 0: none.
         checked_within: what most of them were off at most, as a share; None: there are none.
-        is_guessed: whether it rests on a cost of encoding that nobody measured.
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
         is_lower_limit: whether later steps take longer than those that were simulated, which end
@@ -81,7 +80,6 @@ class StepPrediction:
     how_sure: str
     checked_cells: int
     checked_within: float | None
-    is_guessed: bool
     by_events: bool
     note: str
     is_lower_limit: bool = False
@@ -91,8 +89,8 @@ class StepPrediction:
 
     @property
     def is_eligible(self) -> bool:
-        """Whether it may be recommended: it fits, is measured, and is no lower limit."""
-        return self.fits and not (self.is_guessed or self.is_lower_limit)
+        """Whether it may be recommended: it fits, and is no lower limit."""
+        return self.fits and not self.is_lower_limit
 
 
 def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:
@@ -176,7 +174,6 @@ def predict_recipe(
     if profile.devices > 1:  # what is gathered of two layers, while the next one is
         memory_bytes += 2 * profile.element_bytes * max(one.num_elements for one in profile.tensors)
     lost = _lost_to_deaths(cluster, step_s, survives=survives)
-    is_guessed = simulated.has_low_rank and "low_rank_s_per_element" in profile.unmeasured
     rate_bit_per_s = cluster.link.rate_bit_per_s or max(cluster.limited_rates)
     cells, within, words = _how_sure(profile, band, name, setting)
     return StepPrediction(
@@ -203,7 +200,6 @@ def predict_recipe(
         how_sure=words,
         checked_cells=cells,
         checked_within=within,
-        is_guessed=is_guessed,
         by_events=simulated.by_events,
         note=simulated.note,
         is_lower_limit=simulated.is_lower_limit,

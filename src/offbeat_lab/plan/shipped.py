@@ -12,7 +12,7 @@ in the published time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,6 @@ from typing import Final
 from offbeat.errors import ConfigError, nearest
 from offbeat.simulation.training import TensorProfile
 from offbeat_lab.plan.profile import (
-    NOT_MEASURED,
     Layer,
     ModelProfile,
     PolynomialInversion,
@@ -319,9 +318,14 @@ FORWARD_SHARE: Final = 1 / 3
 _GTOPK: Final = "gTop-k S-SGD's released scripts/icdcs2019/communication.py"
 _SPDKFAC: Final = "SPD-KFAC's released scripts/time_breakdown.py, batch.sh"
 
-SELECT_S_PER_ELEMENT: Final = 6.1e-9
+_SELECT_S_PER_ELEMENT: Final = 6.1e-9
 """gTop-k's seconds of compression at 32 nodes: 91.4 ms for 14.7 M elements, 384 ms for 61.1 M, 154
 ms for 25.6 M, 1.6 ms for 0.27 M; 5.9 to 6.3 ns each.
+"""
+
+_SELECT_BYTES: Final = 520
+"""What `GTopK` takes of the memory's rate for each element, its own work on the host counted:
+`offbeat profile` of GPT-2 on an H200, 0.108 ns at 4.8e12 B/s.
 """
 
 COPY_S_PER_BYTE: Final = 1 / 6e9
@@ -344,6 +348,12 @@ DEVICE_BYTES: Final[Mapping[str, float]] = {
 _LOW_RANK_BYTES: Final = 44
 """That PowerSGD's hook reads and writes for each element: 11 accesses to float32, as torch does it
 (add what is owed, clone, multiply three times, subtract).
+"""
+
+_HOOK_S, _HOOK_S_PER_RANK = 55e-6, 30e-6
+_LOW_RANK_S, _LOW_RANK_S_PER_RANK = 110e-6, 16e-6
+"""What launching kernels takes for a tensor, of whatever size, and for each further rank: torch's
+hook and `PowerSGD` on an H200, four networks (`benchmarks/gpu.py`, cell "low rank").
 """
 
 MEMORY_SHARE: Final = 0.7
@@ -477,15 +487,19 @@ def shipped_profile(name: str) -> ModelProfile:
     factors = factors_of(network) if published.factors_s else ()
     bytes_per_s = MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
     memory = f"{MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
+    is_new = published.device == "A100"  # the others are those that gTop-k was published for
     sources = [
         Source(field="tensors", source="the network's definition"),
         Source(field="batches", source=published.source),
-        Source(field="select_s_per_element", source=f"{_GTOPK}: 6.1 ns on a P102-100"),
+        Source(
+            field="select_s_per_element",
+            source=f"an H200's at {memory}" if is_new else f"{_GTOPK}: 6.1 ns on a P102-100",
+        ),
         Source(field="copy_s_per_byte", source="half of PCIe 3.0 x16"),
         Source(field="bucket_s_per_byte", source=f"{memory}, read and written"),
         Source(
             field="low_rank_s_per_element",
-            source=f"{NOT_MEASURED}: {_LOW_RANK_BYTES} bytes at {memory}, without orthogonalising",
+            source=f"{_LOW_RANK_BYTES} bytes at {memory}, and an H200's host for each tensor",
         ),
         Source(field="moments", source="Adam" if published.moments > 1 else "SGD with momentum"),
     ]
@@ -497,7 +511,7 @@ def shipped_profile(name: str) -> ModelProfile:
                 source=f"{_SPDKFAC}: ResNet-50's sum and its largest factor, a + c d^3",
             ),
         ]
-    return ModelProfile(
+    profile = ModelProfile(
         name=name,
         device=published.device,
         on_gpu=True,
@@ -510,10 +524,9 @@ def shipped_profile(name: str) -> ModelProfile:
         ),
         optimizer_s=0.0,
         tensors=tensors_of(network),
-        select_s_per_element=SELECT_S_PER_ELEMENT,
+        select_s_per_element=selection_cost(bytes_per_s) if is_new else _SELECT_S_PER_ELEMENT,
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
-        low_rank_s_per_element=low_rank_cost(bytes_per_s),
         device_bytes=DEVICE_BYTES[published.device],
         tokens_per_sample=published.tokens,
         moments=published.moments,
@@ -522,11 +535,30 @@ def shipped_profile(name: str) -> ModelProfile:
         inversion=INVERSION if factors else None,
         sources=tuple(sources),
     )
+    return with_low_rank(profile, bytes_per_s)
 
 
-def low_rank_cost(bytes_per_s: float) -> float:
+def selection_cost(bytes_per_s: float) -> float:
+    """Seconds of `GTopK` for each element, where kernels reach such a rate of memory."""
+    return MEMORY_SHARE * _SELECT_BYTES / bytes_per_s
+
+
+def low_rank_bound(bytes_per_s: float) -> float:
     """Seconds for each element that a memory of such a rate lets PowerSGD's hook take at least."""
     return _LOW_RANK_BYTES / bytes_per_s
+
+
+def with_low_rank(profile: ModelProfile, bytes_per_s: float) -> ModelProfile:
+    """The profile with what PowerSGD computes, where kernels reach such a rate of memory."""
+    share = len(profile.tensors) / profile.num_elements
+    least_s = low_rank_bound(bytes_per_s)
+    return replace(
+        profile,
+        low_rank_s_per_element=least_s + share * _LOW_RANK_S,
+        low_rank_s_per_element_and_rank=share * _LOW_RANK_S_PER_RANK,
+        hook_s_per_element=least_s + share * _HOOK_S,
+        hook_s_per_element_and_rank=share * _HOOK_S_PER_RANK,
+    )
 
 
 def named_profile(name: str) -> ModelProfile:

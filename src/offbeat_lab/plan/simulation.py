@@ -354,7 +354,6 @@ class Simulated:
         note: what should be known; empty: nothing.
         is_lower_limit: whether the simulated steps end before their first averages do.
         kept_bytes: memory that the strategy's callbacks hold, as far as they were simulated.
-        has_low_rank: whether gradients were approximated by products of thin matrices.
     """
 
     step_s: float
@@ -367,7 +366,6 @@ class Simulated:
     note: str = ""
     is_lower_limit: bool = False
     kept_bytes: float = 0.0
-    has_low_rank: bool = False
 
 
 class Method(ABC):

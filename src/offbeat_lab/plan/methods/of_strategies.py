@@ -98,7 +98,6 @@ class _LowRankReduction(DenseReduction):
         if rank.step < self._steps.start_step:
             super().launch(gradient, tally, weight=weight, grad_scale=grad_scale)
             return
-        rank.machine.has_low_rank = True
         rank.encode(rank.machine.profile.hook_s(gradient.numel(), self._steps.rank))
         # What is copied into a bucket and out of it is more than what is sent of it.
         rank.encode(2 * rank.machine.copying_s(gradient.nbytes - 4 * sum(self._sizes)))

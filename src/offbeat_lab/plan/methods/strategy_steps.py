@@ -184,7 +184,6 @@ class StrategySteps(Method):
             alpha_share=sum(one.alpha_s for one in machines) / exchange_s if exchange_s else 0.0,
             by_events=not setting.by_closed_forms,
             kept_bytes=max(one.simulated.kept_bytes for one in machines),
-            has_low_rank=machines[0].has_low_rank,
         )
 
     def _batches(self, run: Run) -> range:
@@ -242,7 +241,6 @@ class _Machine(Wrapper, Machine):
         self.shared, self.profile = run.setting.shared, run.setting.profile
         self.simulated = SimulatedRank(self, self)
         self.step_s = self.encode_s = self.bytes_sent = self.alpha_s = self.beta_s = 0.0
-        self.has_low_rank = False
         self._run, self._weight = run, 0.0
         self._begun_s = self._encoded_s = self._forward_s = 0.0
         self._stands_for_all = run.cluster.world_size < self.world_size
@@ -285,7 +283,6 @@ class _Machine(Wrapper, Machine):
         return self.profile.value_coding_s(num_elements, _NAMES.get(values, ""))
 
     def multiplying_s(self, num_elements: int, rank: int) -> float:
-        self.has_low_rank = True
         return self.profile.low_rank_s(num_elements, rank) / 4  # an exchange has four products
 
     def preconditioning_s(self, num_products: float) -> float:
