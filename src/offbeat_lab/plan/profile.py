@@ -463,7 +463,6 @@ class ModelProfile:
             publish_s_per_byte=elements * self.publish_s_per_byte,
             mean_s_per_byte=elements * self.mean_s_per_byte,
             low_rank_s_per_element=elements * self.low_rank_s_per_element,
-            low_rank_s_per_element_and_rank=elements * self.low_rank_s_per_element_and_rank,
             selectors=tuple(
                 replace(one, s_per_element=elements * one.s_per_element) for one in self.selectors
             ),
