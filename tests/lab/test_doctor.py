@@ -260,6 +260,18 @@ def test_of_weights_in_16_bits_nothing_is_planned_that_would_halve_them(
     assert "Plan for resnet20" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("far", [0, 3])
+def test_a_worker_far_away_has_a_latency_of_its_own_and_the_others_have_theirs(far: int) -> None:
+    links = [pair(first, second) for second in range(4) for first in range(second)]
+    slow = LinkCost(alpha_s=0.02, beta_s_per_byte=8e-9)
+    pairs = [
+        replace(link, cost=slow) if far in (link.first, link.second) else link for link in links
+    ]
+    cluster = cluster_of(measurement(pairs=pairs))
+    assert cluster.link.latency_s == pytest.approx(6e-5)
+    assert {rank: link.latency_s for rank, link in cluster.links.items()} == {far: 0.02}
+
+
 def test_without_gloo_the_status_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

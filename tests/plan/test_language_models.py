@@ -238,7 +238,6 @@ def test_an_island_divides_memory_and_multiplies_samples() -> None:
 def test_an_island_divides_whatever_is_computed_of_each_element() -> None:
     one = replace(
         profile_of(SMALL),
-        low_rank_s_per_element_and_rank=1e-9,
         selectors=(SelectorCost(name="random", s_per_element=1e-9),),
         codecs=tuple(CodecCost(name=name, s_per_entry=1e-8) for name in ("float32", "gaps")),
     )
@@ -246,7 +245,6 @@ def test_an_island_divides_whatever_is_computed_of_each_element() -> None:
 
     def costs(profile: ModelProfile) -> list[float]:
         return [
-            profile.low_rank_s(1000, 4),
             profile.selection_s(1000, "random"),
             profile.selection_s(1000, "exact"),
             profile.coding_s(1000, 100, ("float32", "gaps")),

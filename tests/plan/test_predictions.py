@@ -426,6 +426,24 @@ def test_unequal_workers_share_samples_by_speed() -> None:
     assert equal.samples_per_s == pytest.approx(4 * 10 / 0.6, rel=0.03)
 
 
+def test_samples_a_second_are_those_of_all_ranks_each_at_its_own_pace() -> None:
+    """A step takes 0.3 s on fast workers, and 1.2 s on the slow one."""
+    where = setting("100gbit", speeds="1,1,1,0.25")
+    found = {
+        strategy: predict_step(strategy, where)
+        for strategy in ("alone", "allreduce", "wagma", "adaptive")
+    }
+    alone = 3 * 10 / 0.3 + 10 / 1.2
+    assert found["alone"].samples_per_s == pytest.approx(alone)
+    assert found["allreduce"].share_of_ideal == pytest.approx(4 * 10 / 1.2 / alone, rel=0.05)
+    for strategy, one in found.items():
+        assert one.share_of_ideal == pytest.approx(one.samples_per_s / alone)
+        assert one.share_of_ideal <= 1.02, strategy
+    # One of four is late by chance in each step.
+    late = predict_step("alone", setting(delay="1x300ms"))
+    assert late.samples_per_s == pytest.approx(4 * 10 / (0.3 + 0.3 / 4))
+
+
 def test_a_straggler_holds_up_all_but_those_who_wait_for_nobody() -> None:
     late = setting("8gbit", workers=8, delay="1x320ms")
     synchronous, waiting_for_nobody = (predict_step(s, late) for s in ("ddp", "adpsgd"))
@@ -602,6 +620,17 @@ def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> 
     )
     assert twice.at_batch_size(20).batch.forward_s == pytest.approx(0.18)
     assert MODEL.at_batch_size(20).batch.backward_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("size", "forward_s", "backward_s"), [(1, 0.01, 0.2), (100, 1.475, 0.19)])
+def test_no_batch_takes_no_time_however_the_timed_ones_lie(
+    size: int, forward_s: float, backward_s: float
+) -> None:
+    """The larger one's forward pass took more than twice as long, its backward pass less."""
+    small = TimedBatch(batch_size=5, forward_s=0.05, backward_s=0.2)
+    large = TimedBatch(batch_size=10, forward_s=0.125, backward_s=0.19)
+    batch = replace(MODEL, batches=(small, large)).at_batch_size(size).batch
+    assert (batch.forward_s, batch.backward_s) == pytest.approx((forward_s, backward_s))
 
 
 def test_time_and_money_are_those_of_what_is_asked_for_with_what_deaths_cost() -> None:

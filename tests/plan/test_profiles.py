@@ -110,6 +110,14 @@ def test_gradients_are_ready_in_the_order_of_the_backward_pass() -> None:
     assert (first.num_elements, first.rows) == (60_000, 300)
 
 
+def test_an_evaluation_between_two_steps_makes_no_worker_late() -> None:
+    usual = TimedStep(batch_size=1, forward_s=1.0, backward_s=2.0, optimizer_s=0.0, ready=(1.0,))
+    behind_it = replace(usual, forward_s=60.0)
+    weight = torch.nn.Parameter(torch.ones(30, 20))
+    made = profile_of("it", [(1, [usual] * 11 + [behind_it])], [weight], source="here")
+    assert (made.spread, made.batch.forward_s) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.bfloat16, 2), (torch.float32, 4)])
 def test_a_profile_has_the_bytes_of_the_models_weights(dtype: torch.dtype, num_bytes: int) -> None:
     weight = torch.nn.Parameter(torch.ones(30, 20, dtype=dtype))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -16,9 +17,16 @@ import pytest
 
 from offbeat.callbacks.callback import Decision
 from offbeat.errors import RecordError
-from offbeat.run.records import RunDirectory, begin_attempt, write_summary
+from offbeat.run.records import (
+    EventWriter,
+    RunDirectory,
+    begin_attempt,
+    create,
+    write_summary,
+)
 from offbeat_lab.comparison import ComparedStrategy, write_comparison
-from offbeat_lab.report.page import write_report
+from offbeat_lab.config import Request, resolve
+from offbeat_lab.report.page import report_of_run, write_report
 from report_support.synthetic import (
     CLUSTER,
     Made,
@@ -124,6 +132,39 @@ def test_a_run_has_all_its_parts(run: Path) -> None:
         "offbeat train --task digits --strategy gtopk --workers 8 --steps 120 --seed 0" in page.text
     )
     assert "Nothing was emulated" in page.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("gtopk", ["warmup=none"]),
+        ("allreduce", ["batch_shares=1/1/0.5/0.5"]),
+        ("auto", ["allow=gtopk+localsgd"]),
+    ],
+)
+def test_the_command_of_a_page_starts_the_same_run(
+    strategy: str, settings: list[str], tmp_path: Path
+) -> None:
+    asked = Request(task="digits", strategy=strategy, steps=9, settings=settings, emulation="none")
+    config = resolve(asked)
+    path = create(tmp_path / "run", config)
+    for rank in range(config.workers):
+        EventWriter(path, rank=rank, attempt=0).close()
+    words = shlex.split(report_of_run(path).command)[2:]
+    flags = list(zip(words[::2], words[1::2], strict=True))
+    given = {flag: value for flag, value in flags if flag != "--set"}
+    assert given.keys() == {"--task", "--strategy", "--workers", "--steps", "--seed", "--emulation"}
+    again = Request(
+        task=given["--task"],
+        strategy=given["--strategy"],
+        workers=int(given["--workers"]),
+        steps=int(given["--steps"]),
+        seed=int(given["--seed"]),
+        settings=[value for flag, value in flags if flag == "--set"],
+        emulation="none",
+    )
+    assert given["--emulation"] == "none"
+    assert resolve(again) == config
 
 
 def test_the_page_needs_nothing_else(comparison: Path) -> None:

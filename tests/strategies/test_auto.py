@@ -444,6 +444,12 @@ def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
             assert torch.equal(one, other)
 
 
+def test_a_command_line_has_a_plus_between_the_names_that_are_allowed() -> None:
+    asked = auto.built("auto:allow=gtopk+localsgd+wagma:exclude=wagma+powersgd")
+    assert isinstance(asked, offbeat.Auto)
+    assert asked._allowed() == ["allreduce", "gtopk", "localsgd"]
+
+
 @pytest.mark.parametrize("has_scaler", [False, True])
 def test_behind_a_scaler_only_gradients_are_exchanged(has_scaler: bool) -> None:
     context = Context(

@@ -173,9 +173,9 @@ def built(name: str) -> Strategy:
 
 
 def _names(given: tuple[str, ...] | str) -> tuple[str, ...]:
-    if isinstance(given, str):
-        return tuple(name for name in given.split("+") if name)
-    return given
+    # A command line makes a tuple of whatever it is given.
+    parts = (given,) if isinstance(given, str) else given
+    return tuple(name for part in parts for name in part.split("+") if name)
 
 
 class _Step(NamedTuple):

@@ -238,6 +238,9 @@ def _three_digits(value: float) -> float:
 _APART: Final = 1.5
 """A worker whose rate is so many times lower or higher than most workers' has a link of its own."""
 
+_LATE_S: Final = 1e-3
+"""So has one whose messages take so much longer than most workers'."""
+
 
 def cluster_of(measurement: Measurement) -> Cluster:
     """The cluster that was measured.
@@ -275,29 +278,26 @@ def cluster_of(measurement: Measurement) -> Cluster:
         for rank, rate in enumerate(rates)
     ]
     usual = median_low(rates)
-    links = [
+    latencies_s = [
+        max(0.0, median_low(_alphas_s(measurement.pairs, rank)) - MESSAGE_S)
+        for rank in range(measurement.world_size)
+    ]
+    usual_s = median_low(latencies_s)
+    common, *links = (
         LinkSpec(
             rate_bit_per_s=_rounded(
                 8 * (usual if usual / _APART < rate < usual * _APART else rate)
             ),
-            latency_s=_rounded(
-                max(0.0, median_low(_alphas_s(measurement.pairs, rank)) - MESSAGE_S), digits=2
-            ),
+            latency_s=_rounded(usual_s if latency_s < usual_s + _LATE_S else latency_s, digits=2),
             window_bytes=measurement.window_bytes,
         )
-        for rank, rate in enumerate(rates)
-    ]
-    rates_bit_per_s = [link.rate_bit_per_s for link in links]
-    common = next(link for link in links if link.rate_bit_per_s == _rounded(8 * usual))
+        for rate, latency_s in [(usual, usual_s), *zip(rates, latencies_s, strict=True)]
+    )
     return Cluster(
         name="probed",
         workers=measurement.world_size,
         link=common,
-        links={
-            rank: link
-            for rank, link in enumerate(links)
-            if rates_bit_per_s[rank] != common.rate_bit_per_s
-        },
+        links={rank: link for rank, link in enumerate(links) if link != common},
         gloo_ns_per_byte=_rounded(1e9 * gloo_s_per_byte) if is_gloo else None,
         cores=measurement.hosts[0].num_cores if computes_on_shared_cores else None,
     )

@@ -165,7 +165,8 @@ def predict_recipe(
         "beta": (1 - simulated.alpha_share) * exchange_s,
     }
     largest = max(parts, key=lambda name: parts[name])
-    samples_per_s = setting.world_size * profile.batch.batch_size / step_s
+    pace = min(simulated.pace, 1 / profile.compute_s) * simulated_s / step_s
+    samples_per_s = setting.world_size * profile.batch.batch_size * pace
     states_bytes = (_MODEL_COPIES + profile.moments) * profile.num_bytes + max(
         method.extra_bytes * profile.num_bytes or -math.inf, simulated.kept_bytes
     )
@@ -186,7 +187,7 @@ def predict_recipe(
         overlapped=exchange - exposed,
         samples_per_s=samples_per_s,
         bytes_per_step=simulated.bytes_per_step,
-        share_of_ideal=ideal_s / step_s,
+        share_of_ideal=pace / setting.ideal_pace,
         binds=largest
         if parts[largest] > 0.05 * step_s
         else "cores"

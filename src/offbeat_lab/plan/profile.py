@@ -463,7 +463,6 @@ class ModelProfile:
             publish_s_per_byte=elements * self.publish_s_per_byte,
             mean_s_per_byte=elements * self.mean_s_per_byte,
             low_rank_s_per_element=elements * self.low_rank_s_per_element,
-            low_rank_s_per_element_and_rank=elements * self.low_rank_s_per_element_and_rank,
             selectors=tuple(
                 replace(one, s_per_element=elements * one.s_per_element) for one in self.selectors
             ),
@@ -494,8 +493,10 @@ def _between(size: int, timed: Sequence[tuple[int, float]]) -> float:
     (first, first_s), (last, last_s) = timed[0], timed[-1]
     if first == last:
         return first_s * size / first
-    slope = (last_s - first_s) / (last - first)
-    return max(first_s + slope * (size - first), 1e-12)
+    slope = max(0.0, (last_s - first_s) / (last - first))
+    # A sample takes no less in a batch that is smaller than both.
+    least_s = size * min(first_s / first, last_s / last) if size < min(first, last) else 0.0
+    return max(first_s + slope * (size - first), least_s)
 
 
 def read_profile(path: Path) -> ModelProfile:

@@ -19,8 +19,8 @@ more. What carries messages takes cores too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
@@ -321,6 +321,21 @@ class Setting:
         """The mean step of a rank that exchanges nothing."""
         return float(self.durations_s.mean())
 
+    @property
+    def ideal_pace(self) -> float:
+        """As `pace`, of ranks that exchange nothing."""
+        return self.pace(self.durations_s.mean(axis=0).tolist())
+
+    def pace(self, steps_s: Sequence[float]) -> float:
+        """Steps of a rank in a second, mean over ranks, whose mean steps are `steps_s`. Of ranks
+        that are late by chance alone the mean step counts, since each has another one meanwhile.
+        """
+        alike: defaultdict[Hashable, list[float]] = defaultdict(list)
+        for rank, step_s in enumerate(steps_s):
+            always_late_s = float(self.late_s[:, rank].min())
+            alike[self.cluster.speeds[rank], always_late_s].append(step_s)
+        return sum(len(some) ** 2 / sum(some) for some in alike.values()) / len(steps_s)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
@@ -328,6 +343,8 @@ class Simulated:
 
     Attributes:
         step_s: mean over ranks and steps.
+        pace: steps of a rank in a second, mean over ranks: what they take together in a second is
+            more than `step_s` says where some do not wait for slower ones.
         bytes_per_step: that a rank sends in a step.
         encode_s: of a step, on a rank of speed 1.
         exchange_s: what a rank's exchanges take of a step on links that carry nothing else, hidden
@@ -340,6 +357,7 @@ class Simulated:
     """
 
     step_s: float
+    pace: float
     bytes_per_step: float
     encode_s: float
     exchange_s: float

@@ -46,6 +46,11 @@ from offbeat_lab.plan.profile import (
 WARM_UP_STEPS: Final = 3
 """Steps that are not timed."""
 
+_PAUSE: Final = 5.0
+"""A step that takes so many times as long as others has an evaluation, or a checkpoint, before it,
+and says nothing of how much steps differ.
+"""
+
 _WARM_UP_SELECTIONS: Final = 2
 _MOST_ELEMENTS: Final = 1 << 25
 
@@ -224,7 +229,8 @@ def profile_of(
     device = parameters[0].device
     num_elements = sum(parameter.numel() for parameter in parameters)
     is_half = sum(parameter.nbytes for parameter in parameters) < 3 * num_elements
-    durations_s = [step.duration_s for step in steps]
+    usual_step_s = median(step.duration_s for step in steps)
+    durations_s = [s for s in (step.duration_s for step in steps) if s <= _PAUSE * usual_step_s]
     low_rank_s, further_s = time_low_rank(parameters, own_low_rank_s)
     hook_one_s, hook_further_s = time_low_rank(parameters, hook_s)
     ready = [median(shares) for shares in zip(*(step.ready for step in steps), strict=True)]

@@ -38,6 +38,7 @@ from offbeat_lab.figures import (
     write,
     write_option,
 )
+from offbeat_lab.options import BATCH_SHARES
 from offbeat_lab.records import Record
 from offbeat_lab.report import page_sections as sections
 from offbeat_lab.report import page_summary as summary
@@ -432,13 +433,18 @@ def _command(record: Record) -> str:
     words += ["--seed", str(config.seed)]
     words += ["--eval-every", str(config.eval_every)] if config.eval_every is not None else []
     words += ["--cluster", "cluster.toml"] if config.cluster is not None else []
-    for name, value in {**config.task_options, **config.strategy_options}.items():
+    words += ["--emulation", config.emulation] if config.emulation != "auto" else []
+    for name, value in config.task_options.items():
         words += ["--set", f"{name}={_typed(value)}"] if value is not None else []
+    for name, value in config.strategy_options.items():
+        words += ["--set", f"{name}={_typed(value)}"]
+    if config.batch_shares:
+        words += ["--set", f"{BATCH_SHARES}={'/'.join(map(_typed, config.batch_shares))}"]
     return shlex.join(words)
 
 
 def _command_of_script(config: RunConfig, script: ScriptCommand) -> str:
-    options = [f"{k}={_typed(v)}" for k, v in config.strategy_options.items() if v is not None]
+    options = [f"{name}={_typed(value)}" for name, value in config.strategy_options.items()]
     words = ["offbeat", "run", "--strategy", ":".join([config.strategy, *options])]
     words += ["--workers", str(config.workers)]
     words += ["--steps", str(config.steps)] if config.steps is not None else []
@@ -448,4 +454,9 @@ def _command_of_script(config: RunConfig, script: ScriptCommand) -> str:
 
 
 def _typed(value: object) -> str:
+    """As a command line takes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_typed, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

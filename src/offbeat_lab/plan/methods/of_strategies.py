@@ -153,6 +153,7 @@ class BackgroundSteps(StrategySteps):
         by_events = not notes
         simulated = super().simulate(simulated_on)
         step_s = simulated.step_s + setting.ideal_s - simulated_on.ideal_s
+        usual_s = 1 / simulated.pace + 1 / setting.ideal_pace - 1 / simulated_on.ideal_pace
         average_s = setting.network.messages.time_s(
             num_messages=2, num_bytes=setting.profile.num_bytes
         )
@@ -171,6 +172,7 @@ class BackgroundSteps(StrategySteps):
         return replace(
             simulated,
             step_s=step_s,
+            pace=1 / usual_s,
             by_events=by_events,
             note="; ".join(notes),
             is_lower_limit=is_slow,

@@ -177,6 +177,7 @@ class StrategySteps(Method):
 
         return Simulated(
             step_s=mean([one.step_s for one in machines]),
+            pace=setting.pace([one.step_s for one in machines]),
             bytes_per_step=mean([one.bytes_sent for one in machines]),
             encode_s=mean([one.encode_s for one in machines]),
             exchange_s=exchange_s / len(machines),
