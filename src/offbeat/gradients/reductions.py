@@ -427,7 +427,7 @@ class SparseReduction(Reduction):
         plan = self._plan()
         self._grad_scale = grad_scale
         if self._owed_rate is not None:
-            self._owed_rate.follow(self.feedback.residual)
+            self._owed_rate.follow(self.feedback.residual, gradient)
         self._weigh(self.feedback.residual, tally)
         self._staged = not tally.num_failed
         self._pending = self._picked = None
