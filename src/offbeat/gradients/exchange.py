@@ -604,7 +604,9 @@ class GradientExchange(Callback):
         """
         bucket, arrived = self._pairs[b][0], self._arrived[b]
         for position, parameter in enumerate(bucket.parameters):
-            if position not in arrived and parameter.grad is not None:
+            if not parameter.requires_grad:  # it was frozen, and this is left from before
+                parameter.grad = None
+            elif position not in arrived and parameter.grad is not None:
                 arrived[position] = parameter.grad
         self._copy_in(b)
         used = np.zeros(len(bucket.parameters), dtype=np.bool_)
