@@ -115,9 +115,11 @@ class Worker:
 
     @torch.no_grad()
     def step(self, by: float, *, samples: int = 0) -> None:
-        self.part.on_before_step()
         if samples:
+            self.part.on_batch_claimed(1000)  # which is not trained on
             self.part.on_batch_claimed(samples)
+        self.part.on_backward_begins(synchronised=True)
+        self.part.on_before_step()
         self.x.add_(by * self.along)
         self.buffers["mean"].add_(by)
         self.buffers["count"].add_(1)
@@ -499,6 +501,45 @@ def test_what_a_codec_drops_is_owed_whoever_dies(codec: str, first: int) -> None
             torch.testing.assert_close(applied + sum(w.owed for w in living), left)
         assert living[0].state == living[1].state
     assert committed == {True, False}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_owed_counts_as_it_was_weighed_whatever_comes_later(codec: str) -> None:
+    def drifts(samples: int) -> Job:
+        def job(worker: Worker, driver: VirtualThread) -> None:
+            worker.along = torch.arange(5.0)
+            steps(*[worker.rank + 1.0] * PERIOD, samples=samples)(worker, driver)
+
+        return job
+
+    workers = crew(2, codec=CODECS[codec])
+    anchor, owed = torch.zeros(5).double(), torch.zeros(5).double()
+    for number, samples in enumerate([(1, 3), (9, 1), (1, 1)]):
+        no_errors(together(workers, [drifts(each) for each in samples], number=number))
+        weights = [2 * each / sum(samples) for each in samples]
+        changes = sum(
+            weight * PERIOD * (rank + 1) * torch.arange(5.0).double()
+            for rank, weight in enumerate(weights)
+        )
+        now, left = workers[0].rule.anchor["x"].detach(), sum(w.owed for w in workers)
+        torch.testing.assert_close(2 * (now - anchor) + left, changes + owed)
+        anchor, owed = now.clone(), left
+
+
+def test_members_that_have_ended_do_not_clip_the_changes_of_one_that_trains() -> None:
+    workers = crew(3, codec=offbeat.WeightCodec(density=0.99, clip_to_median=True))
+    seen: list[float] = []
+
+    def goes_on(worker: Worker, driver: VirtualThread) -> None:
+        steps(1, 1, 1, 1)(worker, driver)
+        seen.append(float(worker.rule.anchor["x"].detach()[0]))
+        worker.part.on_finish()
+
+    def ends(worker: Worker, _: VirtualThread) -> None:
+        worker.part.on_finish()
+
+    no_errors(together(workers, [goes_on, ends, ends]))
+    assert seen == [4.0]
 
 
 def test_a_resumed_run_still_owes() -> None:

@@ -75,6 +75,18 @@ def test_rows_are_orthonormal_and_dependent_ones_become_zero() -> None:
     assert not orthonormal(torch.zeros(2, 4)).any()
 
 
+def test_a_matrix_that_lies_transposed_in_memory_is_reduced_as_one() -> None:
+    draw = torch.Generator().manual_seed(2)
+    gradient = torch.randn(ROWS, 1, generator=draw) @ torch.randn(1, COLUMNS, generator=draw)
+    model = torch.nn.Linear(COLUMNS, ROWS, bias=False)
+    model.weight = torch.nn.Parameter(torch.zeros(COLUMNS, ROWS).T)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with offbeat.attach(model, optimizer, offbeat.PowerSGD(rank=1)):
+        (model.weight * gradient).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model.weight.grad, gradient)
+
+
 def test_a_matrix_whose_first_gradient_is_zero_is_reduced_later() -> None:
     """As below a layer that begins with zeros."""
     torch.manual_seed(0)

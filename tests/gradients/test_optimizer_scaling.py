@@ -631,3 +631,26 @@ def test_ranks_stay_alike_whatever_is_odd(dtype: torch.dtype, options: dict[str,
         assert not torch.equal(mine, start)
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def test_a_parameter_that_is_used_late_moves_as_with_adam_and_leaves_others_their_share() -> None:
+    """Its second moment begins then: divided by that of all steps it would be a thousandth."""
+    model = torch.nn.ModuleList([torch.nn.Linear(20, 20), torch.nn.Linear(20, 20)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+    early, late = model[0].weight, model[1].weight
+    draw = torch.Generator().manual_seed(0)
+    with offbeat.attach(model, optimizer, offbeat.TopK(density=0.1)):
+        for step in range(110):
+            if step == 100:
+                before = [each.detach().clone() for each in (early, late)]
+            x = torch.randn(8, 20, generator=draw)
+            y = model[0](x) + model[1](x) if step >= 100 else model[0](x)
+            (y - x.flip(1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved = [
+            float((now - then).detach().norm())
+            for now, then in zip((early, late), before, strict=True)
+        ]
+    assert moved[1] < 10 * 0.001 * 20  # ten steps of the learning rate in each of 400 elements
+    assert moved[0] > moved[1] / 3

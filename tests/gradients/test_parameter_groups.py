@@ -35,21 +35,21 @@ def test_each_group_has_its_own_rate() -> None:
     """Rates that part, cross and meet again; and a group that comes later."""
     bucket, optimizer = four_parameters()
     owed, residual = follower(bucket, optimizer), torch.ones(8)
-    owed.follow(residual)
+    owed.follow(residual, torch.ones(8))
     set_rates(optimizer, [0.1, 0.05])
-    owed.follow(residual)
+    owed.follow(residual, torch.ones(8))
     assert residual.tolist() == [1, 1, 2, 2, 2, 2, 1, 1]
     set_rates(optimizer, [0.05, 0.1])
-    owed.follow(residual)
+    owed.follow(residual, torch.ones(8))
     assert residual.tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
     set_rates(optimizer, [0.1, 0.1])
-    owed.follow(residual)
+    owed.follow(residual, torch.ones(8))
     assert residual.tolist() == [1, 1, 1, 1, 1, 1, 1, 1]
     optimizer.add_param_group({"params": [bucket.parameters[3]], "lr": 0.2})
     set_rates(optimizer, [0.1, 0.1, 0.2])
-    owed.follow(residual)
+    owed.follow(residual, torch.ones(8))
     set_rates(optimizer, [0.1, 0.1, 0.1])
-    owed.follow(residual)
+    owed.follow(residual, torch.ones(8))
     assert residual.tolist() == [1, 1, 1, 1, 1, 1, 2, 2]
 
 
@@ -58,19 +58,30 @@ def test_a_rate_of_zero_is_passed_over() -> None:
     owed, residual = follower(bucket, optimizer), torch.ones(8)
     for rates in ([0.0, 0.4], [0.4, 0.0], [0.0, 0.2], [0.2, 0.2]):
         set_rates(optimizer, rates)
-        owed.follow(residual)
+        owed.follow(residual, torch.ones(8))
     assert residual.tolist() == [2, 2, 2, 2, 2, 2, 1, 1]
+
+
+def test_a_group_at_rest_owes_nothing_of_its_gradients_unless_all_are() -> None:
+    bucket, optimizer = four_parameters()
+    owed = follower(bucket, optimizer)
+    found = []
+    for rates in ([0.0, 0.1], [0.1, 0.0], [0.0, 0.0]):
+        set_rates(optimizer, rates)
+        owed.follow(torch.zeros(8), gradient := torch.ones(8))
+        found.append(gradient.tolist())
+    assert found == [[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 1, 1], [1] * 8]
 
 
 def test_a_state_of_fewer_groups_may_be_loaded() -> None:
     bucket, optimizer = four_parameters()
     owed, residual = follower(bucket, optimizer), torch.ones(8)
     owed.load({"group_rate_0": 0.2})
-    owed.follow(residual)
+    owed.follow(residual, torch.ones(8))
     assert residual.tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
     again = follower(bucket, optimizer)
     again.load(owed.state())
-    again.follow(residual)
+    again.follow(residual, torch.ones(8))
     assert residual.tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
 
 

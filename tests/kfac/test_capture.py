@@ -202,6 +202,20 @@ def test_passes_are_told_apart_even_if_their_backward_passes_come_later() -> Non
         assert_same(increments(model, run)[:2], expected)
 
 
+def test_they_are_where_the_root_is_never_called() -> None:
+    model, x = small_net(), torch.randn(6, 2, 4, 4)
+
+    def train(*batches: torch.Tensor) -> None:
+        for batch in batches:
+            output = batch
+            for layer in model:
+                output = layer(output)
+            (output.square().sum(1).mean() / len(batches)).backward()
+
+    expected = increments(model, lambda: train(x))
+    assert_same(increments(model, lambda: train(*x.split(2))), expected)
+
+
 @pytest.mark.parametrize("evaluates_first", [True, False])
 def test_an_evaluation_with_gradients_on_adds_no_terms_of_the_loss(evaluates_first: bool) -> None:
     model, x, many = Twice(), torch.randn(6, 3), torch.randn(60, 3)

@@ -249,10 +249,9 @@ def test_gradients_scaled_by_amp_give_the_same_steps(attached: Attach) -> None:
     assert session.stats.skipped_steps == 1
 
 
-def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attached: Attach) -> None:
-    net, optimizer, session = attached(Unfused())
+def launches_of(part: KFACCallback) -> list[str]:
+    """Grows by the name of each factor whose message is launched."""
     launched: list[str] = []
-    part = part_of(session)
     for slots, message in zip(part.plan.groups, part.scheduler.messages, strict=True):
 
         def launch(*args: Any, slots: Any = slots, launch: Any = message.launch) -> Any:
@@ -260,6 +259,12 @@ def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attach
             return launch(*args)
 
         message.launch = launch  # type: ignore[method-assign]
+    return launched
+
+
+def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attached: Attach) -> None:
+    net, optimizer, session = attached(Unfused())
+    launched = launches_of(part_of(session))
     batch = reference.batch_of(0, 0)
     reference.loss_of(net, batch)
     assert launched == []
@@ -277,6 +282,23 @@ def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attach
     assert launched == ["A0", "A1", "A2"]
     loss.backward()
     assert launched == ["A0", "A1", "A2", "G2", "G1", "G0"]
+
+
+def test_they_do_in_the_backward_pass_where_the_root_is_not_called(attached: Attach) -> None:
+    net, optimizer, session = attached(Unfused())
+    launched = launches_of(part_of(session))
+    train(net, optimizer, range(1))
+    launched.clear()
+    seen: list[str] = []
+    x, y = reference.batch_of(0, 0)
+    first = net[0](x)
+    first.register_hook(lambda _: seen.extend(launched))
+    output = first
+    for layer in net[1:]:
+        output = layer(output)
+    assert launched == [], "an evaluation may begin so"
+    (output - y).square().sum(dim=1).mean().backward()
+    assert seen == ["A0", "A1", "A2", "G2", "G1"]
 
 
 @pytest.mark.parametrize("pi", [False, True])

@@ -430,3 +430,33 @@ def test_waiting_for_data_is_said_once_if_there_is_a_remedy(spare: int, said: in
         loader.on_after_step()
     assert len(notices) == said
     assert all("claims_ahead=2" in notice and "of the 4 worker" in notice for notice in notices)
+
+
+def test_time_in_which_a_rank_rests_is_not_what_it_computes() -> None:
+    """Of each batch the clock is looked at when it is asked for and when the next one is."""
+
+    def busy_s(*, rests: bool) -> float:
+        now_s, peers = [0.0], Peers(1)
+        loader = DispatchLoader(
+            NumbersAhead(48, batches_ahead=0),
+            log=ClaimLog(peers.store),
+            policy=Policy(0, peers),
+            seed=SEED,
+            rank=0,
+            notify=lambda _: None,
+            clock=lambda: now_s[0],
+        )
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+            now_s[0] += 1.0
+            if rests:
+                loader.on_rest()
+                now_s[0] += 100.0
+                loader.on_resume()
+            now_s[0] += 1.0
+            loader.on_after_step()
+        next(batches)
+        return float(loader.state_dict()["local"]["busy_s"])
+
+    assert busy_s(rests=True) == busy_s(rests=False) == 6.0

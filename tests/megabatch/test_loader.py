@@ -379,6 +379,16 @@ def test_in_step_a_run_resumes(attached: Make) -> None:
         again.load_state_dict({"replicated": {}})
 
 
+def test_a_position_that_no_loader_is_there_to_take_up_is_warned_of(attached: Make) -> None:
+    _, _, session = attached(offbeat.AllReduce())
+    next(iter(session.loader(numbers(20), batch_size=6)))
+    net, optimizer, second = attached(offbeat.AllReduce())
+    second.load_state_dict(session.state_dict())
+    second.loader(numbers(20), batch_size=6)
+    with pytest.warns(OffbeatWarning, match="takes up 'lockstep_loader'.*make loaders before"):
+        step(net, optimizer, torch.ones(1, 1))
+
+
 @pytest.mark.parametrize(
     ("sizes", "num_batches", "seen_twice"),
     [([8, 8, 8, 8], 4, 0), ([8], 4, 0), ([5, 8], 4, 0), ([1] * 5, 6, 0), ([8] * 17, 6, 1)],

@@ -277,6 +277,8 @@ def unequal_batches(rank: int, world_size: int) -> dict[str, Any]:
         net = make_net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
         with offbeat.attach(net, optimizer, offbeat.AllReduce()) as session:
+            for _ in session.loader(dataset, batch_size=2):
+                pass  # an evaluation, which is in no gradient
             x, y, _ = next(iter(session.loader(dataset, batch_size=1 if rank == 0 else 9)))
             if not weighed:  # what it would be without the loader's word
                 optimizer.step()

@@ -7,7 +7,7 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -46,6 +46,10 @@ class Sessions(ModelListener):
         self.sessions: list[Session] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.losses: list[float] = []
+        self.num_samples: list[int] = []
+
+    def samples_seen(self, args: Sequence[Any]) -> None:
+        self.num_samples.append(len(args[0]))
 
     def attached(
         self, session: ExchangeSession, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -115,6 +119,15 @@ def test_a_session_is_attached_at_the_first_forward_pass_with_gradients(
         step(ddp, optimizer)
     assert script.heard.optimizers == [optimizer]
     assert script.session.stats.steps == script.session.stats.exchanges == 3
+
+
+def test_samples_are_seen_that_are_given_by_name_too(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(X)
+    ddp(input=X)
+    assert script.heard.num_samples == [4, 4]
 
 
 def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStack) -> None:

@@ -79,3 +79,21 @@ def test_a_warning_that_no_event_has_issued_is_issued_at_the_end() -> None:
     session = offbeat.attach(model, optimizer, WarningStrategy())
     with pytest.warns(OffbeatWarning, match="half of the data is missing"):
         session.close()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+def test_dropping_what_a_sparse_strategy_has_exchanged_is_said_once(
+    drops: bool, to_none: bool
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.GTopK(density=0.5, collective="tree")) as session:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            if drops:
+                optimizer.zero_grad(set_to_none=to_none)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        assert sum("has dropped gradients" in notice for notice in session.notices) == drops

@@ -402,6 +402,7 @@ class AverageOfMembers(PeriodicAverage):
     ) -> None:
         super().__init__(exchange, schedule)
         self._members, self._has_finished = exchange, False
+        self._claimed = 0  # samples of the coming backward pass
         exchange.standing = self._standing
         self._generations: Generations | None = None
         try:
@@ -423,7 +424,14 @@ class AverageOfMembers(PeriodicAverage):
 
     @override
     def on_batch_claimed(self, num_samples: int) -> None:
-        self._members.samples += num_samples
+        self._claimed = num_samples
+
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        # A batch without a backward pass, as of an evaluation, is in no step.
+        self._members.samples += self._claimed
+        self._claimed = 0
+        super().on_backward_begins(synchronised=synchronised)
 
     @override
     def on_after_step(self) -> None:

@@ -168,14 +168,15 @@ class EncodedChanges:
 
     def launch(self, changes: Iterable[torch.Tensor], *, weight: float = 1.0) -> None:
         """Let `changes` of each parameter, in the order of the anchor, leave, with this rank's
-        `weight`. Collective.
+        `weight`, whose mean over ranks is 1. Collective.
         """
         for index, change in enumerate(changes):
             bucket, position = self._places[index]
             bucket.copy_in({position: change})
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             used = np.ones(len(bucket.indices), dtype=np.bool_)
-            tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
+            # What is owed has its weight already, so that ranks count alike.
+            tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
             reduction.launch(bucket.flat, tally, weight=weight, grad_scale=1.0)
 
     def mean(self) -> list[torch.Tensor]:

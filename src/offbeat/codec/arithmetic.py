@@ -59,7 +59,9 @@ class SparseArithmetic(BlockArithmetic, Protocol[S]):
         ...
 
     def clip_to_median(self, sparses: Sequence[S]) -> Sequence[S]:
-        """At least one, those that are longer than the median of all shortened to it."""
+        """At least one, those that are longer than the median of all that are not zero shortened
+        to it.
+        """
         ...
 
     def keep_largest(self, entries: S, k: int) -> tuple[S, S]:

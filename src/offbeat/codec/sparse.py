@@ -104,9 +104,11 @@ def add_all(sparses: Sequence[Sparse]) -> Sparse:
 
 
 def clip_to_median(sparses: Sequence[Sparse]) -> list[Sparse]:
-    """At least one vector, those that are longer than the median of all shortened to it."""
+    """At least one vector, those that are longer than the median shortened to it. Zeros do not
+    count: ranks that have ended, or are new, would clip all others to nothing.
+    """
     norms = np.sqrt([_sum_of_squares(each.values) for each in sparses])
-    median = float(np.median(norms))
+    median = float(np.median(norms[norms > 0])) if norms.any() else 0.0
     return [
         each.scaled(median / norm) if norm > median else each
         for each, norm in zip(sparses, norms.tolist(), strict=True)

@@ -25,6 +25,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.permute(order).is_contiguous()
 
 
+def num_rows(parameter: torch.Tensor) -> int:
+    """Of the matrix that a parameter's place in a bucket is: the size of the dimension that is the
+    outermost in memory, which of a transposed parameter is not the first one.
+    """
+    if parameter.dim() < 2:
+        return 1
+    strides = parameter.stride() if is_dense(parameter) else (1,)
+    return parameter.shape[strides.index(max(strides))]
+
+
 class Bucket:
     """Some parameters of one dtype and device, and a flat buffer with a place for the gradient of
     each.

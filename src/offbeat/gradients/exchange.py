@@ -334,7 +334,7 @@ class GradientExchange(Callback):
         self._synchronised = True
         self._exchanged_since_step = False
         self._exchanges_before_closure: int | None = None
-        self._unsent = False
+        self._unsent = self._has_told_of_dropped = False
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -357,7 +357,7 @@ class GradientExchange(Callback):
         for b in range(len(self._pairs)):
             self._arrived[b].clear()
             if synchronised or self._may_keep_entries or not self._gives_whole:
-                self._stash(b)
+                self._look_for_dropped(was_dropped=not self._stash(b))
             else:
                 # The pass adds to the mean what is this rank's own. The mean of such sums is that
                 # of what is new, added to the mean: they are exchanged as they stand.
@@ -373,9 +373,10 @@ class GradientExchange(Callback):
     @override
     def on_batch_claimed(self, num_samples: int) -> None:
         """The coming step's gradient is the mean over so many further samples; weights are samples
-        from now on.
+        from now on. A batch without a backward pass, as of an evaluation, is in no gradient.
         """
-        self._num_samples = num_samples + (self._num_samples or 0 if self._counts_samples else 0)
+        has_gradient = self._counts_samples and (self._unsent or self._exchanged_since_step)
+        self._num_samples = num_samples + (self._num_samples or 0 if has_gradient else 0)
         self._counts_samples = True
 
     @override
@@ -603,7 +604,9 @@ class GradientExchange(Callback):
         """
         bucket, arrived = self._pairs[b][0], self._arrived[b]
         for position, parameter in enumerate(bucket.parameters):
-            if position not in arrived and parameter.grad is not None:
+            if not parameter.requires_grad:  # it was frozen, and this is left from before
+                parameter.grad = None
+            elif position not in arrived and parameter.grad is not None:
                 arrived[position] = parameter.grad
         self._copy_in(b)
         used = np.zeros(len(bucket.parameters), dtype=np.bool_)
@@ -612,7 +615,25 @@ class GradientExchange(Callback):
             bucket.clear(np.flatnonzero(~used).tolist())
         return used
 
-    def _stash(self, b: int) -> None:
+    def _look_for_dropped(self, *, was_dropped: bool) -> None:
+        """Say it once if the loop has dropped a result, of which the residual keeps the rest."""
+        if (
+            was_dropped
+            and self._may_keep_entries
+            and self._exchanged_since_step
+            and not self.counts.skipped_in_a_row
+            and not self._has_told_of_dropped
+        ):
+            self._has_told_of_dropped = True
+            self._notify(
+                "zero_grad() has dropped gradients that were exchanged and that no step has used."
+                " What was not sent of them is owed, and comes with later steps. If they are of"
+                " another model's loss, as of a generator's, call requires_grad_(False) on this one"
+                " before that pass, and requires_grad_(True) after it"
+            )
+
+    def _stash(self, b: int) -> bool:
+        """Returns whether the gradients are still there, if there have been any."""
         bucket = self._pairs[b][0]
         live = [
             position
@@ -620,11 +641,12 @@ class GradientExchange(Callback):
             if (gradient := bucket.parameters[position].grad) is not None
             and bucket.holds(position, gradient)
         ]
+        had_any = bool(self._published[b].any())
         self._published[b][:] = False
         if not live or _is_zero(
             bucket.flat
         ):  # zeroed in place: new gradients may accumulate where they are
-            return
+            return not had_any
         stashed = self._stashed[b] = torch.zeros_like(bucket.flat)
         for position, view in enumerate(bucket.views_of(stashed)):
             if position not in live:
@@ -632,6 +654,7 @@ class GradientExchange(Callback):
             view.copy_(bucket.views[position])
             bucket.parameters[position].grad = None
         self._published[b][live] = True
+        return True
 
     def _restore(self) -> None:
         """Make what was stashed the gradients again."""

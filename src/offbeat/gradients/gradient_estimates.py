@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from offbeat.codec.residual import add_owed
 from offbeat.codec.sparse import Sparse
@@ -79,6 +80,7 @@ class EstimateReduction(Reduction):
         begin_s = time.perf_counter()
         self._grad_scale, self._weight = grad_scale, tally.weight
         self._sent = self._wire.empty()
+        self._set_aside(self._minus_own)  # a frozen parameter's gradient has not become zero
         if not tally.num_failed:
             selection = self._selector.select(
                 gradient.to(self._sum.dtype),
@@ -108,6 +110,7 @@ class EstimateReduction(Reduction):
         add_owed(self._minus_own, self._sent.scaled(-1.0))
         add_owed(self._minus_own, exchanged.owed)
         add_owed(self._sum, exchanged.kept)
+        self._bring_back(self._minus_own)
         self._selector_state = dict(self._new_selector_state)
         if self._weight:
             self._share = self._weight / self.tally.weight
@@ -116,6 +119,10 @@ class EstimateReduction(Reduction):
         self._mark_unused_with_gradient()
         self.encode_s += time.perf_counter() - begin_s
         return flat
+
+    @override
+    def discard(self) -> None:
+        self._bring_back(self._minus_own)
 
     # State: all that lasts changes at `commit`
 

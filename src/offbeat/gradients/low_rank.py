@@ -34,7 +34,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.codec.tally import Tally
-from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.buckets import Bucket, num_rows
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum, launch_sums
 from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Stream
@@ -246,7 +246,7 @@ def _split(bucket: Bucket, rank: int, like: torch.Tensor) -> tuple[list[_Matrix]
         zip(bucket.names, bucket.parameters, bucket.offsets, strict=False)
     ):
         size = parameter.numel()
-        rows = parameter.shape[0] if parameter.dim() > 1 else 1
+        rows = num_rows(parameter)
         columns = size // max(1, rows)
         if parameter.dim() > 1 and (rows + columns) * rank < _MAX_SHARE * size:
             # The same on every rank, and another one for each parameter.

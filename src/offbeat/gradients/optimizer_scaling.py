@@ -45,7 +45,7 @@ with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -73,7 +73,13 @@ _CHANGED_LATER: Final = (
 
 @dataclass(slots=True)
 class _Moments:
-    """What Adam remembers of one bucket's elements, and the gradient that is on its way."""
+    """What Adam remembers of one bucket's elements, and the gradient that is on its way.
+
+    Attributes:
+        steps: how many each parameter has had a gradient in; of resumed ranks that were several,
+            the mean.
+        has_gradient: which parameters have one in the step under way.
+    """
 
     bucket: Bucket
     groups: GroupRanges
@@ -81,6 +87,25 @@ class _Moments:
     mean: torch.Tensor
     square: torch.Tensor
     gradient: torch.Tensor
+    steps: list[float]
+    has_gradient: list[bool]
+
+    def alike(
+        self, options: Sequence[tuple[float, float, float]], marked: Sequence[bool] | None
+    ) -> Iterator[tuple[slice, tuple[float, float, float], float]]:
+        """Neighbouring elements with the options of their group and their number of steps, of those
+        parameters that are `marked`; None: of all.
+        """
+        marked = [True] * len(self.steps) if marked is None else marked
+        if all(marked) and len({*self.steps}) == 1:
+            for here, found in self.groups.merged(options, default=options[0]):
+                yield here, found, self.steps[0]
+            return
+        places = zip(self.bucket.offsets, self.bucket.offsets[1:], strict=False)
+        each = zip(places, self.groups.groups, self.steps, marked, strict=True)
+        for (begin, end), number, steps, is_marked in each:
+            if is_marked:
+                yield slice(begin, end), options[number or 0], steps
 
 
 class OptimizerScaling(GradientTransform):
@@ -120,7 +145,6 @@ class OptimizerScaling(GradientTransform):
         self._counts = counts
         self._watch = _GradientWatch(counts)
         self._moments: dict[int, _Moments] = {}
-        self._num_steps = 0.0  # of resumed ranks that were several, the mean
         self._num_settled = 0
         self._has_gradient = False  # of the coming step
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -140,8 +164,10 @@ class OptimizerScaling(GradientTransform):
     def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
         assert feedback is not None, "Adam's scaling is for what is owed"
         mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
-        groups = GroupRanges(bucket, self._optimizer)
-        self._moments[id(bucket)] = _Moments(bucket, groups, feedback, mean, square, gradient)
+        groups, number = GroupRanges(bucket, self._optimizer), len(bucket.parameters)
+        self._moments[id(bucket)] = _Moments(
+            bucket, groups, feedback, mean, square, gradient, [0.0] * number, [True] * number
+        )
         self._watch.buckets.append(bucket)
 
     # What the exchange calls
@@ -194,13 +220,19 @@ class OptimizerScaling(GradientTransform):
         # Of a step that is skipped, what earlier passes have exchanged is skipped, too.
         self._has_gradient = good
 
+    @property
+    def _num_steps(self) -> float:
+        return max((max(moments.steps) for moments in self._moments.values()), default=0.0)
+
     def _remember(self) -> None:
-        self._num_steps += 1
+        """Of a parameter without a gradient nothing is, as in Adam."""
         for moments in self._moments.values():
-            for here, (beta1, beta2, _) in self._ranges(moments):
+            for here, (beta1, beta2, _), _ in self._ranges(moments, moments.has_gradient):
                 gradient = moments.gradient[here]
                 moments.mean[here].lerp_(gradient, 1 - beta1)
                 moments.square[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            pairs = zip(moments.steps, moments.has_gradient, strict=True)
+            moments.steps = [number + has_one for number, has_one in pairs]
 
     # Events
 
@@ -237,6 +269,8 @@ class OptimizerScaling(GradientTransform):
     @override
     def on_before_update(self) -> None:
         is_changed = self._watch.compare()
+        for moments in self._moments.values():
+            moments.has_gradient = [each.grad is not None for each in moments.bucket.parameters]
         if self.is_taken is None and self._has_gradient:
             self._decide(is_changed)  # the step that is under way is Adam's in any case
         elif self.is_taken:
@@ -269,7 +303,7 @@ class OptimizerScaling(GradientTransform):
     @override
     def state_dict(self) -> dict[str, Any]:
         # Summed where ranks become one, these are divided by the number of ranks in them again.
-        additive = {"num_ranks": torch.ones(1), "steps": torch.tensor([self._num_steps])}
+        additive = {"num_ranks": torch.ones(1), "steps": torch.tensor(self._steps())}
         additive.update(self._named())
         return {"additive": additive, **super().state_dict()}
 
@@ -287,13 +321,22 @@ class OptimizerScaling(GradientTransform):
         self._state_is_loaded = True
         additive = state["additive"]
         num_ranks = max(1.0, float(additive["num_ranks"]))
-        self._num_steps = float(additive["steps"]) / num_ranks
+        steps = (additive["steps"] / num_ranks).expand(len(self._steps())).tolist()
+        for moments in self._moments.values():
+            moments.steps = [steps[index] for index in moments.bucket.indices]
         for name, view in self._named().items():
             view.copy_(additive[name]).div_(num_ranks)
         if self.is_taken:
             self._taken()
         else:  # all exchanges so far were skipped, or there were none
             self._num_settled = self._counts.exchanges
+
+    def _steps(self) -> list[float]:
+        """Of each parameter, in the model's order; before anything is taken of none."""
+        found = {}
+        for moments in self._moments.values():
+            found |= dict(zip(moments.bucket.indices, moments.steps, strict=True))
+        return [found[index] for index in sorted(found)] or [0.0]
 
     def _named(self) -> dict[str, torch.Tensor]:
         named = dict[str, torch.Tensor]()
@@ -307,8 +350,9 @@ class OptimizerScaling(GradientTransform):
     def _denominator(self, moments: _Moments) -> torch.Tensor:
         """What the gradient on its way is divided by, as if it had been remembered already."""
         result = torch.empty_like(moments.mean)
-        steps, share = self._num_steps + 1, 1 / self._driver.world_size
-        for here, (beta1, beta2, eps) in self._ranges(moments):
+        share = 1 / self._driver.world_size
+        for here, (beta1, beta2, eps), before in self._ranges(moments):
+            steps = before + 1
             gradient = moments.gradient[here]
             square = moments.square[here].mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             square.div_(1 - beta2**steps)
@@ -380,17 +424,20 @@ class OptimizerScaling(GradientTransform):
             " ends; momentum_correction=None leaves all to the optimizer"
         )
 
-    def _ranges(self, moments: _Moments) -> Iterator[tuple[slice, tuple[float, float, float]]]:
-        """Neighbouring elements with the same beta1, beta2 and eps; on a CPU so many that its cache
-        holds what one operation leaves for the next.
+    def _ranges(
+        self, moments: _Moments, marked: Sequence[bool] | None = None
+    ) -> Iterator[tuple[slice, tuple[float, float, float], float]]:
+        """Neighbouring elements with the same beta1, beta2 and eps, and number of steps, of the
+        `marked` parameters or of all; on a CPU so many that its cache holds what one operation
+        leaves for the next.
         """
         options = [(*group["betas"], group["eps"]) for group in self._optimizer.param_groups]
         # What the optimizer does not move is scaled as any other.
         whole = max(1, moments.mean.numel())
         step = _BLOCK if moments.mean.device.type == "cpu" else whole
-        for here, found in moments.groups.merged(options, default=options[0]):
+        for here, found, steps in moments.alike(options, marked):
             for begin in range(here.start, here.stop, step):
-                yield slice(begin, min(begin + step, here.stop)), found
+                yield slice(begin, min(begin + step, here.stop)), found, steps
 
     # The optimizer's state
 
@@ -415,12 +462,12 @@ class OptimizerScaling(GradientTransform):
             square = moments.square.clone()
             self._change_noise_(moments, square, 1 / self._driver.world_size)
             views = map(moments.bucket.views_of, (moments.mean, square))
-            for parameter, mean_view, square_view in zip(
-                moments.bucket.parameters, *views, strict=True
+            for parameter, steps, mean_view, square_view in zip(
+                moments.bucket.parameters, moments.steps, *views, strict=True
             ):
                 if square_view.any():
                     state["state"][numbers[id(parameter)]] = {
-                        "step": torch.tensor(float(self._num_steps)),
+                        "step": torch.tensor(steps),
                         "exp_avg": mean_view.to(parameter.dtype, copy=True),
                         "exp_avg_sq": square_view.to(parameter.dtype, copy=True),
                     }
@@ -443,19 +490,21 @@ class OptimizerScaling(GradientTransform):
                 strict=True,
             )
             is_there = False
-            for parameter, mean, square in views:
+            for position, (parameter, mean, square) in enumerate(views):
                 gathered = self._optimizer.state.get(parameter, {})
                 if "exp_avg" in gathered:
                     mean.copy_(gathered["exp_avg"])
                     square.copy_(gathered["exp_avg_sq"])
-                    self._num_steps, is_there = float(gathered["step"]), True
+                    moments.steps[position], is_there = float(gathered["step"]), True
             if is_there:
                 self._change_noise_(moments, moments.square, self._driver.world_size)
 
     def _change_noise_(self, moments: _Moments, square: torch.Tensor, factor: float) -> None:
         """Multiply the noise in the mean square of a bucket, in place."""
-        for here, (beta1, beta2, _) in self._ranges(moments):
-            grown = 1 - beta1**self._num_steps, 1 - beta2**self._num_steps
+        for here, (beta1, beta2, _), steps in self._ranges(moments):
+            if not steps:
+                continue
+            grown = 1 - beta1**steps, 1 - beta2**steps
             mean = moments.mean[here] / grown[0]
             square[here] = with_noise(mean, square[here] / grown[1], beta1, factor) * grown[1]
 

@@ -110,6 +110,7 @@ class Reduction:
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self._bucket, self._driver, self._stream = bucket, driver, stream
         self.tally = Tally.of_nobody(len(bucket.indices))
+        self._aside: list[tuple[slice, torch.Tensor]] = []  # from `launch` on
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -183,6 +184,19 @@ class Reduction:
         if self._owed_weight not in (0, tally.weight):
             owed.mul_(tally.weight / self._owed_weight)
         self._owed_weight = tally.weight
+
+    def _set_aside(self, owed: torch.Tensor) -> None:
+        """Let what is owed to frozen parameters wait: if it were sent now it would be lost."""
+        places = zip(self._bucket.offsets, self._bucket.offsets[1:], strict=False)
+        for parameter, (begin, end) in zip(self._bucket.parameters, places, strict=True):
+            if not parameter.requires_grad:
+                self._aside.append((slice(begin, end), owed[begin:end].clone()))
+                owed[begin:end] = 0
+
+    def _bring_back(self, owed: torch.Tensor) -> None:
+        for here, waiting in self._aside:
+            owed[here] += waiting
+        self._aside.clear()
 
     def _local_name(self, key: str) -> str:
         """What a number that belongs to the whole bucket is called in a checkpoint: after the
@@ -264,6 +278,7 @@ class ResidualReduction(Reduction):
         """Let `_mine` be what is owed and the gradient. Arguments as of `launch`."""
         mine, self._grad_scale = self._mine, grad_scale
         self._weigh(self._residual, tally)
+        self._set_aside(self._residual)
         if tally.num_failed:
             mine.zero_()
         else:
@@ -287,7 +302,12 @@ class ResidualReduction(Reduction):
             shown = flat[mine].to(total.dtype)
             shown = torch.where(shown.isfinite(), shown, 0)
             self._residual[mine] += (total[mine] - shown) / factor
+        self._bring_back(self._residual)
         return flat
+
+    @override
+    def discard(self) -> None:
+        self._bring_back(self._residual)
 
     @property
     @override
@@ -427,8 +447,9 @@ class SparseReduction(Reduction):
         plan = self._plan()
         self._grad_scale = grad_scale
         if self._owed_rate is not None:
-            self._owed_rate.follow(self.feedback.residual)
+            self._owed_rate.follow(self.feedback.residual, gradient)
         self._weigh(self.feedback.residual, tally)
+        self._set_aside(self.feedback.residual)
         self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
@@ -492,6 +513,7 @@ class SparseReduction(Reduction):
             flat = self._bucket.flat
             self._scale_(flat, factor)
             self._mark_unused_with_gradient()
+        self._bring_back(self.feedback.residual)
         self._ages.after_exchange(self._picked)
         self.encode_s += time.perf_counter() - begin_s
         return flat
@@ -530,6 +552,7 @@ class SparseReduction(Reduction):
     def discard(self) -> None:
         if self._staged:
             self.feedback.discard()
+        self._bring_back(self.feedback.residual)
 
     @override
     def send_all(self) -> None:

@@ -167,6 +167,15 @@ class KFACCallback(Callback):
         self.scheduler.is_training_pass = trains
 
     @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        # Where a loop calls parts of the model, as Lightning does, nobody hears of forward passes.
+        self.scheduler.is_training_pass |= synchronised
+
+    @override
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        self.scheduler.is_training_pass = False
+
+    @override
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         if not self._is_checked:
             self.scheduler.saw_gradient(index)

@@ -8,7 +8,8 @@ What is counted, and what is not:
 - Everything between two `take`s belongs together: batches whose gradients are accumulated make one
   increment.
 - A module called several times in one forward pass of the root sees further positions of the same
-  examples.
+  examples. Where a loop calls parts of the model and not the root, as Lightning does, a pass ends
+  with its backward pass.
 - Under activation checkpointing the forward pass runs again while backward is running. What was
   recorded the first time is not recorded again; what was not, since re-entrant checkpoints run
   without gradients at first, is recorded when its gradient comes.
@@ -119,7 +120,7 @@ class Capture:
     computed in every step.
 
     Args:
-        model: the root module, whose forward passes separate batches.
+        model: the root module, whose forward passes separate batches where it is called.
         blocks: what to watch.
         curvature: how to count.
         warn: is told of layers that cannot be watched any more.
@@ -160,6 +161,7 @@ class Capture:
         self._sums = [_Sums() for _ in self._uses]
         self._layers_seen: set[str] = set()
         self._pass = 0
+        self._is_in_root = self._has_gradient = False  # the latter: since the pass began
         self._terms_in_loss: dict[int, float | torch.Tensor] = {}  # by forward pass of the root
         self._handles: list[Any] = self._hook_root(model)
         self._watched: list[nn.MultiheadAttention] = []
@@ -270,6 +272,8 @@ class Capture:
         the loss; None: the block counts them.
         """
         if self._listens(place, inputs) and not _inside_backward():
+            if self._has_gradient and not self._is_in_root:
+                self._begin_pass()
             self._add_inputs(place, inputs, num_terms)
 
     def saw_output(
@@ -305,6 +309,7 @@ class Capture:
 
         def saw_gradient(gradient: torch.Tensor) -> None:
             if self.phase is not None:
+                self._has_gradient = True
                 if recomputing and kept is not None:
                     self._add_inputs(place, kept, num_terms)
                 gradient = select(gradient)
@@ -450,14 +455,21 @@ class Capture:
             return tensor
         return tensor[(*[slice(None)] * dim, slice(self.phase % stride, None, stride))]
 
+    def _begin_pass(self) -> None:
+        self._pass += 1
+        self._has_gradient = False
+
     def _hook_root(self, model: nn.Module) -> list[Any]:
         def begins(module: nn.Module, args: Any) -> None:
             if not _inside_backward():
-                self._pass += 1
+                self._is_in_root = True
+                self._begin_pass()
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
-            if self.phase is not None and not _inside_backward():
-                self._watch_loss(output)
+            if not _inside_backward():
+                self._is_in_root = False
+                if self.phase is not None:
+                    self._watch_loss(output)
 
         return [
             model.register_forward_pre_hook(ModuleHook(model, begins)),

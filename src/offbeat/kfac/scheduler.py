@@ -92,8 +92,8 @@ class FactorScheduler(ExchangeListener):
         plan: the plan in force.
         is_good: whether the last exchange of gradients was settled as good.
         num_exchanges: exchanges of gradients in this step so far.
-        is_training_pass: whether the forward pass that began last is one for training. In other
-            passes no message leaves early.
+        is_training_pass: whether the pass that began last, forward or backward, is one for
+            training. In other passes no message leaves early.
         messages: the messages of the plan, in the order in which they are launched.
         own_increments: where no factors are sent, this step's factors that this rank averages by
             itself, by slot; empty until the last bucket of gradients is sealed.

@@ -196,6 +196,7 @@ class DispatchLoader(Callback):
         self._computed: list[Claim] = []
         self._updates, self._busy_s = 0, 0.0
         self._asked_at_s: float | None = None
+        self._rests_within_batch = False
         self._waited_s, self._said_that_it_waits = 0.0, False
         # Of the latest claims, and of the latest batches without them. Medians are taken, since a
         # single claim that was held up says nothing about the next one.
@@ -296,6 +297,18 @@ class DispatchLoader(Callback):
             self._updates += 1
         if self._in_merge is not None and self._policy.merge_is_over:
             self._settle()
+
+    # An evaluation says nothing of how fast this rank trains.
+
+    @override
+    def on_rest(self) -> None:
+        self._rests_within_batch = self._asked_at_s is not None
+        self._note_busy()
+
+    @override
+    def on_resume(self) -> None:
+        if self._rests_within_batch:
+            self._asked_at_s = self._clock()
 
     # One mega-batch
 

@@ -71,7 +71,7 @@ class ScriptListener:
         """
 
     def forward_begins(self, ddp: DistributedDataParallel, args: Sequence[Any]) -> None:
-        """A forward pass begins with these arguments."""
+        """A forward pass begins with these arguments, those by name behind the others."""
 
     def sharded_forward_begins(self, module: torch.nn.Module, args: Sequence[Any]) -> None:
         """A forward pass begins of a module that `fully_shard` has divided."""
@@ -190,6 +190,9 @@ def patched(
 def _follow_shards(
     original: Callable[..., Any], listener: ScriptListener, exchanges: bool
 ) -> Callable[..., Any]:
+    def begins(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        listener.sharded_forward_begins(module, [*args, *kwargs.values()])
+
     @wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
         mesh = kwargs.get("mesh")
@@ -198,8 +201,8 @@ def _follow_shards(
         result = original(module, *args, **kwargs)
         for each in module if isinstance(module, list) else [module]:
             # In front of FSDP's own hook, which puts whole parameters into the module.
-            hook = ModuleHook(each, listener.sharded_forward_begins)
-            each.register_forward_pre_hook(hook, prepend=True)
+            hook = ModuleHook(each, begins)
+            each.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         return result
 
     return fully_shard
@@ -294,7 +297,7 @@ def _pre_forward(
 
     @wraps(original)
     def pre_forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        tell_uncompiled(self, args)
+        tell_uncompiled(self, [*args, *kwargs.values()])
         return original(self, *args, **kwargs)
 
     return pre_forward

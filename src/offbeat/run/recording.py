@@ -438,11 +438,15 @@ class Recorder:
         )
         recorder.attached(session, model, optimizer)
 
-        def forward_begins(module: torch.nn.Module, args: Any) -> None:
+        def forward_begins(
+            module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> None:
             if torch.is_grad_enabled():
-                recorder.samples_seen(args)
+                recorder.samples_seen([*args, *kwargs.values()])
 
-        recorder.forward_hook = model.register_forward_pre_hook(ModuleHook(model, forward_begins))
+        recorder.forward_hook = model.register_forward_pre_hook(
+            ModuleHook(model, forward_begins), with_kwargs=True
+        )
 
 
 class _ClosingRecorder(ScriptRecorder):

@@ -115,7 +115,8 @@ class MLflowLogger:
 class OpenTelemetryLogger:
     """A gauge for each value, of the meter provider that the script or `opentelemetry-instrument`
     has set. That one says where they go, such as to a collector or to Prometheus, and what tells
-    this process from others. Given to `attach` on each rank, they show live who waits.
+    this process from others. `attach` takes rank 0's; to see live who waits, do on each other rank
+    `session.observers.append(LiveMetrics(session, [OpenTelemetryLogger()]))`.
     """
 
     def __init__(self) -> None:
@@ -178,8 +179,8 @@ class LiveMetrics(SessionObserver):
       other ranks and of encoding in it;
     - `offbeat/bytes_sent`: by this rank in a step;
     - `offbeat/residual_norm`: norm of what this rank has not sent yet, with a sparse strategy;
-    - `offbeat/entry_age`: steps that an entry of the gradient waits to be sent, a mean over the
-    same steps;
+    - `offbeat/entry_age`: steps that an entry of the gradient waits to be sent, a mean since
+      `attach`;
     - `offbeat/stale_share`: share of stale contributions in averages, where nobody waits;
     - `offbeat/kl_scale`: by what `kl_clip` of K-FAC multiplied the last step;
     - `offbeat/skipped_steps`: so far;

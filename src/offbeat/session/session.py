@@ -740,7 +740,8 @@ class Session:
         """Inside, this rank takes no step: it evaluates, saves, or waits for its peers elsewhere.
 
         With strategies whose ranks do not keep step, no peer then waits for the end of its step,
-        as WAGMA's ranks do. With the others it does nothing.
+        as WAGMA's ranks do, and with AdaptiveSGD the time does not make the rank look slow. With
+        the others it does nothing.
         """
         for callback in self._callbacks:
             callback.on_rest()
@@ -802,6 +803,11 @@ class Session:
                 if acted is not None and acted != self.acting:
                     self._act_by(acted, callback)
         load_state_of(self._callbacks, saved)
+        if unused := sorted(by_key.keys() - {callback.state_key for callback in self._callbacks}):
+            self._notices.warn(
+                f"nothing here takes up {', '.join(map(repr, unused))} of the session's state: make"
+                " loaders before load_state_dict, and resume with the same options of the strategy"
+            )
 
     def state_to_save(self) -> dict[str, Any]:
         """`state_dict()` for `torch.distributed.checkpoint.save`, which saves what has one name

@@ -106,6 +106,8 @@ class KeepOwed(TakeMean):
         self._parameters, self._share = parameters, share
         self.anchor = {name: torch.nn.Parameter(wide) for name, wide in self._wide()}
         self._has_begun = self._is_loaded = False
+        # What the model held after a load, which may be another rank's: until the step is over.
+        self._held: dict[str, torch.Tensor] = {}
 
     def _wide(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the parameters, in float32 or float64."""
@@ -117,9 +119,8 @@ class KeepOwed(TakeMean):
     def begin(self) -> None:
         if not self._has_begun:
             self._fill(dict(self._wide()))
-        if self._is_loaded:  # what a script has loaded into the model may be another rank's
-            self._is_loaded = False
-            self._take_points()
+        if self._is_loaded:
+            self._is_loaded, self._held = False, dict(self._wide())
 
     def _fill(self, anchors: Mapping[str, torch.Tensor]) -> None:
         for name, anchor in self.anchor.items():
@@ -131,8 +132,8 @@ class KeepOwed(TakeMean):
         """Since the last step left them, so that what else is written into them counts, too."""
         for (name, now), point in zip(self._wide(), self._points(), strict=True):
             parameter = self._parameters[name]
-            is_frozen = not parameter.requires_grad
-            yield now.zero_() if is_frozen else now.sub_(point.to(parameter.dtype))
+            left = self._held.get(name, point).to(parameter.dtype)
+            yield now.sub_(left) if parameter.requires_grad else now.zero_()
 
     def _points(self) -> Iterator[torch.Tensor]:
         """Where this rank's parameters belong."""
@@ -144,9 +145,7 @@ class KeepOwed(TakeMean):
         assert changes is not None, "they travel"
         for anchor, change in zip(self.anchor.values(), changes, strict=True):
             anchor.detach().add_(change)
-        self._take_points()
-
-    def _take_points(self) -> None:
+        self._held = {}
         for parameter, point in zip(self._parameters.values(), self._points(), strict=True):
             if parameter.requires_grad:
                 parameter.detach().copy_(point)
@@ -162,7 +161,7 @@ class KeepOwed(TakeMean):
         needed = {f"anchor/{name}": anchor.shape for name, anchor in self.anchor.items()}
         if saved and saved != needed:
             raise CheckpointError("the anchor was saved with another model or strategy")
-        self._has_begun, self._is_loaded = False, bool(saved)
+        self._has_begun, self._is_loaded, self._held = False, bool(saved), {}
         if saved:
             self._fill({name: state[f"anchor/{name}"] for name in self.anchor})
 

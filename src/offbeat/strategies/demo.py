@@ -37,7 +37,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
-from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.buckets import Bucket, make_buckets, num_rows
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
 from offbeat.strategies.gradient import GradientStrategy
@@ -115,7 +115,7 @@ def blocks_of(bucket: Bucket) -> list[CosineBlock]:
     found = []
     for parameter, begin in zip(bucket.parameters, bucket.offsets, strict=False):
         if size := parameter.numel():
-            height = parameter.shape[0] if parameter.dim() > 1 else 1
+            height = num_rows(parameter)
             rows, columns = _divisor(height), _divisor(size // height)
             found.append(
                 CosineBlock(begin, height // rows, rows, size // height // columns, columns)
