@@ -176,7 +176,7 @@ def plan(
         given = {
             f"--{name.replace('_', '-')}"
             for name in context.params.keys() - {"profile", "check", "out", "as_json"}
-            if context.get_parameter_source(name).name == "COMMANDLINE"
+            if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
         }
         if given:
             raise ConfigError(
