@@ -96,6 +96,22 @@ def test_steps_are_those_of_sgd(
         )
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_the_momentum_of_a_frozen_parameter_rests(few: bool) -> None:
+    momentum = Momentum([{"momentum": 0.5}, {"momentum": 0.5}])
+    momentum.step(integers(0))
+    before, last = momentum.velocity, slice(N // 2, N)  # a bucket begins with the last parameter
+    momentum.few = few
+    momentum.parameters[0].requires_grad_(False)
+    for step in (1, 2):
+        gradient = integers(step)
+        gradient[last] = 0
+        assert not momentum.step(gradient)[last].any()
+    assert torch.equal(momentum.velocity[last], before[last])
+    momentum.parameters[0].requires_grad_(True)
+    assert torch.equal(momentum.step(torch.zeros(N))[last], 0.5 * before[last])
+
+
 def test_a_batch_of_few_samples_makes_no_more_of_the_momentum_before_it() -> None:
     momentum = Momentum([{"momentum": 0.5}])
     momentum.step(integers(0), weight=32)

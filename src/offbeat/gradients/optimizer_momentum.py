@@ -177,6 +177,11 @@ class OptimizerMomentum(GradientTransform):
             scale, at_once = 1 / grad_scale, self._at_once
             shares = shares_of(factor, nesterov, scale, continues=continues, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
+        places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
+        for parameter, begin, end in places:
+            if not parameter.requires_grad:  # its momentum rests meanwhile, as in the optimizer
+                step[begin:end] = 0
+                state.staged[begin:end] = state.velocity[begin:end]
         return step, weight * grad_scale
 
     @override
@@ -184,7 +189,7 @@ class OptimizerMomentum(GradientTransform):
         for state in self._states.values():
             if state.is_staged and good:
                 state.velocity, state.staged = state.staged, state.velocity
-                state.is_zero = self._at_once
+                state.is_zero = None if self._at_once else False
             state.is_staged = False
 
     def _add_decay_(self, bucket: Bucket, used: NDArray[np.bool_], grad_scale: float) -> None:

@@ -333,7 +333,7 @@ class OptimizerScaling(GradientTransform):
 
     def _steps(self) -> list[float]:
         """Of each parameter, in the model's order; before anything is taken of none."""
-        found = {}
+        found: dict[int, float] = {}
         for moments in self._moments.values():
             found |= dict(zip(moments.bucket.indices, moments.steps, strict=True))
         return [found[index] for index in sorted(found)] or [0.0]

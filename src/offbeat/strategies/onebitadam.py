@@ -118,7 +118,8 @@ def divisor_of(square: torch.Tensor, num_updates: float, group: Mapping[str, Any
 
 def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
     """The share of the mean square that second moments have after so many updates."""
-    return 1 - float(group["betas"][1]) ** float(num_updates)
+    beta2 = float(group["betas"][1])
+    return float(1 - beta2 ** float(num_updates))
 
 
 class HiddenGradients:
