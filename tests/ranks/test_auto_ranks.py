@@ -57,6 +57,7 @@ def choosing(to: str, *, back: bool = False) -> Iterator[None]:
     with (
         patch.object(auto, "predict", predicted),
         patch.object(choice, "FIRST_LOOK", LOOK),
+        patch.object(choice, "LEAST_SEEN", 1),
         # However little of a step is waiting.
         patch.object(choice, "LEAST_MARGIN", float("-inf")),
         patch.object(choice.Candidate, "on_processors_s", lambda self, step_s, *_, **__: step_s),

@@ -417,8 +417,8 @@ def test_memory_that_the_system_would_make_free_is_free(
     """A host that has read a data set once has filled nearly all of it with that."""
     memory = tmp_path / "meminfo"
     memory.write_text("MemFree:  1024 kB\nMemAvailable:  20480 kB\nBuffers:  1 kB\n")
-    monkeypatch.setattr(auto, "_MEMORY", memory)
-    assert auto._free_bytes(torch.device("cpu")) == 20480 * 1024
+    monkeypatch.setattr(auto, "MEMORY", memory)
+    assert auto.free_bytes(torch.device("cpu")) == 20480 * 1024
 
 
 def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
@@ -447,7 +447,7 @@ def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
 def test_a_command_line_has_a_plus_between_the_names_that_are_allowed() -> None:
     asked = auto.built("auto:allow=gtopk+localsgd+wagma:exclude=wagma+powersgd")
     assert isinstance(asked, offbeat.Auto)
-    assert asked._allowed() == ["allreduce", "gtopk", "localsgd"]
+    assert asked.allowed() == ["allreduce", "gtopk", "localsgd"]
 
 
 @pytest.mark.parametrize("has_scaler", [False, True])

@@ -73,8 +73,8 @@ from offbeat.strategies.choice import (
 )
 from offbeat.strategies.options import require_one_of
 
-_SEEN, _LEAST_SEEN = 20, 10
-_MEMORY: Final = Path("/proc/meminfo")
+_SEEN: Final = 20
+MEMORY: Final = Path("/proc/meminfo")
 _MOST_RANKS: Final = 64
 
 
@@ -114,14 +114,14 @@ class Auto(Strategy):
     @override
     def begins_as(self, *, returns: bool = False) -> Strategy:
         """A worker that comes back finds at work what goes on without it."""
-        survivors = (one for one in map(built, self._allowed()) if one.survives_death)
+        survivors = (one for one in map(built, self.allowed()) if one.survives_death)
         return next(survivors, AllReduce()) if returns else AllReduce()
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.begins_as().check(model, optimizer)
 
-    def _allowed(self) -> list[str]:
+    def allowed(self) -> list[str]:
         """The names of strategies to choose among."""
         allowed = {"allreduce", *(_names(self.allow) or CANDIDATES)} - {*_names(self.exclude)}
         return [name for name in CANDIDATES if name in allowed]
@@ -129,7 +129,7 @@ class Auto(Strategy):
     def candidates(self, context: Context) -> dict[str, Strategy]:
         """Those that can train what `context` has, by name."""
         found = {}
-        for name, strategy in ((name, built(name)) for name in self._allowed()):
+        for name, strategy in ((name, built(name)) for name in self.allowed()):
             try:
                 if context.model is not None and context.optimizer is not None:
                     strategy.check(context.model, context.optimizer)
@@ -260,7 +260,7 @@ class Chooser(Callback):
             self._meet(self._agree)
         if self._standing.wanted:
             self._change_together()
-        elif len(self._seen) >= _LEAST_SEEN and self._standing.is_due() and self._may_look():
+        elif self._standing.is_due(seen=len(self._seen)) and self._may_look():
             self._meet(self._look)
         self._ended = self._clock(), self._worked_s(), time.process_time()
 
@@ -311,7 +311,7 @@ class Chooser(Callback):
                 "optimizer_s": median(step.optimizer_s for step in self._seen),
                 "ready_s": self._ready_s,
                 "memory": _memory(device),
-                "free_bytes": _free_bytes(device),
+                "free_bytes": free_bytes(device),
                 "processors_s": median(step.processors_s for step in self._seen),
                 "host": _host(),
                 "cores": _cores(),
@@ -497,11 +497,11 @@ def _memory(device: torch.device) -> str:
     return f"{_host()} {uuid}"
 
 
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
     """Memory that they may still take; all there is where the system does not say."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []
+    lines = MEMORY.read_text().splitlines() if MEMORY.exists() else []
     said = dict(line.split(":") for line in lines)
     if "MemAvailable" in said:  # what caches files is free too
         return 1024 * float(said["MemAvailable"].split()[0])

@@ -24,6 +24,7 @@ UNEXPECTED: Final = 0.25
 """By which share a step takes another time than expected, before candidates are looked at again."""
 
 FIRST_LOOK: Final = 30
+LEAST_SEEN: Final = 10
 EVERY: Final = 250
 BETWEEN_CHANGES: Final = 500
 """Steps."""
@@ -149,8 +150,12 @@ class Standing:
     expected_s: float | None = None
     decisions: list[Decision] = field(default_factory=list)
 
-    def is_due(self, *, ahead: int = 0) -> bool:
-        """Whether all ranks should say what they have seen, now or `ahead` steps later."""
+    def is_due(self, *, ahead: int = 0, seen: int | None = None) -> bool:
+        """Whether all ranks should say what they have seen, now or `ahead` steps later, if it is
+        `seen` steps.
+        """
+        if seen is not None and seen < LEAST_SEEN:
+            return False
         num_steps = self.num_steps + ahead
         is_time = num_steps == FIRST_LOOK or (num_steps > FIRST_LOOK and num_steps % EVERY == 0)
         return is_time and num_steps - self.changed_at >= BETWEEN_CHANGES
