@@ -74,9 +74,12 @@ def reference(num_ranks: int, *, decoupled: bool) -> torch.Tensor:
     m = [torch.zeros(SHAPE) for _ in range(num_ranks)]
     u = [torch.zeros(SHAPE) for _ in range(num_ranks)]
     v, rates, num_updates, next_update, averaged_at = torch.zeros(SHAPE), 0.0, 0, 0, 0
-    result = anchor
+    result, last_rate = anchor, 0.0
     for step in range(NUM_STEPS):
         rate = rate_of(step) or 1e-12
+        # A difference from the paper: where the rate rises, momentum becomes smaller by as much.
+        kept = BETA1 * min(1.0, last_rate / rate)
+        last_rate = rate
         gradients = [gradient_of(rank, step) for rank in range(num_ranks)]
         if not decoupled:
             gradients = [g + DECAY * each for g, each in zip(gradients, x, strict=True)]
@@ -93,7 +96,7 @@ def reference(num_ranks: int, *, decoupled: bool) -> torch.Tensor:
         rate /= 1 - BETA1 ** (step + 1)
         rates += rate
         for rank in range(num_ranks):
-            m[rank] = BETA1 * m[rank] + (1 - BETA1) * gradients[rank]
+            m[rank] = kept * m[rank] + (1 - BETA1) * gradients[rank]
             u[rank] = u[rank] + rate * m[rank]
             x[rank] = anchor - u[rank] / divisor
         due = step + 1 - averaged_at >= distance(max(0, step + 1 - FREEZE))
