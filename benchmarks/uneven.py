@@ -624,6 +624,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--workers",
         type=int,
+        choices=range(2, WORKERS + 1),
         default=WORKERS,
         help="in a race, the first ones of a situation; default: %(default)s",
     )
