@@ -417,7 +417,7 @@ def test_memory_that_the_system_would_make_free_is_free(
     """A host that has read a data set once has filled nearly all of it with that."""
     memory = tmp_path / "meminfo"
     memory.write_text("MemFree:  1024 kB\nMemAvailable:  20480 kB\nBuffers:  1 kB\n")
-    monkeypatch.setattr(auto, "MEMORY", memory)
+    monkeypatch.setattr(auto, "MEMINFO", memory)
     assert auto.free_bytes(torch.device("cpu")) == 20480 * 1024
 
 

@@ -74,7 +74,7 @@ from offbeat.strategies.choice import (
 from offbeat.strategies.options import require_one_of
 
 _SEEN: Final = 20
-MEMORY: Final = Path("/proc/meminfo")
+MEMINFO: Final = Path("/proc/meminfo")
 _MOST_RANKS: Final = 64
 
 
@@ -501,7 +501,7 @@ def free_bytes(device: torch.device) -> float:
     """Memory that they may still take; all there is where the system does not say."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    lines = MEMORY.read_text().splitlines() if MEMORY.exists() else []
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     said = dict(line.split(":") for line in lines)
     if "MemAvailable" in said:  # what caches files is free too
         return 1024 * float(said["MemAvailable"].split()[0])

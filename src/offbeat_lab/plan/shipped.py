@@ -487,13 +487,16 @@ def shipped_profile(name: str) -> ModelProfile:
     factors = factors_of(network) if published.factors_s else ()
     bytes_per_s = MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
     memory = f"{MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
-    is_new = published.device == "A100"  # the others are those that gTop-k was published for
+    # The other devices are as old as the one on which gTop-k's selection was published.
+    selects_as_here = published.device == "A100"
     sources = [
         Source(field="tensors", source="the network's definition"),
         Source(field="batches", source=published.source),
         Source(
             field="select_s_per_element",
-            source=f"an H200's at {memory}" if is_new else f"{_GTOPK}: 6.1 ns on a P102-100",
+            source=f"an H200's at {memory}"
+            if selects_as_here
+            else f"{_GTOPK}: 6.1 ns on a P102-100",
         ),
         Source(field="copy_s_per_byte", source="half of PCIe 3.0 x16"),
         Source(field="bucket_s_per_byte", source=f"{memory}, read and written"),
@@ -524,7 +527,9 @@ def shipped_profile(name: str) -> ModelProfile:
         ),
         optimizer_s=0.0,
         tensors=tensors_of(network),
-        select_s_per_element=selection_cost(bytes_per_s) if is_new else _SELECT_S_PER_ELEMENT,
+        select_s_per_element=selection_cost(bytes_per_s)
+        if selects_as_here
+        else _SELECT_S_PER_ELEMENT,
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
         device_bytes=DEVICE_BYTES[published.device],
