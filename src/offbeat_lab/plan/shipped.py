@@ -488,7 +488,9 @@ def shipped_profile(name: str) -> ModelProfile:
     bytes_per_s = MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
     memory = f"{MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
     # The other devices are as old as the one on which gTop-k's selection was published.
-    selects_as_here = published.device == "A100"
+    select_s, selects = _SELECT_S_PER_ELEMENT, f"{_GTOPK}: 6.1 ns on a P102-100"
+    if published.device == "A100":
+        select_s, selects = selection_cost(bytes_per_s), f"an H200's at {memory}"
     sources = [
         Source(field="tensors", source="the network's definition"),
         Source(field="batches", source=published.source),
