@@ -494,12 +494,7 @@ def shipped_profile(name: str) -> ModelProfile:
     sources = [
         Source(field="tensors", source="the network's definition"),
         Source(field="batches", source=published.source),
-        Source(
-            field="select_s_per_element",
-            source=f"an H200's at {memory}"
-            if selects_as_here
-            else f"{_GTOPK}: 6.1 ns on a P102-100",
-        ),
+        Source(field="select_s_per_element", source=selects),
         Source(field="copy_s_per_byte", source="half of PCIe 3.0 x16"),
         Source(field="bucket_s_per_byte", source=f"{memory}, read and written"),
         Source(
@@ -529,9 +524,7 @@ def shipped_profile(name: str) -> ModelProfile:
         ),
         optimizer_s=0.0,
         tensors=tensors_of(network),
-        select_s_per_element=selection_cost(bytes_per_s)
-        if selects_as_here
-        else _SELECT_S_PER_ELEMENT,
+        select_s_per_element=select_s,
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
         device_bytes=DEVICE_BYTES[published.device],
