@@ -28,7 +28,7 @@ __all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
 SECRET = "a secret of this test run only"
-PERIOD, STEPS = 2, 20
+PERIOD, STEPS, DIES_AT = 2, 20, 3
 NESTEROV = offbeat.Outer(lr=0.7, momentum=0.8)
 
 
@@ -105,7 +105,7 @@ def returns(rank: int, world_size: int, *, wanted: str) -> dict[str, Any]:
     with session:
         asked, step = False, 0
         while step < 2 * STEPS:
-            if rank == 2 and step == 3:
+            if rank == 2 and step == DIES_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
             train(net, optimizer, rank, range(step, step + 1))
             step += 1
@@ -128,7 +128,7 @@ def test_one_that_returns_goes_on_where_the_others_are(
     )
     newcomer = expected.value()
     assert newcomer["start"] % PERIOD == 0
-    assert STEPS <= newcomer["start"] < 2 * STEPS
+    assert DIES_AT < newcomer["start"] < 2 * STEPS
     assert first["averages"] == second["averages"] == STEPS
     assert newcomer["held"] == first["held"] == second["held"]
 
