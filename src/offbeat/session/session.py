@@ -194,7 +194,8 @@ class Session:
         self._driver: Driver = self._traffic.counting
         self._model = model
         self._parameters = {plain_name(name): p for name, p in shared.items() if p.requires_grad}
-        self._closed = self._has_finished = False
+        self._closed = False
+        self._finished_at: int | None = None  # after how many steps
         self._keeps_own_model = finish == "keep"
         self._handled_before = sys.exception()
         self._on_merge: list[Callable[[], object]] = []
@@ -652,7 +653,7 @@ class Session:
         """Let callbacks of `strategy` take the place of those at work, but for `stays`, after
         `num_steps` of the run. Collective.
         """
-        self._is_last_step = self._has_finished = False
+        self._is_last_step, self._finished_at = False, None
         leaving = [callback for callback in self._built if callback is not stays]
         others = [callback for callback in self._callbacks if callback not in leaving]
         self._counted_before = self._counted(leaving)
@@ -717,9 +718,11 @@ class Session:
         are whole on every rank. `close` does it too. With the others there is nothing to do.
         """
         self._check_open("finish")
-        if self._has_finished:
+        before, self._finished_at = self._finished_at, self._events.num_steps
+        # Peers wait no more for a rank that has finished, but where ranks keep step all of them may
+        # have gone on since.
+        if before is not None and (self.acting.replicas_differ or before == self._finished_at):
             return
-        self._has_finished = True
         with torch.no_grad():
             for callback in self._callbacks:
                 callback.on_finish()
