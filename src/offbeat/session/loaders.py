@@ -385,14 +385,19 @@ class LockstepLoader(Callback):
         return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        self._batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
-        while self.step < self._num_steps_left():
-            # A batch that cannot be read counts as taken, so that ranks stay in step.
-            span, self.step = self._span(self.step), self.step + 1
-            self._claimed(span.end - span.begin)
-            yield next(self._batches)
-        self.epoch, self.step, self._first = self.epoch + 1, 0, 0
-        self._batches = iter(())
+        batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
+        self._batches = batches
+        try:
+            while self.step < self._num_steps_left():
+                # A batch that cannot be read counts as taken, so that ranks stay in step.
+                span, self.step = self._span(self.step), self.step + 1
+                self._claimed(span.end - span.begin)
+                yield next(batches)
+        finally:
+            # A loop that ends with the last batch, without asking for one more, is through, too.
+            if self._batches is batches and self.step >= self._num_steps_left():
+                self.epoch, self.step, self._first = self.epoch + 1, 0, 0
+                self._batches = iter(())
 
     def _samples(self, step: int) -> Iterator[list[int]]:
         """This rank's samples of the steps from `step` on, by number."""
@@ -428,6 +433,7 @@ class LockstepLoader(Callback):
         if "step" not in saved:
             raise CheckpointError("the state lacks 'step'; it was saved by another loader")
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+        self._batches = iter(())
         self._first = int(saved.get("first", 0))
         before = tuple(map(int, saved.get("batch_sizes", self._batch_sizes)))
         left = self._num_samples - self._first
