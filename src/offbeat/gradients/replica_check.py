@@ -52,7 +52,9 @@ def checksum(parameters: Sequence[torch.Tensor]) -> int:
 
 _USUAL_REASONS: Final = (
     "their optimizers have the same options: does every rank run the same code and library versions"
-    " on the same kind of device, and does nothing but the optimizer change parameters?"
+    " on the same kind of device, does nothing but the optimizer change parameters, and did all"
+    " optimizers begin with the same state? After a session that averages weights each rank's has"
+    " its own: begin with new ones."
 )
 
 
