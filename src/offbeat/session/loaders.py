@@ -220,9 +220,12 @@ def make_loader(
         agree(driver, control, description)
     else:
         store = store_of(network)
-        answers = None if returns else _gathered(policy, description, max_batch_size)
+        # Also how many samples fit into each rank's memory.
+        fits = None if isinstance(description, OffbeatError) else max_batch_size
+        answers = None if returns else policy.gather(answer_of(description) | {"fits": fits})
         if answers is None:
-            # This rank came later than its peers: what they read stands in the store.
+            # This rank came later than its peers, or was left out: what they read stands in the
+            # store.
             _agree_with_founders(store, description)
             limits = {driver.rank: max_batch_size}
         else:
@@ -259,16 +262,6 @@ def make_loader(
         notify=notify,
         shuffles=source.shuffles,
     )
-
-
-def _gathered(
-    policy: MegaBatchCallback, mine: OffbeatError | dict[str, Any], max_batch_size: int | None
-) -> dict[int, Any] | None:
-    """What each living rank's loader is to read, or why it cannot, and how many samples fit into
-    its memory; None where this rank was left out meanwhile.
-    """
-    fits = None if isinstance(mine, OffbeatError) else max_batch_size
-    return policy.gather(answer_of(mine) | {"fits": fits})
 
 
 def _require_claims(source: DataSource, claims_ahead: int | None) -> None:

@@ -44,7 +44,7 @@ from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LockstepLoader, make_loader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
-from offbeat.session.sharded import ShardedModel, no_hook, reshard_modules
+from offbeat.session.sharded import ShardedModel, reshard_modules
 from offbeat.session.state import (
     by_ranks,
     digest_of_frozen,
@@ -257,7 +257,7 @@ class Session:
                 "messages between ranks are neither encrypted nor authenticated, as"
                 " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
-        self._unhook_shards = no_hook if sharded is None else sharded.hook()
+        self._unhook_shards = None if sharded is None else sharded.hook()
         ATTACHED_MODELS.add(model)
         session_opened(self)
 
@@ -951,7 +951,8 @@ class Session:
         session_closed(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
-        self._unhook_shards()
+        if self._unhook_shards is not None:
+            self._unhook_shards()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.callback(observer.closed, error)
