@@ -69,6 +69,15 @@ def test_a_session_is_closed_once() -> None:
     assert heard == ["finish", "close"]
 
 
+def test_a_block_that_is_entered_again_is_refused() -> None:
+    """As in a loop over epochs with the block inside: each rank would go on alone."""
+    session, _ = attached()
+    with session:
+        pass
+    with pytest.raises(ConfigError, match="attach again, or leave the block once"), session:
+        pass
+
+
 def test_an_exception_in_the_block_abandons_the_run() -> None:
     session, heard = attached()
 

@@ -187,9 +187,7 @@ class Session:
                 adopt_rank_0(driver, control, buffers)
         self._network = connection.network
         self._returns = returns
-        self._description = json.dumps(
-            {**description, "frozen parameters": {"sha256": digest_of_frozen(model, ignored)}}
-        )
+        self._description, self._ignored = description, ignored
         self._traffic = SessionTraffic(driver, wrap=wrap)
         self._driver: Driver = self._traffic.counting
         self._model = model
@@ -969,6 +967,11 @@ class Session:
         )
 
     def __enter__(self) -> Self:
+        if self._closed:
+            raise ConfigError(
+                "this session is closed, so nothing would be exchanged inside the block; attach"
+                " again, or leave the block once, after the last step"
+            )
         return self
 
     def __exit__(
@@ -1005,11 +1008,15 @@ class Session:
             return None
         number = newest_run(self._network) if self._returns else next(self._num_entered)
         generations = Generations(of_run(self._network, number), host)
+        # It takes long for a large model, which most strategies need not pay.
+        reshard_modules(self._model)
+        digest = digest_of_frozen(self._model, self._ignored)
+        description = json.dumps({**self._description, "frozen parameters": {"sha256": digest}})
         try:
             if self._returns:
-                generations.join(self._description)
+                generations.join(description)
             else:
-                generations.start(self._description)
+                generations.start(description)
         except BaseException:
             generations.close()
             raise

@@ -195,7 +195,7 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in tensors:
         content = local_of(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(name.encode())
-        digest.update(content.numpy().tobytes())
+        digest.update(content.numpy())
     return digest.hexdigest()
 
 
