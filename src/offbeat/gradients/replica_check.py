@@ -59,10 +59,12 @@ _USUAL_REASONS: Final = (
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """What `optimizer` steps with now, as text; functions have none that processes share."""
+    """What `optimizer` steps with now, as text; functions have none that processes share, and each
+    rank has a device of its own.
+    """
     return [
         {
-            name: str(value)
+            name: str(value.tolist() if isinstance(value, torch.Tensor) else value)
             for name, value in group.items()
             if name != "params" and not callable(value)
         }
