@@ -856,6 +856,12 @@ class Session:
             return
         error = sys.exception()
         if error is not None and error is not self._handled_before:
+            if self.acting.replicas_differ and self.world_size > 1:
+                self._notices.notify(
+                    f"the session was closed while {type(error).__name__} is handled, so this rank"
+                    " has failed, and its model is its own; where that is no failure, close the"
+                    " session outside of the except clause"
+                )
             self._fail_by(error)
         else:
             self._end(average=average)
