@@ -194,6 +194,7 @@ class Session:
         self._parameters = {plain_name(name): p for name, p in shared.items() if p.requires_grad}
         self._closed = False
         self._finished_at: int | None = None  # after how many steps
+        self._num_rests = 0
         self._keeps_own_model = finish == "keep"
         self._handled_before = sys.exception()
         self._on_merge: list[Callable[[], object]] = []
@@ -744,13 +745,17 @@ class Session:
         as WAGMA's ranks do, and with AdaptiveSGD the time does not make the rank look slow. With
         the others it does nothing.
         """
-        for callback in self._callbacks:
-            callback.on_rest()
+        self._num_rests += 1
+        if self._num_rests == 1:
+            for callback in self._callbacks:
+                callback.on_rest()
         try:
             yield
         finally:
-            for callback in self._callbacks:
-                callback.on_resume()
+            self._num_rests -= 1
+            if not self._num_rests:  # the outermost block is left
+                for callback in self._callbacks:
+                    callback.on_resume()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
