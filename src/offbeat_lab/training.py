@@ -25,18 +25,12 @@ from offbeat.run.progress import Joined, Reporter
 from offbeat.run.records import Summary
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
 from offbeat.run.step_recorder import Position
-from offbeat.session.checkpoint import (
-    Manifest,
-    Tree,
-    latest,
-    naming_misfit,
-    read_shard,
-    write_checkpoint,
-)
+from offbeat.session.checkpoint import Tree, naming_misfit
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
+from offbeat_lab.checkpoints import Manifest, latest, read_shard, write_checkpoint
 from offbeat_lab.config import recipe_of, task_of
 from offbeat_lab.native import NativeSession
 from offbeat_lab.pauses import Pauses, StepLimit, barrier

@@ -186,6 +186,35 @@ def test_a_run_that_the_script_began_is_used_and_left_open(
     assert heard == [{"loss": 1.0, "offbeat/step": 3}, *ends[0], ({"loss": 1.0}, 3), *ends[1]]
 
 
+def test_a_logger_serves_one_session_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[object]] = []
+
+    class Run(list[object]):
+        def log(self, values: object) -> None:
+            assert "finished" not in self
+            self.append(values)
+
+        def finish(self) -> None:
+            self.append("finished")
+
+    def init() -> Run:
+        runs.append(run := Run())
+        return run
+
+    wandb = ModuleType("wandb")
+    vars(wandb).update(run=None, init=init)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(
+        loggers_module, "find_spec", lambda name: ModuleSpec(name, None, origin="any/__init__.py")
+    )
+    logger = WandbLogger()
+    for loss in (1.0, 2.0):
+        logger.log({"loss": loss}, 3)
+        logger.close()
+    logger.close()
+    assert runs == [[{"loss": loss, "offbeat/step": 3}, "finished"] for loss in (1.0, 2.0)]
+
+
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install offbeat[tensorboard] to test it")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -7,7 +7,7 @@ and predictions, which read nothing else.
     RUN/evaluations.jsonl      the metric as it was measured on the way
     RUN/mega-batches.jsonl     who did how much between merges, where samples are claimed
     RUN/summary.json           how it ended
-    RUN/checkpoint/            see `offbeat.session.checkpoint`
+    RUN/checkpoint/            of `offbeat_lab.checkpoints`
     RUN/logs/rank-N.log        what the worker printed
 
 `docs/records.md` lists every field. Files are added to or replaced whole, never cut: after a resume

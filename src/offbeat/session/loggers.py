@@ -91,6 +91,7 @@ class WandbLogger:
     def close(self) -> None:
         if self._is_own:
             self._run.finish()
+        self._run, self._is_own = None, False  # another session may follow
 
 
 class MLflowLogger:
@@ -110,6 +111,7 @@ class MLflowLogger:
     def close(self) -> None:
         if self._is_own:
             self._mlflow.end_run()
+        self._mlflow, self._is_own = None, False
 
 
 class OpenTelemetryLogger:
