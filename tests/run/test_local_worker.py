@@ -7,22 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.coordination import Coordinator
 from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.progress import Failure, Report
 from offbeat.run.recipes import recipe_for
-from offbeat.run.recording import ScriptRecorder, higher_is_better
+from offbeat.run.recording import OpenRecord, ScriptRecorder, higher_is_better
+from offbeat.run.records import RunDirectory, begin_attempt, create
 from offbeat.run.run_summary import digest
 from offbeat.run.step_recorder import phases
 from offbeat.run.worker import ScriptRun
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
+from thread_support.world import ThreadDriver, results_of, session_on
 
 # What is said of a worker that has ended before its time: one sentence, and where to look.
 
@@ -184,6 +188,44 @@ def test_a_session_writes_a_record(tmp_path: Path) -> None:
     assert summary.higher_is_better
     assert record.config.strategy_options["density"] == 0.5
     assert "Accuracy 0.5" in write_report(record.path).read_text()
+
+
+def recorded_run(directory: Path, name: str = "script") -> Path:
+    script = directory / f"{name}.py"
+    script.touch()
+    config = script_config(script_command([str(script)]), "allreduce", workers=2)
+    path = create(directory / name, config)
+    begin_attempt(path, config, start_step=0)
+    return path
+
+
+def test_a_session_that_takes_the_place_of_another_goes_on_with_its_record(tmp_path: Path) -> None:
+    path, store = recorded_run(tmp_path), dist.HashStore()
+
+    def run(driver: ThreadDriver) -> None:
+        opened = OpenRecord(
+            record=RunDirectory(path), coordinator=Coordinator(store, driver.rank, 2)
+        )
+        recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+        model = nn.Linear(2, 1)
+        for phase in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with session_on(driver, model, optimizer, offbeat.AllReduce()) as session:
+                recorder.attached(session, model, optimizer)
+                for _ in range(4):
+                    model(torch.ones(5, 2)).sum().backward()
+                    optimizer.step()
+                session.log(accuracy=phase / 2)
+        recorder.end(finished=True)
+
+    results_of(2, run)
+    record = Record(path)
+    summary = record.summary()
+    assert summary is not None
+    assert summary.steps_per_s == pytest.approx(8 / summary.seconds)
+    sent = [event.bytes_sent for event in record.events(0)]
+    assert [e.bytes_sent for e in record.evaluations()] == [sum(sent[:4]), sum(sent)]
+    assert summary.bytes_sent_per_step == sum(sent) / 8
 
 
 def test_a_directory_in_use_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -190,8 +190,15 @@ class StepRecorder:
 
     def begin_anew(self) -> None:
         """Another session has taken the place of the one before, and counts from 0."""
-        self._before = self.first = self._stats_reported = self.run.attached.session.stats
-        self.first_step = self.run.schedule.position.step
+        stats, before, first = self.run.attached.session.stats, self._before, self.first
+        # What is said of the whole run goes on from what the sessions before have counted.
+        self.first = replace(
+            stats,
+            bytes_sent=stats.bytes_sent - before.bytes_sent + first.bytes_sent,
+            messages_sent=stats.messages_sent - before.messages_sent + first.messages_sent,
+            skipped_steps=stats.skipped_steps - before.skipped_steps + first.skipped_steps,
+        )
+        self._before = self._stats_reported = stats
         self._live = self._live_metrics()
         self.restart_clock()
 
