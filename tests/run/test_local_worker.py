@@ -20,10 +20,11 @@ from offbeat.run.plan import script_command, script_config
 from offbeat.run.progress import Failure, Report
 from offbeat.run.recipes import recipe_for
 from offbeat.run.recording import OpenRecord, ScriptRecorder, higher_is_better
-from offbeat.run.records import RunDirectory, begin_attempt, create
+from offbeat.run.records import RunDirectory, begin_attempt, create, events_path
 from offbeat.run.run_summary import digest
 from offbeat.run.step_recorder import phases
 from offbeat.run.worker import ScriptRun
+from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
 from thread_support.world import ThreadDriver, results_of, session_on
@@ -226,6 +227,20 @@ def test_a_session_that_takes_the_place_of_another_goes_on_with_its_record(tmp_p
     sent = [event.bytes_sent for event in record.events(0)]
     assert [e.bytes_sent for e in record.evaluations()] == [sum(sent[:4]), sum(sent)]
     assert summary.bytes_sent_per_step == sum(sent) / 8
+
+
+def test_a_worker_that_comes_back_leaves_the_record_of_its_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = recorded_run(tmp_path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        monkeypatch.setenv(RETURN_VARIABLE, "1")
+        offbeat.Recorder(path).begin(session, model, optimizer)
+        train(session, model, optimizer)
+    assert not events_path(path, 0).exists()
+    assert "came back to a run whose record has begun without it" in caplog.text
 
 
 def test_a_directory_in_use_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from typing_extensions import override
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
-from offbeat.run.coordination import Coordinator, group_coordinator
+from offbeat.run.coordination import Coordinator, group_store
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.records import Evaluation, RunDirectory, begin_attempt, create
@@ -372,11 +373,14 @@ def begun_by_first(coordinator: Coordinator, begin: Callable[[], Path]) -> Path:
     return directory
 
 
-def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
+def shared_record(
+    coordinator: Coordinator, config: RunConfig, out: Path | None
+) -> OpenRecord | None:
     """The record of a run whose ranks meet through torch.distributed. Collective.
 
     Args:
-        config: of the run; the number of workers is the group's.
+        coordinator: of the ranks that are recorded.
+        config: of the run; the number of workers is that of these ranks.
         out: its directory; None: the next free one below runs/.
 
     Returns:
@@ -385,7 +389,6 @@ def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
     Raises:
         RecordError: rank 0 cannot write there; on every rank.
     """
-    coordinator = group_coordinator()
 
     def begin() -> Path:
         written = replace(config, workers=coordinator.world_size)
@@ -429,35 +432,42 @@ class Recorder:
         Raises:
             RecordError: the directory is in use; on every rank.
         """
+        if is_returning():
+            LOGGER.warning("this worker came back to a run whose record has begun without it")
+            return
+        # The session may be one of several in the process group, and not the first one.
+        key = session.gather(secrets.token_hex(8))[0]
+        coordinator = Coordinator(group_store(key), session.rank, session.world_size)
         config = _config_of(session.strategy)
         recorder = _ClosingRecorder(
-            lambda: shared_record(config, self.directory),
+            lambda: shared_record(coordinator, config, self.directory),
             lambda report: None,
             stop_after=None,
             patience_s=HANGS_S,
         )
         recorder.attached(session, model, optimizer)
-
-        def forward_begins(
-            module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-        ) -> None:
-            if torch.is_grad_enabled():
-                recorder.samples_seen([*args, *kwargs.values()])
-
-        recorder.forward_hook = model.register_forward_pre_hook(
-            ModuleHook(model, forward_begins), with_kwargs=True
-        )
+        recorder.watch(model)
 
 
 class _ClosingRecorder(ScriptRecorder):
     """Ends its record with the session, and takes its hook out of the model."""
 
-    forward_hook: RemovableHandle | None = None
+    _forward_hook: RemovableHandle | None = None
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Count samples of `model`."""
+
+        def begins(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                self.samples_seen([*args, *kwargs.values()])
+
+        hook = ModuleHook(model, begins)
+        self._forward_hook = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     @override
     def closed(self, error: BaseException | None) -> None:
-        if self.forward_hook is not None:
-            self.forward_hook.remove()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
         if error is None:
             self.end(finished=True)
         else:
