@@ -229,6 +229,22 @@ def test_a_session_that_takes_the_place_of_another_goes_on_with_its_record(tmp_p
     assert summary.bytes_sent_per_step == sum(sent) / 8
 
 
+def test_samples_are_counted_where_a_loop_calls_parts_of_the_model_as_lightning_does(
+    tmp_path: Path,
+) -> None:
+    model = nn.ModuleDict({"net": nn.Linear(2, 3), "head": nn.Linear(3, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = offbeat.Recorder(tmp_path / "mine")
+    with offbeat.attach(model, optimizer, offbeat.AllReduce(), recorder=recorder):
+        for num_batches in (1, 2):
+            for _ in range(num_batches):
+                with torch.no_grad():
+                    model["net"](torch.ones(7, 2))
+                model["head"](model["net"](torch.ones(5, 2))).sum().backward()
+            optimizer.step()
+    assert [e.batch_size for e in Record(tmp_path / "mine").events(0)] == [5, 10]
+
+
 def test_a_worker_that_comes_back_leaves_the_record_of_its_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -44,7 +44,7 @@ from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import strategy_values
-from offbeat.torch_private import tensors_in
+from offbeat.torch_private import is_compiled_module, tensors_in
 from offbeat.transport.connect import is_returning
 
 TRAINING_LOSS: Final = "training loss"
@@ -446,28 +446,46 @@ class Recorder:
             patience_s=HANGS_S,
         )
         recorder.attached(session, model, optimizer)
-        recorder.watch(model)
 
 
 class _ClosingRecorder(ScriptRecorder):
-    """Ends its record with the session, and takes its hook out of the model."""
+    """Ends its record with the session, and takes its hooks out of the model."""
 
-    _forward_hook: RemovableHandle | None = None
+    _hooks: Sequence[RemovableHandle] = ()
+    _first_called: torch.nn.Module | None = None
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Count samples of `model`."""
+    @override
+    def _training_begins(self, recorder: StepRecorder) -> None:
+        """Count the samples that the model is called with, or, where a loop as Lightning's calls
+        parts of it in its place, those of the part that it calls first in a step.
+        """
+        model = recorder.run.attached.model
 
-        def begins(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        def begins(
+            module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> None:
             if torch.is_grad_enabled():
-                self.samples_seen([*args, *kwargs.values()])
+                if self._first_called is None:
+                    self._first_called = module
+                if module is self._first_called:
+                    self.samples_seen([*args, *kwargs.values()])
 
-        hook = ModuleHook(model, begins)
-        self._forward_hook = model.register_forward_pre_hook(hook, with_kwargs=True)
+        # A hook inside of what is compiled would divide its graph.
+        parts = [] if is_compiled_module(model) else model.children()
+        self._hooks = [
+            module.register_forward_pre_hook(ModuleHook(module, begins), with_kwargs=True)
+            for module in (model, *parts)
+        ]
+
+    @override
+    def step_ended(self, num_steps: int) -> None:
+        super().step_ended(num_steps)
+        self._first_called = None
 
     @override
     def closed(self, error: BaseException | None) -> None:
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if error is None:
             self.end(finished=True)
         else:
