@@ -177,10 +177,11 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._training_begins(self._recorder)
         self._recorder.restart_clock()
 
-    def samples_seen(self, args: Sequence[Any]) -> None:
-        """A forward pass for training begins."""
-        tensors = tensors_in(args)
-        self._num_samples += len(tensors[0]) if tensors and tensors[0].dim() else 0
+    def samples_seen(self, model: torch.nn.Module, args: Sequence[Any]) -> None:
+        """A forward pass of `model` for training begins."""
+        if self._recorder is None or self._recorder.run.attached.model is model:
+            tensors = tensors_in(args)
+            self._num_samples += len(tensors[0]) if tensors and tensors[0].dim() else 0
         self._begin_step()
 
     def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
@@ -461,14 +462,12 @@ class _ClosingRecorder(ScriptRecorder):
         """
         model = recorder.run.attached.model
 
-        def begins(
-            module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-        ) -> None:
+        def begins(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if torch.is_grad_enabled():
                 if self._first_called is None:
                     self._first_called = module
                 if module is self._first_called:
-                    self.samples_seen([*args, *kwargs.values()])
+                    self.samples_seen(model, [*args, *kwargs.values()])
 
         # A hook inside of what is compiled would divide its graph.
         parts = [] if is_compiled_module(model) else model.children()
