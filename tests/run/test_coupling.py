@@ -153,7 +153,7 @@ def test_of_several_models_the_samples_of_the_recorded_one_count(
         step(generator, optimizers[0])
         step(critic, optimizers[1])
     sessions.close(None)
-    recorder.end(finished=True)
+    recorder.end()
     assert [event.batch_size for event in Record(path).events(0)] == [4, 4, 4]
 
 

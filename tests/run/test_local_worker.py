@@ -217,7 +217,7 @@ def test_a_session_that_takes_the_place_of_another_goes_on_with_its_record(tmp_p
                     model(torch.ones(5, 2)).sum().backward()
                     optimizer.step()
                 session.log(accuracy=phase / 2)
-        recorder.end(finished=True)
+        recorder.end()
 
     results_of(2, run)
     record = Record(path)
@@ -243,6 +243,18 @@ def test_samples_are_counted_where_a_loop_calls_parts_of_the_model_as_lightning_
                 model["head"](model["net"](torch.ones(5, 2))).sum().backward()
             optimizer.step()
     assert [e.batch_size for e in Record(tmp_path / "mine").events(0)] == [5, 10]
+
+
+def test_a_session_ends_well_though_the_disk_takes_no_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = offbeat.Recorder(tmp_path / "mine")
+    with offbeat.attach(model, optimizer, offbeat.AllReduce(), recorder=recorder) as session:
+        train(session, model, optimizer)
+        (tmp_path / "mine" / ".summary.json.tmp").mkdir()
+    assert "the record is not complete: cannot write" in caplog.text
 
 
 def test_a_worker_that_comes_back_leaves_the_record_of_its_run_alone(

@@ -17,6 +17,7 @@ import math
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -257,11 +258,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._metric = replace(found, seconds=max(found.seconds, self._evaluated_s))
         recorder.write_evaluation(self._metric)
 
-    def end(self, *, finished: bool) -> None:
-        """The script has ended. Writes the summary, on the rank that leads.
-
-        Args:
-            finished: False where it was interrupted.
+    def end(self) -> None:
+        """The script has ended well. Writes the summary, on the rank that leads; what the disk does
+        not take is warned of, since the script still has its model to save.
         """
         recorder = self._recorder
         if recorder is None:
@@ -270,19 +269,21 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._recorder = None
         self._evaluation_ends()
         try:
-            # Of ranks that came back none took part in step 0: they have begun the script anew.
-            ends = gather_ends(recorder, [], patience_s=self._patience_s, step=0)
-            if ends is not None:
-                model = recorder.run.attached.model
-                write_end(recorder, ends, self._measured(recorder), model, finished=finished)
-        finally:
-            recorder.close()
+            with closing(recorder):
+                # Of ranks that came back none took part in step 0: they have begun the script anew.
+                ends = gather_ends(recorder, [], patience_s=self._patience_s, step=0)
+                if ends is not None:
+                    model = recorder.run.attached.model
+                    write_end(recorder, ends, self._measured(recorder), model, finished=True)
+        except OffbeatError as error:
+            LOGGER.warning("the record is not complete: %s", error)
 
     def abandon(self) -> None:
         """The script has failed: there is no summary."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.close()
+            with suppress(OffbeatError):  # as of a full disk, which may be why the script failed
+                recorder.close()
         self._evaluation_ends()
 
     def _stop_at_limit(self) -> None:
@@ -486,7 +487,7 @@ class _ClosingRecorder(ScriptRecorder):
         for hook in self._hooks:
             hook.remove()
         if error is None:
-            self.end(finished=True)
+            self.end()
         else:
             self.abandon()
 

@@ -7,7 +7,6 @@ name `__main__`. Its exit status is this process's.
 
 from __future__ import annotations
 
-import logging
 import os
 import runpy
 import signal
@@ -37,8 +36,6 @@ from offbeat.run.records import RunDirectory
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning, launched
-
-LOGGER = logging.getLogger("offbeat")
 
 _OTHER_HOSTS_S = 60.0
 """For how long the end of a run waits for ranks of other hosts."""
@@ -106,10 +103,7 @@ class ScriptRun:
         complaint = self._sessions.complaint(self._script.path)
         if complaint is not None:
             return 0 if has_trained_elsewhere else self._fail(complaint)
-        try:
-            self._recorder.end(finished=True)
-        except OffbeatError as error:
-            LOGGER.warning("the record is not complete: %s", error)
+        self._recorder.end()
         return 0
 
     def _fail(self, error: BaseException) -> int:
