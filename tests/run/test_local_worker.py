@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run import step_recorder
 from offbeat.run.coordination import Coordinator
 from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
@@ -24,6 +26,7 @@ from offbeat.run.records import RunDirectory, begin_attempt, create, events_path
 from offbeat.run.run_summary import digest
 from offbeat.run.step_recorder import phases
 from offbeat.run.worker import ScriptRun
+from offbeat.session.metrics import listening
 from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
@@ -255,6 +258,32 @@ def test_a_session_ends_well_though_the_disk_takes_no_summary(
         train(session, model, optimizer)
         (tmp_path / "mine" / ".summary.json.tmp").mkdir()
     assert "the record is not complete: cannot write" in caplog.text
+
+
+def test_loggers_hear_what_a_script_measures_when_its_session_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+    logger = SimpleNamespace(
+        log=lambda values, step: heard.append((values, step)), close=lambda: heard.append("closed")
+    )
+    monkeypatch.setattr(step_recorder, "named_loggers", lambda names, record: [logger])
+    opened = OpenRecord(
+        record=RunDirectory(recorded_run(tmp_path)), coordinator=Coordinator(dist.HashStore(), 0, 1)
+    )
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with listening(recorder):
+        with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+            recorder.attached(session, model, optimizer)
+            for _ in range(3):
+                model(torch.ones(5, 2)).sum().backward()
+                optimizer.step()
+            offbeat.log(accuracy=0.5)
+        offbeat.log(accuracy=0.75)
+    recorder.end()
+    assert heard == [({"accuracy": 0.5}, 3), ({"accuracy": 0.75}, 3), "closed"]
 
 
 def test_a_worker_that_comes_back_leaves_the_record_of_its_run_alone(

@@ -248,6 +248,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def logged(self, values: Mapping[str, float]) -> None:
         if "loss" in values and math.isfinite(values["loss"]):
             self._loss_logged(values["loss"])
+        if self._recorder is not None:
+            self._recorder.logged(values)
         if self._metric_name is None:
             self._metric_name = next((name for name in values if name not in _NO_METRICS), None)
         name, recorder = self._metric_name, self._recorder

@@ -207,9 +207,16 @@ class StepRecorder:
         self._add(self.next_event(loss=loss, batch_size=batch_size))
         self.num_samples += batch_size
         self.last_loss = loss
-        if self._live is not None and loss is not None:
-            self._live.loss_seen(loss)
+        if self._live is not None:
+            if loss is not None:
+                self._live.loss_seen(loss)
+            self._live.step_ended(self._before.steps)
         self._report_if_due()
+
+    def logged(self, values: Mapping[str, float]) -> None:
+        """`values` were measured, perhaps when the session had ended."""
+        if self._live is not None:
+            self._live.logged(values)
 
     def _add(self, event: StepEvent) -> None:
         self._events.add(event)
@@ -302,14 +309,7 @@ class StepRecorder:
         session = self.run.attached.session
         if not self._loggers or not isinstance(session, Session):
             return None
-        live = LiveMetrics(
-            session,
-            self._loggers,
-            steps_before=self.run.schedule.position.step,
-            ends_with_session=False,
-        )
-        session.observers.append(live)
-        return live
+        return LiveMetrics(session, self._loggers, steps_before=self.run.schedule.position.step)
 
     def _earlier(self) -> tuple[float, int]:
         """Seconds and bytes of this rank's steps in earlier attempts, where a run is resumed."""
