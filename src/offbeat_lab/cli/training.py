@@ -243,8 +243,9 @@ def demo(
     """Compare DDP, gTop-k and PowerSGD on real digits behind a slow link, and write a page about
     it.
     """
+    from offbeat.run.records import first_free
     from offbeat_lab.cluster import Cluster, LinkSpec
-    from offbeat_lab.compare import CompareRequest, first_free, plan_comparison
+    from offbeat_lab.compare import CompareRequest, plan_comparison
 
     request = CompareRequest(
         task="digits",
