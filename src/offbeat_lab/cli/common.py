@@ -13,6 +13,8 @@ import typer
 from offbeat.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from offbeat_lab.cluster import Cluster
     from offbeat_lab.emulation import Mode as EmulationMode
 
@@ -45,7 +47,7 @@ def working(what: str, *, quiet: bool = False) -> Iterator[None]:
 
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
-        console.print(what, highlight=False, soft_wrap=True)
+        print_line(console, what)
         yield
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -114,6 +116,11 @@ LogTo = Annotated[
 JsonFlag = Annotated[
     bool, flag(OUTPUT, "Print one line of JSON on standard output, and nothing else.", "--json")
 ]
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print `text` as it is, in one line however long it is."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def require_writable(path: Path) -> None:

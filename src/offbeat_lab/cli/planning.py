@@ -18,7 +18,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
-from offbeat_lab.cli.common import CLUSTER, OUTPUT, WHAT, JsonFlag, flag, require_writable
+from offbeat_lab.cli.common import (
+    CLUSTER,
+    OUTPUT,
+    WHAT,
+    JsonFlag,
+    flag,
+    print_line,
+    require_writable,
+)
 
 if TYPE_CHECKING:
     from offbeat_lab.cluster import Cluster
@@ -362,7 +370,7 @@ def _show(made: Plan) -> None:
         console.print(table)
     console.print(column_words(made), highlight=False, style="dim")
     for sentence in (*made.crossovers, *made.remarks):
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, sentence)
 
 
 def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: bool) -> None:
@@ -406,12 +414,11 @@ def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: b
     if not found.judged:
         console.print("Nothing could be judged: train for longer, on a machine that is quiet.")
         return
-    console.print(
+    print_line(
+        console,
         f"{found.share_within:.0%} of {len(found.judged)} strategies within {WITHIN:.0%}; median"
         f" error {found.median_error:.1%}; {len(found.misplaced)} of {len(found.apart)} pairs that"
         f" differ by more than {WITHIN:.0%} in the wrong order.",
-        highlight=False,
-        soft_wrap=True,
     )
     if out is not None:
-        console.print(f"Profile with this check: {out}", highlight=False)
+        print_line(console, f"Profile with this check: {out}")
