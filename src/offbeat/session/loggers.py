@@ -197,7 +197,6 @@ class LiveMetrics(SessionObserver):
         loggers: Sequence[MetricsLogger],
         *,
         steps_before: int = 0,
-        ends_with_session: bool = True,
     ) -> None:
         """Begin.
 
@@ -205,11 +204,8 @@ class LiveMetrics(SessionObserver):
             session: that is looked at.
             loggers: that are told.
             steps_before: steps of the run that were done before this session began.
-            ends_with_session: whether loggers are closed with it; else `end` does so, since another
-                session of the same run may follow.
         """
         self._session = session
-        self._ends_with_session = ends_with_session
         self._loggers = list(loggers)
         self._num_steps = self._steps_before = steps_before
         self._losses: list[float] = []
@@ -232,8 +228,7 @@ class LiveMetrics(SessionObserver):
 
     @override
     def closed(self, error: BaseException | None) -> None:
-        if self._ends_with_session:
-            self.end()
+        self.end()
 
     def end(self) -> None:
         """Close the loggers: nothing more comes."""
