@@ -49,7 +49,12 @@ from offbeat.averaging.periodic import (
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.onebitadam import HiddenGradients, divisor_of, require_adam
+from offbeat.strategies.onebitadam import (
+    HiddenGradients,
+    divisor_of,
+    remark_of_freeze,
+    require_adam,
+)
 from offbeat.strategies.options import require_at_least
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.strategies.sparse_gradient import require_real
@@ -101,13 +106,17 @@ class RarerSteps(AveragingSchedule):
 
     Args:
         strategy: its options.
+
+    Attributes:
+        freeze_step: as of the strategy.
+        updates: the steps that update second moments, counted from 0.
     """
 
     def __init__(self, strategy: ZeroOneAdam) -> None:
-        self._strategy = strategy
-        self.updates: list[int] = []  # steps, counted from 0
+        self._strategy, self.freeze_step = strategy, strategy.freeze_step
+        self.updates: list[int] = []
         step = 0
-        while step < strategy.freeze_step:
+        while step < self.freeze_step:
             self.updates.append(step)
             step += 2 ** (len(self.updates) // strategy.updates)
 
@@ -119,7 +128,7 @@ class RarerSteps(AveragingSchedule):
     def period(self, num_steps: int, state: Mapping[str, float]) -> int:
         if num_steps - 1 in self.updates:
             return num_steps + 1  # all ranks have made the same step already
-        doublings = max(0, num_steps - self._strategy.freeze_step) // self._strategy.growth
+        doublings = max(0, num_steps - self.freeze_step) // self._strategy.growth
         return int(min(self._strategy.period, 2 ** min(doublings, 30)))
 
 
@@ -143,6 +152,7 @@ class LocalAdam(Callback, TakeMean):
         assert context.optimizer is not None
         self._schedule, self._peers, self._optimizer = schedule, peers, context.optimizer
         self._parameters, self._num_steps = context.parameters, 0
+        self._inform = context.notices.inform
         self.anchor = {
             name: torch.nn.Parameter(
                 p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
@@ -194,6 +204,8 @@ class LocalAdam(Callback, TakeMean):
             self._hidden.hide(self._parameters[name])
         if updates:
             self.merge_([*self.sums.values()])
+        if self._num_steps == self._schedule.freeze_step:
+            self._inform(remark_of_freeze(self._optimizer, self._num_steps))
 
     def _gradient(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
         """Of this rank; nothing where there is none, or where it was not finite."""
@@ -213,7 +225,10 @@ class LocalAdam(Callback, TakeMean):
         if updates:
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if group["decoupled_weight_decay"]:
-            self.anchor[name].mul_(1 - rate * group["weight_decay"])
+            # As under Adam, one that no rank has used does not fade. All ranks know v.
+            anchor = self.anchor[name]
+            left = 1 - rate * group["weight_decay"]
+            anchor.mul_(torch.where(state["exp_avg_sq"].any(), left, anchor.new_ones(())))
         state["step"].fill_(self._before[name] + self._num_steps)
         last_rate = self._last_rates[name] or rate
         self._last_rates[name] = rate
