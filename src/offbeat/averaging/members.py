@@ -47,7 +47,7 @@ from offbeat.averaging.periodic import (
     Everyone,
     PeriodicAverage,
     WeightExchange,
-    by_codec,
+    coded_changes,
 )
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
@@ -212,10 +212,8 @@ class MeanOfMembers(WeightExchange):
         self.average: Average | None = None
         self._stagings: dict[int, Staging] = {}  # by the number of tensors
         self._within, self._is_encoded = _Within(self._rank), False
-        self._codec = None
-        if codec is not None:
-            peers = Everyone(self._within, Stream(0))
-            self._codec = EncodedChanges(rule.anchor, by_codec(codec), peers)
+        peers = Everyone(self._within, Stream(0))
+        self._codec = coded_changes(context.parameters, codec, peers)
 
     @override
     def begin(self) -> None:
@@ -226,11 +224,11 @@ class MeanOfMembers(WeightExchange):
         average, self.average = self.average, None
         assert average is not None, "members have met"
         self.write_buffers(average, self.weights)
-        changes, are_whole = average.changes, average.changes is not None
+        changes = average.changes
         if changes is None:
             assert self._codec is not None, "it has encoded them"
             changes, self._is_encoded = self._codec.mean(), False
-        self.rule.merge_(changes, are_whole=are_whole)
+        self.rule.merge_(changes)
         self.samples = self.steps = 0
         return Drift()
 

@@ -118,7 +118,7 @@ class StoreMean(WeightExchange):
     def merge(self, *, measures_drift: bool) -> Drift:
         changes = [*self._rule.changes()]
         means = self._meet(f"{self._number:08d}", changes, self._weights)
-        self._rule.merge_(means, are_whole=True)
+        self._rule.merge_(means)
         return Drift()
 
     @override

@@ -142,23 +142,32 @@ class Everyone:
 
 
 class EncodedChanges:
-    """The mean over ranks of how far their parameters have moved. What does not travel is owed, as
-    what is not sent of gradients is.
+    """The mean over ranks of how far their parameters have moved, in float32 or float64. What does
+    not travel is owed, as what is not sent of gradients is; to one that is frozen, until it trains
+    again.
 
     Args:
-        anchor: from where, by name: float32 or float64.
+        parameters: by name.
         reduce_by: says how the changes in a bucket travel, such as `by_codec`.
         peers: who takes part.
     """
 
     def __init__(
         self,
-        anchor: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, torch.nn.Parameter],
         reduce_by: Callable[[Bucket, Everyone], Reduction],
         peers: Everyone,
     ) -> None:
-        self._rank, self._names = peers.driver.rank, tuple(anchor)
-        self._buckets = make_buckets(anchor, cap_bytes=None)
+        self._rank, self._names = peers.driver.rank, tuple(parameters)
+        wide = {
+            name: torch.nn.Parameter(
+                torch.empty_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32))
+            )
+            for name, p in parameters.items()
+        }
+        self._buckets = make_buckets(wide, cap_bytes=None)
+        for bucket in self._buckets:
+            bucket.parameters = [parameters[name] for name in bucket.names]  # which may be frozen
         self.reductions = [reduce_by(bucket, peers) for bucket in self._buckets]
         self._places = {
             index: (bucket, position)
@@ -167,14 +176,21 @@ class EncodedChanges:
         }
 
     def launch(self, changes: Iterable[torch.Tensor], *, weight: float = 1.0) -> None:
-        """Let `changes` of each parameter, in the order of the anchor, leave, with this rank's
+        """Let `changes` of each parameter, in the model's order, leave, with this rank's
         `weight`, whose mean over ranks is 1. Collective.
         """
         for index, change in enumerate(changes):
             bucket, position = self._places[index]
             bucket.copy_in({position: change})
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
-            used = np.ones(len(bucket.indices), dtype=np.bool_)
+            # Codes of few bits have no zero.
+            used = np.array(
+                [
+                    parameter.requires_grad or bool(change.any())
+                    for parameter, change in zip(bucket.parameters, bucket.views, strict=True)
+                ],
+                dtype=np.bool_,
+            )
             # What is owed has its weight already, so that ranks count alike.
             tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
             reduction.launch(bucket.flat, tally, weight=weight, grad_scale=1.0)
@@ -232,6 +248,13 @@ def _another_codec() -> CheckpointError:
     return CheckpointError(
         "what is owed of changes was saved with another model or codec; resume with the same ones"
     )
+
+
+def coded_changes(
+    parameters: Mapping[str, torch.nn.Parameter], codec: WeightCodec | None, peers: Everyone
+) -> EncodedChanges | None:
+    """Changes that travel by `codec`; None: there is none, and weights travel whole."""
+    return None if codec is None else EncodedChanges(parameters, by_codec(codec), peers)
 
 
 def by_codec(codec: WeightCodec | None) -> Callable[[Bucket, Everyone], Reduction]:

@@ -81,7 +81,8 @@ class DEFSGD(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         peers = Everyone(context.driver, context.new_stream())
         rule = KeepOwed(context.parameters, share=self.ahead)
-        changes = EncodedChanges(rule.anchor, partial(_BlockReduction, ratio=self.ratio), peers)
+        reduce_by = partial(_BlockReduction, ratio=self.ratio)
+        changes = EncodedChanges(context.parameters, reduce_by, peers)
         rule.owed = changes.owed
         exchange = MeanOfAll(weights, peers, changes=changes, rule=rule)
         return [PeriodicAverage(exchange, GrowingPeriod(1))]

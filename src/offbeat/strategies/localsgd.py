@@ -50,14 +50,13 @@ from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.pairs import PairMean, Pairs
 from offbeat.averaging.periodic import (
     AveragingSchedule,
-    EncodedChanges,
     Everyone,
     GrowingPeriod,
     MeanOfAll,
     PeriodicAverage,
     StartPhase,
     WeightExchange,
-    by_codec,
+    coded_changes,
 )
 from offbeat.averaging.streaming import Streaming, StreamingMean
 from offbeat.callbacks.callback import Callback
@@ -417,14 +416,10 @@ class LocalSGD(AveragingStrategy):
                 assert rule is not None
                 exchange = StoreMean(weights, peers, store=chosen, rule=rule)
             else:
-                changes = None
-                if codec is not None:
-                    assert rule is not None
-                    changes = EncodedChanges(rule.anchor, by_codec(codec), peers)
                 exchange = MeanOfAll(
                     weights,
                     peers,
-                    changes=changes,
+                    changes=coded_changes(context.parameters, codec, peers),
                     rule=rule,
                     optimizer=context.optimizer,
                     averages_state=self.averages_state,

@@ -96,7 +96,7 @@ class ZeroOneAdam(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         peers, schedule = Everyone(context.driver, context.new_stream()), RarerSteps(self)
         steps = LocalAdam(context, schedule, peers)
-        changes = EncodedChanges(steps.anchor, by_codec(WEIGHT_CODECS[self.codec]), peers)
+        changes = EncodedChanges(context.parameters, by_codec(WEIGHT_CODECS[self.codec]), peers)
         exchange = MeanOfAll(weights, peers, changes=changes, rule=steps)
         return [steps, PeriodicAverage(exchange, schedule)]
 
