@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.periodic import Drift, EncodedChanges, Everyone, WeightExchange
+from offbeat.averaging.periodic import EncodedChanges, Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError
@@ -66,7 +66,6 @@ class CentralModel(WeightExchange):
 
     @override
     def launch(self, number: int) -> None:
-        begin_s = time.perf_counter()
         tensors, parameters = self._weights.tensors(), self._weights.parameters.values()
         vectors = self._pack.vectors(tensors)
         require_finite(vectors, rank=self._peers.driver.rank)
@@ -88,10 +87,9 @@ class CentralModel(WeightExchange):
             plain = [tensors[position] for position in self._plain]
             travelling = Pack(plain).vectors(plain)
         self._sums = [self._peers.launch(dense_all_reduce(total)) for total in travelling]
-        self.encode_s += time.perf_counter() - begin_s
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         totals = [pending.wait() for pending in self._sums]
         if self._coded is not None:
             totals = self._decoded(self._coded, totals)
@@ -110,8 +108,8 @@ class CentralModel(WeightExchange):
             vector.add_(total)
         for tensor, correction in zip(tensors, self._pack.views(self._corrections), strict=True):
             real(tensor).sub_(correction.to(real(tensor).dtype))
+        self._sums, self._corrections = [], []
         self.encode_s += time.perf_counter() - begin_s
-        return Drift()
 
     def _decoded(self, coded: EncodedChanges, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sums, in vectors of all that is averaged. In the corrections there is left what has

@@ -42,7 +42,6 @@ from typing_extensions import override
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import (
     AveragingSchedule,
-    Drift,
     EncodedChanges,
     Everyone,
     PeriodicAverage,
@@ -220,7 +219,7 @@ class MeanOfMembers(WeightExchange):
         self.rule.begin()
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         average, self.average = self.average, None
         assert average is not None, "members have met"
         self.write_buffers(average, self.weights)
@@ -230,7 +229,6 @@ class MeanOfMembers(WeightExchange):
             changes, self._is_encoded = self._codec.mean(), False
         self.rule.merge_(changes)
         self.samples = self.steps = 0
-        return Drift()
 
     def meet(self, purpose: Purpose, number: int) -> Average:
         """Come together with the other members. Collective; changes no weights.

@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import (
-    Drift,
     EncodedChanges,
     Everyone,
     WeightExchange,
@@ -160,13 +159,11 @@ class StreamingMean(WeightExchange):
 
     @override
     def launch(self, number: int) -> None:
-        begin_s = time.perf_counter()
         self._under_way = number % len(self._fragments)
         self._fragments[self._under_way].launch()
-        self.encode_s += time.perf_counter() - begin_s
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         place, driver, stream = self._under_way, self._peers.driver, self._peers.stream
         assert place is not None, "nothing was launched"
         if not place:
@@ -193,7 +190,6 @@ class StreamingMean(WeightExchange):
         fragment.forget()
         self._under_way = None
         self.encode_s += time.perf_counter() - begin_s
-        return Drift()
 
     @override
     def state(self) -> CallbackState:
