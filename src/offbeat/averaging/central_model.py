@@ -14,9 +14,8 @@ from typing_extensions import override
 from offbeat.averaging.periodic import EncodedChanges, Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.collectives.dense import dense_all_reduce
-from offbeat.errors import CheckpointError
 from offbeat.transport.driver import Pending
-from offbeat.weights.model_weights import ModelWeights, Pack, real, require_finite
+from offbeat.weights.model_weights import ModelWeights, Pack, real, require_finite, restore_
 
 
 class CentralModel(WeightExchange):
@@ -152,12 +151,7 @@ class CentralModel(WeightExchange):
         if not kept:
             return
         self.begin()
-        live = self.state()["replicated"]
-        if {k: v.shape for k, v in kept.items()} != {k: v.shape for k, v in live.items()}:
-            self._central = []
-            raise CheckpointError("the central model was saved with another model or strategy")
-        for key, tensor in live.items():
-            tensor.copy_(kept[key])
+        restore_(self.state()["replicated"], kept, "the central model")
 
     @override
     def close(self) -> None:

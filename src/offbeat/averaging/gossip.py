@@ -21,9 +21,8 @@ from offbeat.codec.residual import add_owed
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import AllChanges, WeightCodec
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum, swap
-from offbeat.errors import CheckpointError
 from offbeat.transport.operations import Collective
-from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
+from offbeat.weights.model_weights import ModelWeights, Pack, require_finite, restore_
 from offbeat.weights.statistics import merge_statistics
 
 
@@ -278,15 +277,8 @@ class NeighbourChanges(ExchangeWithPeers[dict[str, list[Message]]]):
         saved = {key: value for key, value in local.items() if key.startswith("known/")}
         for link in {key.split("/")[1] for key in saved}:
             self._open(link)
-        needed = {
-            f"known/{link}/{name}": view
-            for link, vectors in self._known.items()
-            for name, view in zip(self._parameters, self._pack.views(vectors), strict=True)
-        }
-        if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in needed.items()}:
-            raise CheckpointError("what neighbours hold was saved with another model or strategy")
-        for key, view in needed.items():
-            view.copy_(saved[key])
+        live = {k: v for k, v in self.state()["local"].items() if k.startswith("known/")}
+        restore_(live, saved, "what neighbours hold")
         for link, wires in self._wires.items():
             for place, wire in enumerate(wires):
                 for key in wire.selector_state:
@@ -379,22 +371,14 @@ class PushSum(ExchangeWithPeers[tuple[list[Block], float]]):
         1.
         """
         beyond = {key: value for key, value in state["local"].items() if key.startswith("beyond/")}
-        zeros = [torch.zeros_like(vector) for vector in self._pack.vectors(self._weights.tensors())]
-        views = {
-            f"beyond/{name}": view
-            for name, view in zip(self._weights.names, self._pack.views(zeros), strict=True)
-        }
-        if beyond and {k: v.shape for k, v in beyond.items()} != {
-            k: v.shape for k, v in views.items()
-        }:
-            raise CheckpointError(
-                "the weights of push-sum were saved with another model or strategy"
-            )
+        vectors = self._pack.vectors(self._weights.tensors())
+        names, views = self._weights.names, self._pack.views(vectors)
+        if beyond:
+            live = {f"beyond/{name}": view for name, view in zip(names, views, strict=True)}
+            restore_(live, beyond, "what push-sum has beyond the weights")
         same_world = state["replicated"]["world_size"] == self._peers.driver.world_size
         self.weight = float(state["local"]["weight"]) if same_world else 1.0
-        self._beyond = zeros if same_world and beyond else None
-        for key, value in beyond.items():
-            views[key].copy_(value)
+        self._beyond = vectors if same_world and beyond else None
 
 
 def blocks_of(vectors: list[torch.Tensor], rank: int) -> list[Block]:

@@ -287,7 +287,7 @@ class TakeMean:
         anchor: where the last average left the parameters, by name; empty where nobody needs it.
     """
 
-    anchor: Mapping[str, torch.nn.Parameter]
+    anchor: Mapping[str, torch.Tensor]
 
     def __init__(self) -> None:
         self.anchor = {}

@@ -154,12 +154,10 @@ class LocalAdam(Callback, TakeMean):
         self._parameters, self._num_steps = context.parameters, 0
         self._inform = context.notices.inform
         self.anchor = {
-            name: torch.nn.Parameter(
-                p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            )
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in context.parameters.items()
         }
-        self.sums = {name: torch.zeros_like(each.detach()) for name, each in self.anchor.items()}
+        self.sums = {name: torch.zeros_like(each) for name, each in self.anchor.items()}
         self._rates = dict.fromkeys(self.anchor, 0.0)  # of what is summed up
         self._last_rates = dict.fromkeys(self.anchor, 0.0)  # 0 before the first step
         self._before = dict.fromkeys(self.anchor, 0.0)  # steps that Adam has gathered moments in
@@ -266,21 +264,28 @@ class LocalAdam(Callback, TakeMean):
 
     @override
     def state_dict(self) -> CallbackState:
-        anchors = {f"anchor/{name}": each.detach() for name, each in self.anchor.items()}
-        rates = {f"rate/{name}": rate for name, rate in self._rates.items()}
-        rates |= {f"last_rate/{name}": rate for name, rate in self._last_rates.items()}
-        before = {f"before/{name}": number for name, number in self._before.items()}
+        numbers = {
+            f"{kind}/{name}": number
+            for kind, by_name in self._numbers.items()
+            for name, number in by_name.items()
+        }
+        anchors = {f"anchor/{name}": each for name, each in self.anchor.items()}
         sums = {f"sum/{name}": each for name, each in self.sums.items()}
-        replicated = {**anchors, **rates, **before, "num_steps": self._num_steps}
-        return {"replicated": replicated, "local": sums}
+        return {
+            "replicated": {**anchors, **numbers, "num_steps": self._num_steps},
+            "local": sums,
+        }
+
+    @property
+    def _numbers(self) -> dict[str, dict[str, float]]:
+        return {"rate": self._rates, "last_rate": self._last_rates, "before": self._before}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         self._num_steps = int(saved["num_steps"])
         for name, anchor in self.anchor.items():
-            anchor.detach().copy_(saved[f"anchor/{name}"])
+            anchor.copy_(saved[f"anchor/{name}"])
             self.sums[name].copy_(state["local"][f"sum/{name}"])
-            self._rates[name] = float(saved[f"rate/{name}"])
-            self._last_rates[name] = float(saved[f"last_rate/{name}"])
-            self._before[name] = float(saved[f"before/{name}"])
+            for kind, by_name in self._numbers.items():
+                by_name[name] = float(saved[f"{kind}/{name}"])
