@@ -122,6 +122,21 @@ def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
     return float(1 - beta2 ** float(num_updates))
 
 
+def remark_of_freeze(optimizer: torch.optim.Optimizer, num_steps: float) -> str:
+    """That second moments are frozen after so many steps, and what becomes of elements that have
+    none.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    squares = [optimizer.state.get(p, {}).get("exp_avg_sq") for p in parameters]
+    num_elements = sum(p.numel() for p in parameters)
+    num_moving = sum(int(v.count_nonzero()) for v in squares if v is not None and not v.is_meta)
+    return (
+        f"Adam's second moments are frozen after {num_steps:,.0f} steps, and momentum travels as"
+        f" signs; {num_elements - num_moving:,} of {num_elements:,} elements have had no gradient"
+        " in the steps that update them, and stay as they are"
+    )
+
+
 class HiddenGradients:
     """Gradients that the optimizer is not to find, because its step has been taken already."""
 
@@ -219,17 +234,7 @@ class FrozenAdam(GradientTransform):
                     state["exp_avg_sq"].mul_(
                         _grown(num_steps, group) / _grown(state["step"], group)
                     )
-        num_moving = sum(int(state["exp_avg_sq"].count_nonzero()) for state in states)
-        num_elements = sum(
-            parameter.numel()
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        )
-        self._inform(
-            f"Adam's second moments are frozen after {num_steps:,.0f} steps, and momentum travels"
-            f" as signs; {num_elements - num_moving:,} of {num_elements:,} elements have had no"
-            " gradient by now, and stay as they are"
-        )
+        self._inform(remark_of_freeze(self._optimizer, num_steps))
 
     @override
     def give_back(self) -> None:
