@@ -372,11 +372,12 @@ class GradientExchange(Callback):
 
     @override
     def on_batch_claimed(self, num_samples: int) -> None:
-        """The coming step's gradient is the mean over so many further samples; weights are samples
-        from now on. A batch without a backward pass, as of an evaluation, is in no gradient.
+        """The coming exchange's gradient is the mean over so many further samples; weights are
+        samples from now on. A batch without a backward pass, as of an evaluation, is in no
+        gradient, and one that was exchanged is in none that comes.
         """
-        has_gradient = self._counts_samples and (self._unsent or self._exchanged_since_step)
-        self._num_samples = num_samples + (self._num_samples or 0 if has_gradient else 0)
+        waits = self._counts_samples and self._unsent
+        self._num_samples = num_samples + (self._num_samples or 0 if waits else 0)
         self._counts_samples = True
 
     @override
