@@ -22,7 +22,7 @@ gradient so far, stays as it is: its sign cannot be 0, and would be divided by e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -208,18 +208,14 @@ class FrozenAdam(GradientTransform):
         if self._has_looked or self.is_taken:
             return
         self._has_looked = True
-        states = [state for state in self._optimizer.state.values() if state]
-        num_steps = max((float(state.get("step", 0)) for state in states), default=0.0)
+        states = [*self._states()]
+        num_steps = max((float(state["step"]) for _, state in states), default=0.0)
         if num_steps < self._freeze_step:
             return
         self._frozen_at = num_steps
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if state := self._optimizer.state.get(parameter):
-                    state["exp_avg_sq"].mul_(
-                        _grown(num_steps, group) / _grown(state["step"], group)
-                    )
-        num_moving = sum(int(state["exp_avg_sq"].count_nonzero()) for state in states)
+        for group, state in states:
+            state["exp_avg_sq"].mul_(_grown(num_steps, group) / _grown(state["step"], group))
+        num_moving = sum(int(state["exp_avg_sq"].count_nonzero()) for _, state in states)
         num_elements = sum(
             parameter.numel()
             for group in self._optimizer.param_groups
@@ -231,10 +227,24 @@ class FrozenAdam(GradientTransform):
             " gradient by now, and stay as they are"
         )
 
+    def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """Adam's of each parameter that has one, behind the parameter's group."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if state := self._optimizer.state.get(parameter):
+                    yield group, state
+
     @override
     def give_back(self) -> None:
-        """Adam goes on from where its state is."""
+        """Adam goes on from where its state is. It takes second moments for those of as many steps
+        as it counts, so they become what they would be after all of these.
+        """
         self._hidden.show()
+        if self.is_taken:
+            for group, state in self._states():
+                grown = _grown(state["step"], group) / _grown(self._frozen_at, group)
+                state["exp_avg_sq"].mul_(grown)
+        self._frozen_at = 0.0
 
     # Events
 
