@@ -72,6 +72,7 @@ from offbeat.strategies.choice import (
     outlook,
 )
 from offbeat.strategies.options import require_one_of
+from offbeat.weights.optimizer_state import divides_by_squares
 
 _SEEN: Final = 20
 MEMINFO: Final = Path("/proc/meminfo")
@@ -146,9 +147,8 @@ class Auto(Strategy):
         """To equal quality, by name."""
         if self.quality == "faster":
             return dict.fromkeys(CANDIDATES, StepsToEqual(1.0, 0.0))
-        groups = [] if optimizer is None else optimizer.param_groups
-        is_adam = any("betas" in group for group in groups)
-        return {name: one.adam if is_adam else one.sgd for name, one in CANDIDATES.items()}
+        scales = optimizer is not None and divides_by_squares(optimizer)
+        return {name: one.adam if scales else one.sgd for name, one in CANDIDATES.items()}
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:
@@ -500,7 +500,9 @@ def _memory(device: torch.device) -> str:
 def free_bytes(device: torch.device) -> float:
     """Memory that they may still take; all there is where the system does not say."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        # What PyTorch keeps for tensors to come is free too.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     said = dict(line.split(":") for line in lines)
     if "MemAvailable" in said:  # what caches files is free too
