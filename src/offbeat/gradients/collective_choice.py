@@ -8,9 +8,8 @@ figures count. Two message sizes give alpha and beta.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -59,8 +58,6 @@ SAMPLE_SHARES = (1000, 10)
 an entry.
 """
 
-_REPORT = struct.Struct("<6d")
-_SECONDS = struct.Struct("<d")
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20)
 """Of the messages that are measured. The larger one is the first whose bytes take `_LONG_S`: with
@@ -74,7 +71,6 @@ cache, so neither should it.
 
 REPEATS: Final = 3
 """How often each is measured; the fastest counts, since everything else is disturbance."""
-_DURATIONS = struct.Struct(f"<{REPEATS}d")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,21 +300,11 @@ def probe(
     messages = fit_cost(small_s, large_s, *message_bytes)
     small_s, large_s = yield from _timed(partial(_reduce, n, device) for n in tensor_bytes)
     hops = max(2 * (world_size - 1), 1)
-    dense = fit_cost(
+    reduced = fit_cost(
         small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in tensor_bytes)
     )
-    mine = (
-        messages.alpha_s,
-        messages.beta_s_per_byte,
-        dense.alpha_s,
-        dense.beta_s_per_byte,
-        select_s_per_element,
-        entry_s,
-    )
-    reports = yield AllGather(_REPORT.pack(*mine))
-    slowest = [
-        max(column) for column in zip(*(_REPORT.unpack(report) for report in reports), strict=True)
-    ]
+    mine = [*astuple(messages), *astuple(reduced), select_s_per_element, entry_s]
+    slowest = list(map(max, zip(*(yield from dense.gather_values(mine)), strict=True)))
     return NetworkCosts(
         messages=LinkCost(alpha_s=slowest[0], beta_s_per_byte=slowest[1]),
         dense=LinkCost(alpha_s=slowest[2], beta_s_per_byte=slowest[3]),
@@ -332,8 +318,7 @@ def _large_bytes(rank: int, world_size: int) -> Collective[int]:
     for num_bytes in LARGE_BYTES[:-1]:
         tried = (SMALL_BYTES, num_bytes)
         small_s, large_s = yield from _timed(partial(_pass_on, rank, world_size, n) for n in tried)
-        taken_s = yield AllGather(_SECONDS.pack(large_s - small_s))
-        if max(seconds for (seconds,) in map(_SECONDS.unpack, taken_s)) >= _LONG_S:
+        if max((yield from dense.gather_values(large_s - small_s))) >= _LONG_S:
             return num_bytes
     return LARGE_BYTES[-1]
 
@@ -364,8 +349,7 @@ def _timed(makes: Iterable[Callable[[], Collective[None]]]) -> Collective[list[f
             begin_s = yield Now()
             yield from make()
             mine.append((yield Now()) - begin_s)
-        reports = yield AllGather(_DURATIONS.pack(*mine))
-        slowest_s = list(map(max, zip(*map(_DURATIONS.unpack, reports), strict=True)))
+        slowest_s = list(map(max, zip(*(yield from dense.gather_values(mine)), strict=True)))
         found.append(mine[slowest_s.index(min(slowest_s))])
     return found
 

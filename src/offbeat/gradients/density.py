@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -53,13 +52,13 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.collectives.base import SparseCollective
+from offbeat.collectives.dense import gather_values
 from offbeat.gradients.collective_choice import COLLECTIVES, BucketKind, CheapestCollective
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import ExchangePlan
 from offbeat.membership.island import Island
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
 
 _STAGE: Final = re.compile(r"(?P<density>[0-9.eE-]+)x(?P<steps>[0-9]+)")
 
@@ -380,8 +379,6 @@ _EARLY: Final = (4, 20, *(end for end, _ in WARM_UP))
 _INTERVAL: Final = 500
 _REMEMBERED: Final = 20
 
-_SECONDS: Final = struct.Struct("<d")
-
 
 def warm_up_factor(num_exchanges: int) -> float:
     """What the budget is multiplied by after so many exchanges; 1.0 when the warm-up is over.
@@ -504,8 +501,8 @@ class MeasuredDensity(DensitySchedule):
             self._choose()
 
     def _choose(self) -> None:
-        compute_s = self._driver.run(_slowest(self._intervals.median_s), self._stream.next())
-        compute_s = self._island.first(compute_s)
+        medians_s = gather_values(self._intervals.median_s)
+        compute_s = self._island.first(max(self._driver.run(medians_s, self._stream.next())))
         if compute_s == 0.0:  # right after a resume no rank has measured anything
             return
         share = BUDGET * warm_up_factor(self._num_exchanges)
@@ -545,9 +542,3 @@ class MeasuredDensity(DensitySchedule):
         super().load_state_dict(state)
         self.target = float(state["replicated"]["density"])
         self._num_exchanges = int(state["replicated"]["num_exchanges"])
-
-
-def _slowest(mine_s: float) -> Collective[float]:
-    """The largest of what the ranks have measured."""
-    reports = yield AllGather(_SECONDS.pack(mine_s))
-    return max(float(_SECONDS.unpack(report)[0]) for report in reports)

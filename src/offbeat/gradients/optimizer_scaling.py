@@ -55,13 +55,13 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.torch_private import for_each, version_of
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
 
 _CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
 _CHANGED_LATER: Final = (
@@ -394,7 +394,7 @@ class OptimizerScaling(GradientTransform):
         """Agree whether the loop leaves gradients alone: all ranks scale, or none. Not before
         training has begun.
         """
-        is_changed = self._driver.run(_any_of(is_changed), self._stream.next())
+        is_changed = any(self._driver.run(gather_values(is_changed), self._stream.next()))
         is_wanted = self._density is None or self._density.sends_entries()
         is_new = self._counts.exchanges == self._num_settled
         may_take = is_wanted and is_new and not is_changed
@@ -620,12 +620,6 @@ def with_noise(
         return square.mul_(factor)
     signal = mean.square_().sub_(square, alpha=noise).div_(1 - noise).clamp_min_(0)
     return square.mul_(factor).add_(signal, alpha=1 - factor)
-
-
-def _any_of(mine: bool) -> Collective[bool]:
-    """Whether any rank says yes."""
-    answers = yield AllGather(bytes([mine]))
-    return any(bytes(answer) != b"\0" for answer in answers)
 
 
 def reason_against(

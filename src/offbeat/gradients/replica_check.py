@@ -8,7 +8,6 @@ difference is told and the run goes on.
 from __future__ import annotations
 
 import platform
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -19,9 +18,6 @@ from offbeat.callbacks.callback import Callback
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import DivergedError
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
-
-_CHECKSUM = struct.Struct("<q")
 
 EARLY_STEPS: Final = frozenset((1, 10))
 """After these steps of a session replicas are compared in any case: most of what makes them differ
@@ -79,7 +75,7 @@ class ReplicaCheck(Callback):
     """After every `interval` optimizer steps of a session, and after `EARLY_STEPS`, compares a
     checksum of the parameters over all ranks.
 
-    Cost: one pass over the parameters and one 8-byte all-gather, each time.
+    Cost: one pass over the parameters and an all-gather of one number, each time.
 
     Args:
         parameters: the model's, by name; in the same order on all ranks.
@@ -126,7 +122,8 @@ class ReplicaCheck(Callback):
         ranks' processors differ too.
         """
         self._arrive()
-        checksums = self._driver.run(self._gather(), self._stream.next())
+        mine = gather_values(checksum(self._parameters))
+        checksums = self._driver.run(mine, self._stream.next())
         named = self._driver.name_of
         odd = [named(rank) for rank, value in enumerate(checksums) if value != checksums[0]]
         if odd:
@@ -162,10 +159,6 @@ class ReplicaCheck(Callback):
                             " session.gather(loss) lets you compute it."
                         )
         return None
-
-    def _gather(self) -> Collective[list[int]]:
-        payloads = yield AllGather(_CHECKSUM.pack(checksum(self._parameters)))
-        return [_CHECKSUM.unpack(payload)[0] for payload in payloads]
 
     @override
     def state_dict(self) -> dict[str, Any]:
