@@ -129,45 +129,6 @@ class CheapestCollective(Callback):
         self._inform = inform
         self._told: set[tuple[int, str]] = set()
 
-    @classmethod
-    def measure(
-        cls,
-        driver: Driver,
-        stream: Stream,
-        *,
-        sample: torch.Tensor,
-        selector: Selector = Exact(),  # which never changes
-        among: Collection[str] = BY_ITSELF,
-        notify: Callable[[str], None] = _ignore,
-        inform: Callable[[str], None] = _ignore,
-    ) -> CheapestCollective:
-        """Probe the links. Collective.
-
-        Args:
-            driver: carries the probe out.
-            stream: channels for it.
-            sample: any tensor of the gradients' dtype and device.
-            selector: picks entries.
-            among, notify, inform: as of the class.
-        """
-        select_s_per_element, entry_s = _local_costs_s(
-            sample, selector, partial(driver.now_s, stream.next())
-        )
-        work = probe(
-            driver.rank,
-            driver.world_size,
-            select_s_per_element=select_s_per_element,
-            entry_s=entry_s,
-            device=sample.device,
-        )
-        return cls(
-            driver.run(work, stream.next()),
-            world_size=driver.world_size,
-            among=among,
-            notify=notify,
-            inform=inform,
-        )
-
     def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
         """Expected seconds of one exchange, by collective."""
         select_s = self.network.select_s_per_element * bucket.num_elements
@@ -232,6 +193,33 @@ class CheapestCollective(Callback):
                 select_s_per_element=network["select_s_per_element"],
                 entry_s=network["entry_s"],
             )
+
+
+def measured_costs(
+    driver: Driver,
+    stream: Stream,
+    *,
+    sample: torch.Tensor,
+    selector: Selector = Exact(),  # which never changes
+) -> NetworkCosts:
+    """Probe the links. Collective.
+
+    Args:
+        driver: carries the probe out.
+        stream: channels for it.
+        sample: any tensor of the gradients' dtype and device.
+        selector: picks entries.
+    """
+    clock = partial(driver.now_s, stream.next())
+    select_s_per_element, entry_s = _local_costs_s(sample, selector, clock)
+    work = probe(
+        driver.rank,
+        driver.world_size,
+        select_s_per_element=select_s_per_element,
+        entry_s=entry_s,
+        device=sample.device,
+    )
+    return driver.run(work, stream.next())
 
 
 def _local_costs_s(

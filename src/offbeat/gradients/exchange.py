@@ -145,6 +145,23 @@ class ExchangeListener:
         """
 
 
+class HiddenGradients:
+    """Gradients that the optimizer is not to find, because its step has been taken already."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    def hide(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            self._hidden.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def show(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
 class GradientTransform(Callback):
     """What is done to a rank's gradient before it is exchanged, in the optimizer's place. As it
     stands here nothing is: all is left to the optimizer.

@@ -58,7 +58,7 @@ from offbeat.codec.residual import ErrorFeedback
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.density import DensitySchedule
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.torch_private import for_each, version_of
 from offbeat.transport.driver import Driver, Stream
@@ -147,7 +147,7 @@ class OptimizerScaling(GradientTransform):
         self._moments: dict[int, _Moments] = {}
         self._num_settled = 0
         self._has_gradient = False  # of the coming step
-        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._hidden = HiddenGradients()
 
     @property
     @override
@@ -206,7 +206,7 @@ class OptimizerScaling(GradientTransform):
     @override
     def give_back(self) -> None:
         """Adam begins anew: what was remembered differs from rank to rank."""
-        self._show_gradients()
+        self._hidden.show()
         if self.is_taken:
             self._forget_optimizer_state()
         for handle in self._handles:
@@ -286,12 +286,7 @@ class OptimizerScaling(GradientTransform):
         if self._has_gradient and self.is_taken is not False:
             self._remember()
         self._has_gradient = False
-        self._show_gradients()
-
-    def _show_gradients(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
+        self._hidden.show()
 
     def _forget_optimizer_state(self) -> None:
         for moments in self._moments.values():
@@ -386,9 +381,8 @@ class OptimizerScaling(GradientTransform):
             if lr * decay:
                 for_each("mul_", parameters, 1 - lr * decay)
             for_each("add_", parameters, gradients, alpha=rate)
-            self._hidden.extend(zip(parameters, gradients, strict=True))
-        for parameter, _ in self._hidden:
-            parameter.grad = None
+            for parameter in parameters:
+                self._hidden.hide(parameter)
 
     def _decide(self, is_changed: bool) -> None:
         """Agree whether the loop leaves gradients alone: all ranks scale, or none. Not before

@@ -33,7 +33,6 @@ from offbeat.gradients.reductions import Reduction, TalliedSum
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
-from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -56,7 +55,6 @@ class A2SGD(AveragingStrategy):
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._gradients.check(model, optimizer)
-        require_real(model)
 
     @property
     def _gradients(self) -> _TwoMeans:

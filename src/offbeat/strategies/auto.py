@@ -56,7 +56,7 @@ from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError, PeerError
-from offbeat.gradients.collective_choice import CheapestCollective, probe_pairs
+from offbeat.gradients.collective_choice import measured_costs, probe_pairs
 from offbeat.simulation.measured import MeasuredRun, predict, unlike_ports
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.allreduce import AllReduce
@@ -360,7 +360,7 @@ class Chooser(Callback):
         context = self._context
         parameters = list(context.parameters.values())
         sample, driver = parameters[0], context.driver
-        costs = CheapestCollective.measure(driver, self._stream, sample=sample)
+        network = measured_costs(driver, self._stream, sample=sample)
         work = probe_pairs(driver.rank, driver.world_size)
         heard = [
             (rank, *astuple(cost)) for rank, cost in driver.run(work, self._stream.next()).items()
@@ -394,7 +394,7 @@ class Chooser(Callback):
             backward_s=backward_s,
             optimizer_s=optimizer_s,
             computed_s=seen.computed_s,
-            network=costs.network,
+            network=network,
             ports=unlike_ports(pairs, driver.world_size),
             copy_s_per_byte=max(copy_s for copy_s, _ in device),
             multiply_s_per_element=max(multiply_s for _, multiply_s in device),

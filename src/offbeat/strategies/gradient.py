@@ -25,7 +25,7 @@ from offbeat.gradients.exchange import (
 from offbeat.gradients.reductions import Reduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import require_dense_optimizer
+from offbeat.strategies.options import require_dense_optimizer, require_real
 
 MIB = 1 << 20
 
@@ -59,8 +59,15 @@ class GradientStrategy(Strategy):
     gradients are in one.
     """
 
+    @property
+    def takes_complex(self) -> bool:
+        """Whether parameters that train may be complex."""
+        return False
+
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_dense_optimizer(optimizer)
+        if not self.takes_complex:
+            require_real(model)
 
     def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform | None:
         """What works before the exchange in the optimizer's place; None: nothing ever does."""

@@ -53,6 +53,7 @@ from offbeat.gradients.collective_choice import (
     COLLECTIVES,
     BucketKind,
     CheapestCollective,
+    measured_costs,
 )
 from offbeat.gradients.density import DensitySchedule, MeasuredDensity
 from offbeat.gradients.exchange import ExchangeCounts
@@ -116,11 +117,15 @@ class GTopK(SparseGradientStrategy):
         if self.collective == "dense" or not (is_open or self.density == "auto"):
             density = 1.0 if self.density == "auto" else self.density
             return DensitySchedule(density, collective=named, **options), []
-        costs = CheapestCollective.measure(
+        network = measured_costs(
             context.driver,
             context.new_stream(),
             sample=next(iter(context.parameters.values())),
             selector=self.entries().selector,
+        )
+        costs = CheapestCollective(
+            network,
+            world_size=context.driver.world_size,
             among=BY_ITSELF if is_open else {self.collective, "dense"},
             notify=context.notices.notify,
             inform=context.notices.inform,

@@ -40,12 +40,11 @@ from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.gradients.reductions import DenseReduction, Reduction
 from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.options import require_at_least
-from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,6 @@ class OneBitAdam(GradientStrategy):
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
-        require_real(model)
         require_adam(optimizer, type(self).__name__)
 
     def values(self) -> ValueCodec:
@@ -120,23 +118,6 @@ def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
     """The share of the mean square that second moments have after so many updates."""
     beta2 = float(group["betas"][1])
     return float(1 - beta2 ** float(num_updates))
-
-
-class HiddenGradients:
-    """Gradients that the optimizer is not to find, because its step has been taken already."""
-
-    def __init__(self) -> None:
-        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-
-    def hide(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is not None:
-            self._hidden.append((parameter, parameter.grad))
-            parameter.grad = None
-
-    def show(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
 
 
 class FrozenAdam(GradientTransform):
