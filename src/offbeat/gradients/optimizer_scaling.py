@@ -45,7 +45,7 @@ with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -54,6 +54,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.callbacks.context import Context
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
@@ -61,7 +62,6 @@ from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.torch_private import for_each, version_of
-from offbeat.transport.driver import Driver, Stream
 
 _CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
 _CHANGED_LATER: Final = (
@@ -112,33 +112,18 @@ class OptimizerScaling(GradientTransform):
     """The scaling of an Adam optimizer, once it is not the optimizer's.
 
     Args:
-        optimizer: a `torch.optim.Adam` or `AdamW`.
-        driver: carries the ranks' agreement out.
-        stream: for it.
+        context: lent by the session; its optimizer is a `torch.optim.Adam` or `AdamW`.
         counts: of the exchange of gradients.
-        inform: is told whether the scaling was taken over.
-        warn: is told when gradients are changed after all.
     """
 
     what: ClassVar[str] = "Adam's scaling"
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        driver: Driver,
-        stream: Stream,
-        counts: ExchangeCounts,
-        inform: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        super().__init__(optimizer)
+    def __init__(self, context: Context, counts: ExchangeCounts) -> None:
+        assert context.optimizer is not None
+        super().__init__(context.optimizer)
         self.is_taken = None
-        self._optimizer = optimizer
-        self._driver = driver
-        self._stream = stream
-        self._inform = inform
-        self._warn = warn
+        self._optimizer, self._notices = context.optimizer, context.notices
+        self._driver, self._stream = context.driver, context.new_stream()
         self._handles: list[Any] = []
         self._state_is_loaded = False
         self._density: DensitySchedule | None = None
@@ -275,7 +260,7 @@ class OptimizerScaling(GradientTransform):
             self._decide(is_changed)  # the step that is under way is Adam's in any case
         elif self.is_taken:
             if is_changed:
-                self._warn(_CHANGED_LATER)
+                self._notices.warn(_CHANGED_LATER)
             self._update()
 
     @override
@@ -403,7 +388,7 @@ class OptimizerScaling(GradientTransform):
             if not is_wanted:
                 return
             reason = _CHANGED if is_new else "the run was begun without it"
-            self._inform(
+            self._notices.inform(
                 "momentum_correction='auto': Adam scales what was sent, and its scaling is not"
                 f" taken over, since {reason}"
             )
@@ -412,7 +397,7 @@ class OptimizerScaling(GradientTransform):
             # What is owed so far was not scaled.
             moments.feedback.residual.div_(self._denominator(moments))
         self._taken()
-        self._inform(
+        self._notices.inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"
             " selected, on each rank, and Adam's own scaling and momentum rest until the session"
             " ends; momentum_correction=None leaves all to the optimizer"

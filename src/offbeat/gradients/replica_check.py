@@ -15,9 +15,9 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import DivergedError
-from offbeat.transport.driver import Driver, Stream
 
 EARLY_STEPS: Final = frozenset((1, 10))
 """After these steps of a session replicas are compared in any case: most of what makes them differ
@@ -78,34 +78,19 @@ class ReplicaCheck(Callback):
     Cost: one pass over the parameters and an all-gather of one number, each time.
 
     Args:
-        parameters: the model's, by name; in the same order on all ranks.
-        optimizer: the user's: its options are compared where parameters differ; None: they are not.
-        driver: carries the comparison out.
-        stream: channels for it.
-        interval: in steps, >= 1.
-        warn: is told of a difference that unlike processors explain.
+        context: lent by the session. The options of its optimizer are compared where parameters
+            differ.
         arrive: waits until parameters are what the last step has made of them.
     """
 
     state_key: ClassVar[str] = "replica_check"
     may_begin_anew: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        *,
-        optimizer: torch.optim.Optimizer | None,
-        driver: Driver,
-        stream: Stream,
-        interval: int,
-        warn: Callable[[str], None],
-        arrive: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._parameters = list(parameters.values())
-        self._optimizer = optimizer
-        self._driver = driver
-        self._stream = stream
-        self._interval, self._warn, self._arrive = interval, warn, arrive
+    def __init__(self, context: Context, *, arrive: Callable[[], None] = lambda: None) -> None:
+        self._parameters = list(context.parameters.values())
+        self._optimizer, self._warn = context.optimizer, context.notices.warn
+        self._driver, self._stream = context.driver, context.new_stream()
+        self._interval, self._arrive = context.replica_check_interval, arrive
         self._num_steps = self._num_steps_here = 0
 
     @override

@@ -163,16 +163,5 @@ class GradientStrategy(Strategy):
         for listener in found.listeners:
             exchange.add_listener(listener)
         if context.replica_check_interval:
-            stream, interval = context.new_stream(), context.replica_check_interval
-            others.append(
-                ReplicaCheck(
-                    context.parameters,
-                    optimizer=context.optimizer,
-                    driver=context.driver,
-                    stream=stream,
-                    interval=interval,
-                    warn=context.notices.warn,
-                    arrive=found.arrive,
-                )
-            )
+            others.append(ReplicaCheck(context, arrive=found.arrive))
         return exchange, others

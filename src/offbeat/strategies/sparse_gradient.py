@@ -160,14 +160,7 @@ class SparseGradientStrategy(EntriesStrategy):
                     f"the first {START} exchanges send everything, and Adam steps as ever, before"
                     " its scaling is taken over; warmup=None begins with entries"
                 )
-            return OptimizerScaling(
-                optimizer,
-                driver=context.driver,
-                stream=context.new_stream(),
-                counts=counts,
-                inform=inform,
-                warn=context.notices.warn,
-            )
+            return OptimizerScaling(context, counts)
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
             f" of it works before entries are selected, since {reason}"
