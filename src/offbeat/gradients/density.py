@@ -44,21 +44,20 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, ClassVar, Final, Literal
 
-import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.collective_choice import COLLECTIVES, BucketKind, CheapestCollective
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import ExchangePlan
-from offbeat.membership.island import Island
-from offbeat.transport.driver import Driver, Stream
 
 _STAGE: Final = re.compile(r"(?P<density>[0-9.eE-]+)x(?P<steps>[0-9]+)")
 
@@ -219,14 +218,12 @@ class DensitySchedule(Callback):
 
     Args:
         target: the density without a warm-up, in (0, 1].
+        context: lent by the session. The learning rate of its optimizer counts, the same on all
+            ranks, and its island has the same density and collective, whatever the sizes of shards.
         warmup: its stages; "auto": by the learning rate; None: there is none.
-        optimizer: whose learning rate counts, the same on all ranks; None: none does.
         counts: of the exchange of gradients.
-        inform: is told when the learning rate has begun to rise.
         collective: by which entries are merged; None: everything is sent, densely.
         cheapest: chooses another one for each bucket and number of entries; None: nothing does.
-        island: has the same density and collective, whatever the sizes of its shards; None: this
-            rank holds all of a replica.
 
     Attributes:
         listener: has to listen to the exchange of gradients.
@@ -237,17 +234,15 @@ class DensitySchedule(Callback):
     def __init__(
         self,
         target: float,
+        context: Context,
         *,
         warmup: Warmup | Literal["auto"] | None,
-        optimizer: torch.optim.Optimizer | None,
         counts: ExchangeCounts,
-        inform: Callable[[str], None],
         collective: SparseCollective | None = None,
         cheapest: CheapestCollective | None = None,
-        island: Island | None = None,
     ) -> None:
         self.target = target
-        self._island = island or Island()
+        self._island, self._inform = context.island, context.notices.inform
         self.listener = ExchangeListener()
         # A density of 1 that the user named for the whole run goes through the collective that the
         # user named; one that was chosen, or begins a warm-up, need not.
@@ -256,10 +251,9 @@ class DensitySchedule(Callback):
         self._transform = GradientTransform(None)
         self._largest: BucketKind | None = None
         self._warmup = warmup
-        self._optimizer = optimizer
+        self._optimizer = context.optimizer
         self._rising = RisingRate()
         self._counts = counts
-        self._inform = inform
 
     def follow(self, transform: GradientTransform, *, largest: BucketKind) -> None:
         """Learn what works before the exchange, and let it know how much travels.
@@ -460,29 +454,26 @@ class MeasuredDensity(DensitySchedule):
 
     Args:
         costs: knows what exchanges cost.
+        context: lent by the session.
         gradient: all buckets as one.
-        driver: carries out the agreement.
-        stream: for it.
-        now_s: a monotonic clock.
         schedule: the other arguments of `DensitySchedule`.
     """
 
     def __init__(
         self,
         costs: CheapestCollective,
+        context: Context,
         *,
         gradient: BucketKind,
-        driver: Driver,
-        stream: Stream,
-        now_s: Callable[[], float],
         **schedule: Any,
     ) -> None:
-        super().__init__(FIRST, **schedule)
+        super().__init__(FIRST, context, **schedule)
         self._costs, self._gradient = costs, gradient
-        self._driver, self._stream = driver, stream
+        self._driver, self._stream = context.driver, context.new_stream()
         self._num_exchanges = 0
         self._most = 1.0
-        self.listener = self._intervals = Intervals(self._exchange_over, now_s)
+        clock = partial(context.driver.now_s, context.new_stream().next())
+        self.listener = self._intervals = Intervals(self._exchange_over, clock)
 
     @property
     @override

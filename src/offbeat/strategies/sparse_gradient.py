@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -124,16 +124,6 @@ class SparseGradientStrategy(EntriesStrategy):
     @abstractmethod
     def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
         """How many entries travel, and by which collective."""
-
-    def schedule_options(self, context: Context, counts: ExchangeCounts) -> dict[str, Any]:
-        """What a `DensitySchedule` needs besides a density and a collective."""
-        return {
-            "warmup": self.stages(),
-            "optimizer": context.optimizer,
-            "counts": counts,
-            "inform": context.notices.inform,
-            "island": context.island,
-        }
 
     @override
     def clipping(self, world_size: int) -> LocalClipping | None:
