@@ -19,7 +19,6 @@ from offbeat.codec.sparse import (
     add,
     add_all,
     keep_largest,
-    merge,
     partition,
     split_by_index,
     union_disjoint,
@@ -101,7 +100,7 @@ def test_the_largest_are_kept_and_ties_go_to_lower_indices(sparse: Sparse, k: in
 
 @given(sparses(), sparses(), st.integers(0, NUM_ELEMENTS))
 def test_a_merge_loses_nothing(a: Sparse, b: Sparse, k: int) -> None:
-    kept, dropped = merge(a, b, k)
+    kept, dropped = keep_largest(add(a, b), k)
     assert len(kept) <= k
     assert not set(kept.indices) & set(dropped.indices)
     np.testing.assert_array_equal(kept.to_dense() + dropped.to_dense(), a.to_dense() + b.to_dense())
@@ -144,7 +143,7 @@ def test_a_union_of_overlapping_parts_is_refused() -> None:
 _FAULTS = """
 import resource
 import numpy as np
-from offbeat.codec.sparse import Sparse, merge
+from offbeat.codec.sparse import Sparse, add, keep_largest
 
 draw = np.random.default_rng(0)
 pair = [
@@ -155,10 +154,10 @@ pair = [
     )
     for _ in range(2)
 ]
-merge(*pair, 25_000)
+keep_largest(add(*pair), 25_000)
 begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
-    merge(*pair, 25_000)
+    keep_largest(add(*pair), 25_000)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
 """
 

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from typing_extensions import override
 
 import offbeat
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
+from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.gradients.density import (
@@ -31,7 +33,6 @@ from offbeat.gradients.density import (
     affordable_density,
 )
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -111,6 +112,18 @@ class Clock:
         return self.seconds
 
 
+class Timed(SingleRank):
+    """A world of one by such a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    @override
+    def now_s(self, channel: int) -> float:
+        return self._clock()
+
+
 def exchanges(auto: MeasuredDensity, clock: Clock, *, count: int, compute_s: float) -> None:
     for _ in range(count):
         clock.seconds += compute_s
@@ -120,16 +133,13 @@ def exchanges(auto: MeasuredDensity, clock: Clock, *, count: int, compute_s: flo
 
 
 def auto_density(cheapest: CheapestCollective, clock: Clock, remarks: list[str]) -> MeasuredDensity:
+    notices = Notices(0)
+    notices.kept = remarks
+    context = Context(
+        parameters={}, driver=Timed(clock), new_stream=stream_counter(), notices=notices
+    )
     return MeasuredDensity(
-        cheapest,
-        gradient=GRADIENT,
-        warmup=None,
-        optimizer=None,
-        counts=ExchangeCounts(),
-        driver=SingleRank(),
-        stream=Stream(0),
-        inform=remarks.append,
-        now_s=clock,
+        cheapest, context, gradient=GRADIENT, warmup=None, counts=ExchangeCounts()
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import NonFiniteError
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.exchange import (
@@ -57,14 +58,13 @@ def made(
         reduction = NotingReduction(bucket, SingleRank(), Stream(1))
         reduction.heard = listener.heard
         pairs.append((bucket, reduction))
-    exchange = GradientExchange(
-        pairs,
-        counts=ExchangeCounts(),
-        grad_scale=lambda: 1.0,
-        has_scaler=False,
-        notify=lambda notice: None,
-        launch_order=launch_order,
+    context = Context(
+        parameters=dict(model.named_parameters()),
+        driver=SingleRank(),
+        new_stream=stream_counter(),
+        notices=Notices(0),
     )
+    exchange = GradientExchange(context, pairs, counts=ExchangeCounts(), launch_order=launch_order)
     exchange.add_listener(listener)
     return model, exchange, listener
 

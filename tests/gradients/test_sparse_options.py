@@ -118,3 +118,26 @@ def test_five_ranks_agree_on_a_density_and_a_resumed_run_begins_with_it() -> Non
     first, resumed = ranks[0]
     assert (first.pop("exchanges"), resumed.pop("exchanges")) == (5, 7)
     assert resumed == first
+
+
+def test_what_is_owed_to_a_group_waits_while_its_learning_rate_is_0() -> None:
+    """Sent then, it would move nothing, and be lost."""
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        model = torch.nn.Linear(8, 1).double()
+        torch.nn.init.zeros_(model.weight)
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        # Two entries travel in a step.
+        with session_on(driver, model, optimizer, offbeat.TopK(density=0.2, warmup=None)):
+            for rate, num_steps in ((1.0, 1), (0.0, 10), (1.0, 10)):
+                optimizer.param_groups[0]["lr"] = rate
+                for step in range(num_steps):
+                    is_first = rate and not step and not model.weight.any()
+                    model(torch.full((1, 8), float(is_first)).double()).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return model.weight.detach().clone()
+
+    for found in results_of(2, job):
+        torch.testing.assert_close(found, torch.full((1, 8), -1.0).double())

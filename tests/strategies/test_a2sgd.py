@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import offbeat
@@ -64,3 +65,21 @@ def test_what_is_positive_and_what_is_negative_moves_as_with_the_mean() -> None:
 
     for found in results_of(3, job):
         torch.testing.assert_close(found, torch.tensor([[-2.0, 4.0]]).double())
+
+
+def test_each_rank_clips_by_the_norm_of_its_own_gradient() -> None:
+    def job(driver: ThreadDriver) -> tuple[float, float]:
+        model = torch.nn.Linear(*reversed(SHAPE), bias=False).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with session_on(driver, model, optimizer, offbeat.A2SGD()) as session:
+            gradient = gradient_of(driver.rank, 0) * 100**driver.rank
+            (model.weight * gradient).sum().backward()
+            before = float(model.weight.grad.norm())
+            assert float(session.clip_grad_norm_(1.0)) == pytest.approx(before)
+            after = float(model.weight.grad.norm())
+            optimizer.step()
+            return before, after
+
+    (first, clipped), (second, also_clipped) = results_of(2, job)
+    assert second > 1.5 * first > 1.5
+    assert (clipped, also_clipped) == (pytest.approx(1.0), pytest.approx(1.0))

@@ -421,6 +421,26 @@ def test_memory_that_the_system_would_make_free_is_free(
     assert auto.free_bytes(torch.device("cpu")) == 20480 * 1024
 
 
+def test_memory_that_pytorch_keeps_for_tensors_to_come_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, found in (
+        ("mem_get_info", (1000, 9000)),
+        ("memory_reserved", 700),
+        ("memory_allocated", 300),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert auto.free_bytes(torch.device("cuda")) == 1000 + 700 - 300
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_optimizers_that_scale_by_squares_take_the_steps_to_equal_of_adam(kind: Any) -> None:
+    parameters = make_model().parameters()
+    found = offbeat.Auto().steps(kind(parameters))
+    assert found == {name: one.adam for name, one in CANDIDATES.items()}
+    assert found != offbeat.Auto().steps(torch.optim.SGD(make_model().parameters(), lr=0.1))
+
+
 def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

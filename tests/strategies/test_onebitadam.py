@@ -137,8 +137,9 @@ def test_steps_are_those_of_the_paper(
                 state = optimizer.state_dict()["state"][0]
                 found += [net.weight.detach().clone(), state["exp_avg"].clone()]
                 assert float(state["step"]) == step + 1
+            square = state["exp_avg_sq"].clone()
         assert torch.equal(net.dead, torch.ones(2))  # it has no second moment to be divided by
-        return [*found, state["exp_avg_sq"]]
+        return [*found, square]
 
     results = results_of(num_ranks, job)
     reference = Reference(num_ranks, decoupled=decoupled, maximize=maximize, lossless=lossless)
@@ -163,9 +164,9 @@ def test_second_moments_that_are_loaded_are_frozen_at_once() -> None:
     with offbeat.attach(net, optimizer, Lossless(freeze_step=FREEZE)):
         optimizer.load_state_dict(adam.state_dict())
         step_of(net, optimizer, 0, FREEZE)
-    after = optimizer.state_dict()["state"][0]
-    assert torch.equal(after["exp_avg_sq"], before["exp_avg_sq"])
-    assert not torch.equal(after["exp_avg"], before["exp_avg"])
+        after = optimizer.state_dict()["state"][0]
+        assert torch.equal(after["exp_avg_sq"], before["exp_avg_sq"])
+        assert not torch.equal(after["exp_avg"], before["exp_avg"])
 
 
 @pytest.mark.parametrize("saved_after", [1, FREEZE + 2])
@@ -252,3 +253,20 @@ def test_a_parameter_that_was_used_in_some_steps_alone_has_the_second_moment_of_
     torch.testing.assert_close(
         before - net.dead.detach(), torch.full((2,), LR).double(), rtol=0.01, atol=0
     )
+
+
+def test_adam_goes_on_after_the_session_with_steps_of_the_same_size() -> None:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=LR)
+
+    def step() -> float:
+        before = net.weight.detach().clone()
+        net.weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float((before - net.weight.detach()).mean())
+
+    with offbeat.attach(net, optimizer, Lossless(freeze_step=2)):
+        sizes = [step() for _ in range(50)]
+    # The gradient has always been 1, so that Adam moves by the learning rate.
+    assert [*sizes, step(), step()] == pytest.approx([LR] * 52, rel=0.01)

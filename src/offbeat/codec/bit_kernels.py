@@ -279,23 +279,3 @@ def block_scales(
             for i in range(begin, end):
                 largest = max(largest, float(abs(values[i])))
             scales[number] = np.float32(largest if largest < limit else limit)
-
-
-def warm() -> None:
-    """Compile every kernel for all dtypes of values."""
-    indices, lower = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint32)
-    packed, codes = np.zeros(4, dtype=np.uint8), np.zeros(1, dtype=np.uint8)
-    for each in (codes, lower):
-        pack(each, 1, packed)
-        unpack(packed, 1, each)
-    count_rice(indices, 1)
-    encode_rice(indices, 1, packed, lower)
-    decode_rice(packed, 1, lower, indices)
-    scales = np.ones(1, dtype=np.float32)
-    for dtype in (np.float32, np.float64):
-        values: NDArray[np.floating] = np.zeros(1, dtype=dtype)
-        block_scales(values, 8, True, scales)
-        encode_linear(values, scales, 8, 1, scales, packed)
-        encode_exponents(values, scales, 8, packed)
-        encode_signs(values, 8, packed)
-    decode_scaled(packed, scales, 8, 1, scales, np.zeros(1, dtype=np.float32))

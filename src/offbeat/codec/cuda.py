@@ -69,7 +69,7 @@ def reuse(
         k: likewise.
         weight: likewise.
         threshold: as of `selectors.reuse`.
-        within: as of `selectors.reaching`.
+        within: likewise.
     """
     if not 0 < threshold < math.inf:
         return _with_threshold(exact(flat, residual, k=k, weight=weight))

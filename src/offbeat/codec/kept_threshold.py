@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from typing_extensions import override
 
-from offbeat.codec.selectors import THRESHOLD, Selection, Selector, reaching
+from offbeat.codec.selectors import THRESHOLD, Selection, Selector, reuse
 
 _AGE: Final = "age"
 _WITHIN: Final = (0.25, 4.0)
@@ -53,7 +53,7 @@ class KeptThreshold(Selector):
         state: Mapping[str, float],
     ) -> Selection:
         kept = state[THRESHOLD] if state[_AGE] < self.period else 0.0
-        found = reaching(flat, residual, k=k, weight=weight, threshold=kept, within=_WITHIN)
+        found = reuse(flat, residual, k=k, weight=weight, threshold=kept, within=_WITHIN)
         if not found.finite:
             return found
         # Reaching adapts a threshold that has fitted; one that is sought is the least of k.

@@ -127,11 +127,7 @@ class Exact(Selector):
         weight: float,
         state: Mapping[str, float],
     ) -> Selection:
-        if flat.device.type == "cpu":
-            return exact(flat, residual, k=k, weight=weight)
-        from offbeat.codec import cuda  # late, since it stands on this file
-
-        return cuda.exact(flat, residual, k=k, weight=weight)
+        return exact(flat, residual, k=k, weight=weight)
 
 
 class ThresholdReuse(Selector):
@@ -153,33 +149,7 @@ class ThresholdReuse(Selector):
         weight: float,
         state: Mapping[str, float],
     ) -> Selection:
-        return reaching(flat, residual, k=k, weight=weight, threshold=state[THRESHOLD])
-
-
-def reaching(
-    flat: torch.Tensor,
-    residual: torch.Tensor,
-    *,
-    k: int,
-    weight: float,
-    threshold: float,
-    within: tuple[float, float] = WITHIN,
-) -> Selection:
-    """Pick what reaches `threshold`, if that is about `k` entries, else the `k` largest.
-
-    Args:
-        flat: see `Selector.select`.
-        residual: see `Selector.select`.
-        k: see `Selector.select`.
-        weight: see `Selector.select`.
-        threshold: a magnitude; 0: there is none.
-        within: so many times k entries may reach it, at least and at most; the latter at most 4.
-    """
-    if flat.device.type == "cpu":
-        return reuse(flat, residual, k=k, weight=weight, threshold=threshold, within=within)
-    from offbeat.codec import cuda
-
-    return cuda.reuse(flat, residual, k=k, weight=weight, threshold=threshold, within=within)
+        return reuse(flat, residual, k=k, weight=weight, threshold=state[THRESHOLD])
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +164,15 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
     """Pick exactly the `k` largest of residual + weight * flat.
 
     Args:
-        flat: CPU, float32 or float64, shape (n,). Afterwards residual + weight * flat, with zeros
-            where entries were picked.
-        residual: same shape and dtype, of another memory.
-        k: in [1, n].
-        weight: of `flat`.
+        flat: as of `Selector.select`.
+        residual: likewise.
+        k: likewise.
+        weight: likewise.
     """
+    if flat.device.type != "cpu":
+        from offbeat.codec import cuda  # late, since it stands on this file
+
+        return cuda.exact(flat, residual, k=k, weight=weight)
     picked = _k_largest(flat, residual, k=k, weight=weight)
     return _not_finite(flat.numpy()) if picked is None else Selection(sparse=picked, finite=True)
 
@@ -216,13 +189,17 @@ def reuse(
     """Pick what reaches `threshold`, if that is about `k` entries, else the `k` largest.
 
     Args:
-        flat: as of `exact`.
-        residual: as of `exact`.
-        k: as of `exact`.
-        weight: as of `exact`.
-        threshold: as the last selection returned it; 0 when there was none.
-        within: as of `reaching`.
+        flat: as of `Selector.select`.
+        residual: likewise.
+        k: likewise.
+        weight: likewise.
+        threshold: a magnitude, as the last selection returned it; 0 when there was none.
+        within: so many times k entries may reach it, at least and at most; the latter at most 4.
     """
+    if flat.device.type != "cpu":
+        from offbeat.codec import cuda
+
+        return cuda.reuse(flat, residual, k=k, weight=weight, threshold=threshold, within=within)
     values = flat.numpy()
     last = values.dtype.type(threshold)
     if not 0 < last < np.inf:

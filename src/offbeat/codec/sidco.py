@@ -29,7 +29,7 @@ from typing import Final
 import torch
 from typing_extensions import override
 
-from offbeat.codec.selectors import Selection, Selector, reaching
+from offbeat.codec.selectors import Selection, Selector, reuse
 
 _FIRST: Final = 0.25
 _STEPS: Final = 5  # between changes of the number of stages
@@ -59,7 +59,7 @@ class SIDCo(Selector):
         density = k / max(1, flat.numel())
         threshold = fitted_threshold(magnitudes, density, num_stages=int(state["stages"]))
         num_reached = int((magnitudes >= threshold).sum())
-        selection = reaching(flat, residual, k=k, weight=weight, threshold=threshold)
+        selection = reuse(flat, residual, k=k, weight=weight, threshold=threshold)
         return replace(selection, state=_next(state, num_reached / max(1, k), density))
 
 

@@ -135,11 +135,6 @@ def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
     return kept, _pairs(split, sparse, begin=k, end=k + num_others)
 
 
-def merge(a: Sparse, b: Sparse, k: int) -> tuple[Sparse, Sparse]:
-    """The `k` largest of a + b, and what that leaves out: kept + dropped == a + b."""
-    return keep_largest(add(a, b), k)
-
-
 def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, Sparse]:
     """The pairs whose index is among the ascending `indices`, and the others."""
     inside, outside = _room_for(len(sparse), sparse), _room_for(len(sparse), sparse)

@@ -8,9 +8,8 @@ figures count. Two message sizes give alpha and beta.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -59,8 +58,6 @@ SAMPLE_SHARES = (1000, 10)
 an entry.
 """
 
-_REPORT = struct.Struct("<6d")
-_SECONDS = struct.Struct("<d")
 SMALL_BYTES: Final = 64
 LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20)
 """Of the messages that are measured. The larger one is the first whose bytes take `_LONG_S`: with
@@ -74,7 +71,6 @@ cache, so neither should it.
 
 REPEATS: Final = 3
 """How often each is measured; the fastest counts, since everything else is disturbance."""
-_DURATIONS = struct.Struct(f"<{REPEATS}d")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,45 +128,6 @@ class CheapestCollective(Callback):
         self._notify = notify
         self._inform = inform
         self._told: set[tuple[int, str]] = set()
-
-    @classmethod
-    def measure(
-        cls,
-        driver: Driver,
-        stream: Stream,
-        *,
-        sample: torch.Tensor,
-        selector: Selector = Exact(),  # which never changes
-        among: Collection[str] = BY_ITSELF,
-        notify: Callable[[str], None] = _ignore,
-        inform: Callable[[str], None] = _ignore,
-    ) -> CheapestCollective:
-        """Probe the links. Collective.
-
-        Args:
-            driver: carries the probe out.
-            stream: channels for it.
-            sample: any tensor of the gradients' dtype and device.
-            selector: picks entries.
-            among, notify, inform: as of the class.
-        """
-        select_s_per_element, entry_s = _local_costs_s(
-            sample, selector, partial(driver.now_s, stream.next())
-        )
-        work = probe(
-            driver.rank,
-            driver.world_size,
-            select_s_per_element=select_s_per_element,
-            entry_s=entry_s,
-            device=sample.device,
-        )
-        return cls(
-            driver.run(work, stream.next()),
-            world_size=driver.world_size,
-            among=among,
-            notify=notify,
-            inform=inform,
-        )
 
     def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
         """Expected seconds of one exchange, by collective."""
@@ -236,6 +193,33 @@ class CheapestCollective(Callback):
                 select_s_per_element=network["select_s_per_element"],
                 entry_s=network["entry_s"],
             )
+
+
+def measured_costs(
+    driver: Driver,
+    stream: Stream,
+    *,
+    sample: torch.Tensor,
+    selector: Selector = Exact(),  # which never changes
+) -> NetworkCosts:
+    """Probe the links. Collective.
+
+    Args:
+        driver: carries the probe out.
+        stream: channels for it.
+        sample: any tensor of the gradients' dtype and device.
+        selector: picks entries.
+    """
+    clock = partial(driver.now_s, stream.next())
+    select_s_per_element, entry_s = _local_costs_s(sample, selector, clock)
+    work = probe(
+        driver.rank,
+        driver.world_size,
+        select_s_per_element=select_s_per_element,
+        entry_s=entry_s,
+        device=sample.device,
+    )
+    return driver.run(work, stream.next())
 
 
 def _local_costs_s(
@@ -304,21 +288,11 @@ def probe(
     messages = fit_cost(small_s, large_s, *message_bytes)
     small_s, large_s = yield from _timed(partial(_reduce, n, device) for n in tensor_bytes)
     hops = max(2 * (world_size - 1), 1)
-    dense = fit_cost(
+    reduced = fit_cost(
         small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in tensor_bytes)
     )
-    mine = (
-        messages.alpha_s,
-        messages.beta_s_per_byte,
-        dense.alpha_s,
-        dense.beta_s_per_byte,
-        select_s_per_element,
-        entry_s,
-    )
-    reports = yield AllGather(_REPORT.pack(*mine))
-    slowest = [
-        max(column) for column in zip(*(_REPORT.unpack(report) for report in reports), strict=True)
-    ]
+    mine = [*astuple(messages), *astuple(reduced), select_s_per_element, entry_s]
+    slowest = list(map(max, zip(*(yield from dense.gather_values(mine)), strict=True)))
     return NetworkCosts(
         messages=LinkCost(alpha_s=slowest[0], beta_s_per_byte=slowest[1]),
         dense=LinkCost(alpha_s=slowest[2], beta_s_per_byte=slowest[3]),
@@ -332,8 +306,7 @@ def _large_bytes(rank: int, world_size: int) -> Collective[int]:
     for num_bytes in LARGE_BYTES[:-1]:
         tried = (SMALL_BYTES, num_bytes)
         small_s, large_s = yield from _timed(partial(_pass_on, rank, world_size, n) for n in tried)
-        taken_s = yield AllGather(_SECONDS.pack(large_s - small_s))
-        if max(seconds for (seconds,) in map(_SECONDS.unpack, taken_s)) >= _LONG_S:
+        if max((yield from dense.gather_values(large_s - small_s))) >= _LONG_S:
             return num_bytes
     return LARGE_BYTES[-1]
 
@@ -364,8 +337,7 @@ def _timed(makes: Iterable[Callable[[], Collective[None]]]) -> Collective[list[f
             begin_s = yield Now()
             yield from make()
             mine.append((yield Now()) - begin_s)
-        reports = yield AllGather(_DURATIONS.pack(*mine))
-        slowest_s = list(map(max, zip(*map(_DURATIONS.unpack, reports), strict=True)))
+        slowest_s = list(map(max, zip(*(yield from dense.gather_values(mine)), strict=True)))
         found.append(mine[slowest_s.index(min(slowest_s))])
     return found
 

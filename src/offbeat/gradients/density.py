@@ -41,25 +41,23 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, ClassVar, Final, Literal
 
-import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.collectives.base import SparseCollective
+from offbeat.collectives.dense import gather_values
 from offbeat.gradients.collective_choice import COLLECTIVES, BucketKind, CheapestCollective
 from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientTransform
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import ExchangePlan
-from offbeat.membership.island import Island
-from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
 
 _STAGE: Final = re.compile(r"(?P<density>[0-9.eE-]+)x(?P<steps>[0-9]+)")
 
@@ -220,14 +218,12 @@ class DensitySchedule(Callback):
 
     Args:
         target: the density without a warm-up, in (0, 1].
+        context: lent by the session. The learning rate of its optimizer counts, the same on all
+            ranks, and its island has the same density and collective, whatever the sizes of shards.
         warmup: its stages; "auto": by the learning rate; None: there is none.
-        optimizer: whose learning rate counts, the same on all ranks; None: none does.
         counts: of the exchange of gradients.
-        inform: is told when the learning rate has begun to rise.
         collective: by which entries are merged; None: everything is sent, densely.
         cheapest: chooses another one for each bucket and number of entries; None: nothing does.
-        island: has the same density and collective, whatever the sizes of its shards; None: this
-            rank holds all of a replica.
 
     Attributes:
         listener: has to listen to the exchange of gradients.
@@ -238,17 +234,15 @@ class DensitySchedule(Callback):
     def __init__(
         self,
         target: float,
+        context: Context,
         *,
         warmup: Warmup | Literal["auto"] | None,
-        optimizer: torch.optim.Optimizer | None,
         counts: ExchangeCounts,
-        inform: Callable[[str], None],
         collective: SparseCollective | None = None,
         cheapest: CheapestCollective | None = None,
-        island: Island | None = None,
     ) -> None:
         self.target = target
-        self._island = island or Island()
+        self._island, self._inform = context.island, context.notices.inform
         self.listener = ExchangeListener()
         # A density of 1 that the user named for the whole run goes through the collective that the
         # user named; one that was chosen, or begins a warm-up, need not.
@@ -257,10 +251,9 @@ class DensitySchedule(Callback):
         self._transform = GradientTransform(None)
         self._largest: BucketKind | None = None
         self._warmup = warmup
-        self._optimizer = optimizer
+        self._optimizer = context.optimizer
         self._rising = RisingRate()
         self._counts = counts
-        self._inform = inform
 
     def follow(self, transform: GradientTransform, *, largest: BucketKind) -> None:
         """Learn what works before the exchange, and let it know how much travels.
@@ -380,8 +373,6 @@ _EARLY: Final = (4, 20, *(end for end, _ in WARM_UP))
 _INTERVAL: Final = 500
 _REMEMBERED: Final = 20
 
-_SECONDS: Final = struct.Struct("<d")
-
 
 def warm_up_factor(num_exchanges: int) -> float:
     """What the budget is multiplied by after so many exchanges; 1.0 when the warm-up is over.
@@ -463,29 +454,26 @@ class MeasuredDensity(DensitySchedule):
 
     Args:
         costs: knows what exchanges cost.
+        context: lent by the session.
         gradient: all buckets as one.
-        driver: carries out the agreement.
-        stream: for it.
-        now_s: a monotonic clock.
         schedule: the other arguments of `DensitySchedule`.
     """
 
     def __init__(
         self,
         costs: CheapestCollective,
+        context: Context,
         *,
         gradient: BucketKind,
-        driver: Driver,
-        stream: Stream,
-        now_s: Callable[[], float],
         **schedule: Any,
     ) -> None:
-        super().__init__(FIRST, **schedule)
+        super().__init__(FIRST, context, **schedule)
         self._costs, self._gradient = costs, gradient
-        self._driver, self._stream = driver, stream
+        self._driver, self._stream = context.driver, context.new_stream()
         self._num_exchanges = 0
         self._most = 1.0
-        self.listener = self._intervals = Intervals(self._exchange_over, now_s)
+        clock = partial(context.driver.now_s, context.new_stream().next())
+        self.listener = self._intervals = Intervals(self._exchange_over, clock)
 
     @property
     @override
@@ -504,8 +492,8 @@ class MeasuredDensity(DensitySchedule):
             self._choose()
 
     def _choose(self) -> None:
-        compute_s = self._driver.run(_slowest(self._intervals.median_s), self._stream.next())
-        compute_s = self._island.first(compute_s)
+        medians_s = gather_values(self._intervals.median_s)
+        compute_s = self._island.first(max(self._driver.run(medians_s, self._stream.next())))
         if compute_s == 0.0:  # right after a resume no rank has measured anything
             return
         share = BUDGET * warm_up_factor(self._num_exchanges)
@@ -545,9 +533,3 @@ class MeasuredDensity(DensitySchedule):
         super().load_state_dict(state)
         self.target = float(state["replicated"]["density"])
         self._num_exchanges = int(state["replicated"]["num_exchanges"])
-
-
-def _slowest(mine_s: float) -> Collective[float]:
-    """The largest of what the ranks have measured."""
-    reports = yield AllGather(_SECONDS.pack(mine_s))
-    return max(float(_SECONDS.unpack(report)[0]) for report in reports)

@@ -37,16 +37,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
+from offbeat.callbacks.context import Context
 from offbeat.callbacks.gradient_norm import clip_gradients_
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
+from offbeat.collectives.dense import dense_broadcast, gather_values
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.gradient_guard import MAX_SKIPPED_STEPS
 from offbeat.gradients.parameter_groups import rates_of
 from offbeat.gradients.reductions import Reduction, wait_for
-from offbeat.membership.island import Island
 
 if TYPE_CHECKING:
     from offbeat.gradients.density import DensitySchedule
@@ -143,6 +144,23 @@ class ExchangeListener:
         """The exchange is over, and all ranks know the same: every one of them applies the step
         (`good`), or every one of them drops it.
         """
+
+
+class HiddenGradients:
+    """Gradients that the optimizer is not to find, because its step has been taken already."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    def hide(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            self._hidden.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def show(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
 
 
 class GradientTransform(Callback):
@@ -267,43 +285,36 @@ class GradientExchange(Callback):
     """The callback that exchanges gradients.
 
     Args:
+        context: lent by the session. A GradScaler that decides about skipping must find a
+            non-finite gradient on every rank. Without one, a skipped step leaves every `param.grad`
+            None, which torch.optim's optimizers pass over.
         pairs: each bucket with its reduction, in the order in which they are launched.
         counts: where what happens is counted.
-        grad_scale: the AMP scale at the moment.
-        has_scaler: a GradScaler decides about skipping: it must find a non-finite gradient on every
-            rank. Without one, a skipped step leaves every `param.grad` None, which torch.optim's
-            optimizers pass over.
-        notify: for remarks.
         launch_order: decides when a bucket that is ready is launched, where other collectives are
             under way beside the buckets; None: at once.
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
             send; None: they keep nothing, and the mean is what is clipped.
-        agree_on: makes one number of all ranks' numbers, to clip the mean by. Collective.
+        norm_over_ranks: makes the norm of the mean of the norm of what this rank has of it.
+            Collective. None: all of it.
         transform: what works before the exchange in the optimizer's place; None: nothing.
-        gather: all ranks' words by rank, about a step that ends badly. Collective.
-        island: decides together what becomes of a step; None: this rank holds all of a replica.
     """
 
     state_key: ClassVar[str] = "gradients"
 
     def __init__(
         self,
+        context: Context,
         pairs: Sequence[tuple[Bucket, Reduction]],
         *,
         counts: ExchangeCounts,
-        grad_scale: Callable[[], float],
-        has_scaler: bool,
-        notify: Callable[[str], None],
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
-        agree_on: Callable[[float], float] = lambda value: value,
+        norm_over_ranks: Callable[[float], float] | None = None,
         transform: GradientTransform | None = None,
-        gather: Callable[[str], Mapping[int, str]] = lambda mine: {0: mine},
-        island: Island | None = None,
     ) -> None:
-        self.counts, self._gather = counts, gather
-        self._island = island or Island()
-        self._agree_on = agree_on
+        self.counts, self._island = counts, context.island
+        self._driver, self._words = context.driver, context.new_stream()
+        self._norm_over_ranks = norm_over_ranks or self._norm_of_first
         self._transform = transform or GradientTransform(None)
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
@@ -311,9 +322,8 @@ class GradientExchange(Callback):
         self._launch_order = launch_order or LaunchOrder()
         self._listeners = list[ExchangeListener]()
         self._pairs = list(pairs)
-        self._grad_scale = grad_scale
-        self._has_scaler = has_scaler
-        self._notify = notify
+        self._grad_scale, self._has_scaler = context.grad_scale, context.has_scaler
+        self._notify = context.notices.notify
         self._num_samples: int | None = None
         self._counts_samples = self._is_idle = False
         self._place = {
@@ -372,11 +382,12 @@ class GradientExchange(Callback):
 
     @override
     def on_batch_claimed(self, num_samples: int) -> None:
-        """The coming step's gradient is the mean over so many further samples; weights are samples
-        from now on. A batch without a backward pass, as of an evaluation, is in no gradient.
+        """The coming exchange's gradient is the mean over so many further samples; weights are
+        samples from now on. A batch without a backward pass, as of an evaluation, is in no
+        gradient, and one that was exchanged is in none that comes.
         """
-        has_gradient = self._counts_samples and (self._unsent or self._exchanged_since_step)
-        self._num_samples = num_samples + (self._num_samples or 0 if has_gradient else 0)
+        waits = self._counts_samples and self._unsent
+        self._num_samples = num_samples + (self._num_samples or 0 if waits else 0)
         self._counts_samples = True
 
     @override
@@ -528,7 +539,8 @@ class GradientExchange(Callback):
 
     def _refuse_unlike(self, mine: str) -> None:
         """Raise unless all ranks do as this one does, or this one has failed itself."""
-        others = {rank: does for rank, does in self._gather(mine).items() if does != mine}
+        said = self._driver.run(gather_values(mine), self._words.next())
+        others = {self._driver.name_of(r): does for r, does in enumerate(said) if does != mine}
         if others and mine != _FAILS:
             told = ", ".join(f"rank {rank} {does}" for rank, does in others.items())
             raise PeerError(
@@ -739,7 +751,11 @@ class GradientExchange(Callback):
             for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
         }
         parameters = [placed[index] for index in sorted(placed)]
-        return clip_gradients_(parameters, max_norm, agree_on=self._agree_on)
+        return clip_gradients_(parameters, max_norm, agree_on=self._norm_over_ranks)
+
+    def _norm_of_first(self, norm: float) -> float:
+        said = torch.tensor([self._island.hypot(norm)], dtype=torch.float64)
+        return float(self._driver.run(dense_broadcast(said, 0), self._words.next()))
 
     @override
     def counters(self) -> dict[str, float]:

@@ -4,16 +4,16 @@ averaged, everybody's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.codec.tally import all_finite
 from offbeat.errors import NonFiniteError
-from offbeat.membership.island import Island
 from offbeat.torch_private import stored_entries
 
 MAX_SKIPPED_STEPS: Final = 20
@@ -30,26 +30,15 @@ class GradientGuard(Callback):
     the gradients.
 
     Args:
-        parameters: by name.
-        notify: for remarks.
-        rank: for the remarks.
-        island: the ranks that skip a step together; None: this one alone.
+        context: lent by the session.
     """
 
     state_key: ClassVar[str] = "gradient_guard"
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        *,
-        notify: Callable[[str], None],
-        rank: int,
-        island: Island | None = None,
-    ) -> None:
-        self._island = island or Island()
-        self._parameters = parameters
-        self._notify = notify
-        self._rank = rank
+    def __init__(self, context: Context) -> None:
+        self._island, self._parameters = context.island, context.parameters
+        self._notify = context.notices.notify
+        self._rank = context.driver.name_of(context.driver.rank)
         self._num_steps = 0
         self._num_skipped = 0
         self._num_in_a_row = 0

@@ -45,7 +45,7 @@ with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -54,14 +54,14 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from offbeat.callbacks.context import Context
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.density import DensitySchedule
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.torch_private import for_each, version_of
-from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
 
 _CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
 _CHANGED_LATER: Final = (
@@ -112,33 +112,18 @@ class OptimizerScaling(GradientTransform):
     """The scaling of an Adam optimizer, once it is not the optimizer's.
 
     Args:
-        optimizer: a `torch.optim.Adam` or `AdamW`.
-        driver: carries the ranks' agreement out.
-        stream: for it.
+        context: lent by the session; its optimizer is a `torch.optim.Adam` or `AdamW`.
         counts: of the exchange of gradients.
-        inform: is told whether the scaling was taken over.
-        warn: is told when gradients are changed after all.
     """
 
     what: ClassVar[str] = "Adam's scaling"
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        driver: Driver,
-        stream: Stream,
-        counts: ExchangeCounts,
-        inform: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        super().__init__(optimizer)
+    def __init__(self, context: Context, counts: ExchangeCounts) -> None:
+        assert context.optimizer is not None
+        super().__init__(context.optimizer)
         self.is_taken = None
-        self._optimizer = optimizer
-        self._driver = driver
-        self._stream = stream
-        self._inform = inform
-        self._warn = warn
+        self._optimizer, self._notices = context.optimizer, context.notices
+        self._driver, self._stream = context.driver, context.new_stream()
         self._handles: list[Any] = []
         self._state_is_loaded = False
         self._density: DensitySchedule | None = None
@@ -147,7 +132,7 @@ class OptimizerScaling(GradientTransform):
         self._moments: dict[int, _Moments] = {}
         self._num_settled = 0
         self._has_gradient = False  # of the coming step
-        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._hidden = HiddenGradients()
 
     @property
     @override
@@ -206,7 +191,7 @@ class OptimizerScaling(GradientTransform):
     @override
     def give_back(self) -> None:
         """Adam begins anew: what was remembered differs from rank to rank."""
-        self._show_gradients()
+        self._hidden.show()
         if self.is_taken:
             self._forget_optimizer_state()
         for handle in self._handles:
@@ -275,7 +260,7 @@ class OptimizerScaling(GradientTransform):
             self._decide(is_changed)  # the step that is under way is Adam's in any case
         elif self.is_taken:
             if is_changed:
-                self._warn(_CHANGED_LATER)
+                self._notices.warn(_CHANGED_LATER)
             self._update()
 
     @override
@@ -286,12 +271,7 @@ class OptimizerScaling(GradientTransform):
         if self._has_gradient and self.is_taken is not False:
             self._remember()
         self._has_gradient = False
-        self._show_gradients()
-
-    def _show_gradients(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
+        self._hidden.show()
 
     def _forget_optimizer_state(self) -> None:
         for moments in self._moments.values():
@@ -386,15 +366,14 @@ class OptimizerScaling(GradientTransform):
             if lr * decay:
                 for_each("mul_", parameters, 1 - lr * decay)
             for_each("add_", parameters, gradients, alpha=rate)
-            self._hidden.extend(zip(parameters, gradients, strict=True))
-        for parameter, _ in self._hidden:
-            parameter.grad = None
+            for parameter in parameters:
+                self._hidden.hide(parameter)
 
     def _decide(self, is_changed: bool) -> None:
         """Agree whether the loop leaves gradients alone: all ranks scale, or none. Not before
         training has begun.
         """
-        is_changed = self._driver.run(_any_of(is_changed), self._stream.next())
+        is_changed = any(self._driver.run(gather_values(is_changed), self._stream.next()))
         is_wanted = self._density is None or self._density.sends_entries()
         is_new = self._counts.exchanges == self._num_settled
         may_take = is_wanted and is_new and not is_changed
@@ -409,7 +388,7 @@ class OptimizerScaling(GradientTransform):
             if not is_wanted:
                 return
             reason = _CHANGED if is_new else "the run was begun without it"
-            self._inform(
+            self._notices.inform(
                 "momentum_correction='auto': Adam scales what was sent, and its scaling is not"
                 f" taken over, since {reason}"
             )
@@ -418,7 +397,7 @@ class OptimizerScaling(GradientTransform):
             # What is owed so far was not scaled.
             moments.feedback.residual.div_(self._denominator(moments))
         self._taken()
-        self._inform(
+        self._notices.inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"
             " selected, on each rank, and Adam's own scaling and momentum rest until the session"
             " ends; momentum_correction=None leaves all to the optimizer"
@@ -620,12 +599,6 @@ def with_noise(
         return square.mul_(factor)
     signal = mean.square_().sub_(square, alpha=noise).div_(1 - noise).clamp_min_(0)
     return square.mul_(factor).add_(signal, alpha=1 - factor)
-
-
-def _any_of(mine: bool) -> Collective[bool]:
-    """Whether any rank says yes."""
-    answers = yield AllGather(bytes([mine]))
-    return any(bytes(answer) != b"\0" for answer in answers)
 
 
 def reason_against(

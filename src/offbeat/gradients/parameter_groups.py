@@ -176,7 +176,7 @@ class OwedRate:
         self._leads_to_plain_steps = leads_to_plain_steps
         self._rates: Sequence[float] = ()
 
-    def follow(self, residual: torch.Tensor, gradient: torch.Tensor) -> None:
+    def follow(self, residual: torch.Tensor, gradient: torch.Tensor) -> Sequence[slice]:
         """Bring what is owed from the last exchange's rates to those of now. A rate of 0 changes
         nothing: when it is above 0 again, what counts is the last one before. Meanwhile there is no
         gradient, unless all rates are 0, where somebody looks at gradients without stepping.
@@ -184,6 +184,9 @@ class OwedRate:
         Args:
             residual: of the bucket, shape (num_elements,).
             gradient: what is about to be added to it, of the same shape.
+
+        Returns:
+            Of which elements what is owed has to wait: sent at a rate of 0 it would be lost.
         """
         now = self._rates_now()
         # A group that is new, or was not there when the state was saved, owes nothing yet.
@@ -194,13 +197,17 @@ class OwedRate:
         self._rates = [new or old for old, new in zip(before, now, strict=True)]
         rests = any(now) and not all(now)
         if not (rests or any(factor != 1.0 for factor in factors)):
-            return
+            return []
         if not self._leads_to_plain_steps():
-            return
+            return []
         places = self._places.ranges
-        for each in places if rests else ():
-            if each.group is not None and not now[each.group]:
-                gradient[each.begin : each.end] = 0
+        resting = [
+            slice(each.begin, each.end)
+            for each in places
+            if rests and each.group is not None and not now[each.group]
+        ]
+        for place in resting:
+            gradient[place] = 0
         here = [1.0 if each.group is None else factors[each.group] for each in places]
         if min(here) == max(here):
             residual.mul_(here[0])
@@ -208,6 +215,7 @@ class OwedRate:
             sizes = torch.tensor([each.end - each.begin for each in places])
             vector = torch.tensor(here, dtype=residual.dtype).repeat_interleave(sizes)
             residual.mul_(vector.to(residual.device))
+        return resting
 
     def state(self) -> dict[str, float]:
         """The last exchange's rates, by group; none before the first one."""

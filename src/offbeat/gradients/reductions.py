@@ -185,13 +185,20 @@ class Reduction:
             owed.mul_(tally.weight / self._owed_weight)
         self._owed_weight = tally.weight
 
-    def _set_aside(self, owed: torch.Tensor) -> None:
-        """Let what is owed to frozen parameters wait: if it were sent now it would be lost."""
-        places = zip(self._bucket.offsets, self._bucket.offsets[1:], strict=False)
-        for parameter, (begin, end) in zip(self._bucket.parameters, places, strict=True):
-            if not parameter.requires_grad:
-                self._aside.append((slice(begin, end), owed[begin:end].clone()))
-                owed[begin:end] = 0
+    def _set_aside(self, owed: torch.Tensor, resting: Sequence[slice] = ()) -> None:
+        """Let what is owed to frozen parameters, and to elements at `resting`, wait: if it were
+        sent now it would be lost.
+        """
+        bucket = self._bucket
+        places = map(slice, bucket.offsets, bucket.offsets[1:])
+        frozen = [
+            place
+            for parameter, place in zip(bucket.parameters, places, strict=True)
+            if not parameter.requires_grad
+        ]
+        for place in [*frozen, *resting]:
+            self._aside.append((place, owed[place].clone()))
+            owed[place] = 0
 
     def _bring_back(self, owed: torch.Tensor) -> None:
         for here, waiting in self._aside:
@@ -446,10 +453,11 @@ class SparseReduction(Reduction):
     ) -> None:
         plan = self._plan()
         self._grad_scale = grad_scale
-        if self._owed_rate is not None:
-            self._owed_rate.follow(self.feedback.residual, gradient)
-        self._weigh(self.feedback.residual, tally)
-        self._set_aside(self.feedback.residual)
+        residual = self.feedback.residual
+        rates = self._owed_rate
+        resting = [] if rates is None else rates.follow(residual, gradient)
+        self._weigh(residual, tally)
+        self._set_aside(residual, resting)
         self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()

@@ -8,7 +8,6 @@ difference is told and the run goes on.
 from __future__ import annotations
 
 import platform
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -16,12 +15,9 @@ import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
+from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import DivergedError
-from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
-
-_CHECKSUM = struct.Struct("<q")
 
 EARLY_STEPS: Final = frozenset((1, 10))
 """After these steps of a session replicas are compared in any case: most of what makes them differ
@@ -83,37 +79,22 @@ class ReplicaCheck(Callback):
     """After every `interval` optimizer steps of a session, and after `EARLY_STEPS`, compares a
     checksum of the parameters over all ranks.
 
-    Cost: one pass over the parameters and one 8-byte all-gather, each time.
+    Cost: one pass over the parameters and an all-gather of one number, each time.
 
     Args:
-        parameters: the model's, by name; in the same order on all ranks.
-        optimizer: the user's: its options are compared where parameters differ; None: they are not.
-        driver: carries the comparison out.
-        stream: channels for it.
-        interval: in steps, >= 1.
-        warn: is told of a difference that unlike processors explain.
+        context: lent by the session. The options of its optimizer are compared where parameters
+            differ.
         arrive: waits until parameters are what the last step has made of them.
     """
 
     state_key: ClassVar[str] = "replica_check"
     may_begin_anew: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        *,
-        optimizer: torch.optim.Optimizer | None,
-        driver: Driver,
-        stream: Stream,
-        interval: int,
-        warn: Callable[[str], None],
-        arrive: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._parameters = list(parameters.values())
-        self._optimizer = optimizer
-        self._driver = driver
-        self._stream = stream
-        self._interval, self._warn, self._arrive = interval, warn, arrive
+    def __init__(self, context: Context, *, arrive: Callable[[], None] = lambda: None) -> None:
+        self._parameters = list(context.parameters.values())
+        self._optimizer, self._warn = context.optimizer, context.notices.warn
+        self._driver, self._stream = context.driver, context.new_stream()
+        self._interval, self._arrive = context.replica_check_interval, arrive
         self._num_steps = self._num_steps_here = 0
 
     @override
@@ -130,7 +111,8 @@ class ReplicaCheck(Callback):
         ranks' processors differ too.
         """
         self._arrive()
-        checksums = self._driver.run(self._gather(), self._stream.next())
+        mine = gather_values(checksum(self._parameters))
+        checksums = self._driver.run(mine, self._stream.next())
         named = self._driver.name_of
         odd = [named(rank) for rank, value in enumerate(checksums) if value != checksums[0]]
         if odd:
@@ -166,10 +148,6 @@ class ReplicaCheck(Callback):
                             " session.gather(loss) lets you compute it."
                         )
         return None
-
-    def _gather(self) -> Collective[list[int]]:
-        payloads = yield AllGather(_CHECKSUM.pack(checksum(self._parameters)))
-        return [_CHECKSUM.unpack(payload)[0] for payload in payloads]
 
     @override
     def state_dict(self) -> dict[str, Any]:

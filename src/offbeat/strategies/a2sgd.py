@@ -28,13 +28,11 @@ from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, Perio
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.tally import Tally
-from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.reductions import Reduction, TalliedSum
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.gradient import GradientStrategy
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
-from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -57,7 +55,6 @@ class A2SGD(AveragingStrategy):
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._gradients.check(model, optimizer)
-        require_real(model)
 
     @property
     def _gradients(self) -> _TwoMeans:
@@ -82,10 +79,15 @@ class _TwoMeans(GradientStrategy):
     bucket_mib = 1.0
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
-        return _TwoMeansReduction(bucket, context.driver, context.new_stream())
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        pairs = [
+            (bucket, _TwoMeansReduction(bucket, context.driver, context.new_stream()))
+            for bucket in self.buckets(context)
+        ]
+        # Each rank steps by a gradient of its own, which has a norm of its own.
+        return Reductions(pairs, norm_over_ranks=lambda norm: norm)
 
 
 class _TwoMeansReduction(Reduction):

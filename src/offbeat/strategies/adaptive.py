@@ -52,9 +52,8 @@ from offbeat.megabatch.batch_sizes import RateScaling
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
-from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.strategies.options import require_at_least, require_one_of, require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
-from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
 
 

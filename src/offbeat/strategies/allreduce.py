@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
@@ -31,7 +30,6 @@ from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import DenseReduction, Reduction
 from offbeat.strategies.gradient import MIB, GradientStrategy
-from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +51,10 @@ class AllReduce(GradientStrategy):
         if self.codec is not None:
             TopKCodec(values=self.codec)  # which refuses what is no codec of values
 
+    @property
     @override
-    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().check(model, optimizer)
-        if self.codec is not None:
-            require_real(model)
+    def takes_complex(self) -> bool:
+        return self.codec is None
 
     @property
     @override

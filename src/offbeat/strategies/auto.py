@@ -56,7 +56,7 @@ from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError, PeerError
-from offbeat.gradients.collective_choice import CheapestCollective, probe_pairs
+from offbeat.gradients.collective_choice import measured_costs, probe_pairs
 from offbeat.simulation.measured import MeasuredRun, predict, unlike_ports
 from offbeat.simulation.training import TensorProfile
 from offbeat.strategies.allreduce import AllReduce
@@ -72,6 +72,7 @@ from offbeat.strategies.choice import (
     outlook,
 )
 from offbeat.strategies.options import require_one_of
+from offbeat.weights.optimizer_state import divides_by_squares
 
 _SEEN: Final = 20
 MEMINFO: Final = Path("/proc/meminfo")
@@ -146,9 +147,8 @@ class Auto(Strategy):
         """To equal quality, by name."""
         if self.quality == "faster":
             return dict.fromkeys(CANDIDATES, StepsToEqual(1.0, 0.0))
-        groups = [] if optimizer is None else optimizer.param_groups
-        is_adam = any("betas" in group for group in groups)
-        return {name: one.adam if is_adam else one.sgd for name, one in CANDIDATES.items()}
+        scales = optimizer is not None and divides_by_squares(optimizer)
+        return {name: one.adam if scales else one.sgd for name, one in CANDIDATES.items()}
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:
@@ -360,7 +360,7 @@ class Chooser(Callback):
         context = self._context
         parameters = list(context.parameters.values())
         sample, driver = parameters[0], context.driver
-        costs = CheapestCollective.measure(driver, self._stream, sample=sample)
+        network = measured_costs(driver, self._stream, sample=sample)
         work = probe_pairs(driver.rank, driver.world_size)
         heard = [
             (rank, *astuple(cost)) for rank, cost in driver.run(work, self._stream.next()).items()
@@ -394,7 +394,7 @@ class Chooser(Callback):
             backward_s=backward_s,
             optimizer_s=optimizer_s,
             computed_s=seen.computed_s,
-            network=costs.network,
+            network=network,
             ports=unlike_ports(pairs, driver.world_size),
             copy_s_per_byte=max(copy_s for copy_s, _ in device),
             multiply_s_per_element=max(multiply_s for _, multiply_s in device),
@@ -500,7 +500,9 @@ def _memory(device: torch.device) -> str:
 def free_bytes(device: torch.device) -> float:
     """Memory that they may still take; all there is where the system does not say."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        # What PyTorch keeps for tensors to come is free too.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + kept)
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     said = dict(line.split(":") for line in lines)
     if "MemAvailable" in said:  # what caches files is free too

@@ -50,14 +50,8 @@ class AveragingStrategy(Strategy):
             buffers=context.buffers,
             chosen=choose_buffers(context.buffers()),
         )
-        guard = GradientGuard(
-            context.parameters,
-            notify=context.notices.notify,
-            rank=context.driver.name_of(context.driver.rank),
-            island=context.island,
-        )
         # The guard first: a gradient that is not finite must be removed before others look at it.
-        return [guard, *self._exchanges(context, weights)]
+        return [GradientGuard(context), *self._exchanges(context, weights)]
 
     def _exchanges(self, context: Context, weights: ModelWeights) -> list[Callback]:
         if context.island.size > 1 and self.survives_death:  # whoever goes on alone decides alone

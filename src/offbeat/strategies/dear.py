@@ -28,7 +28,6 @@ from offbeat.gradients.buckets import is_dense
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.scattered import ScatterReduction, ShardedSteps
 from offbeat.strategies.gradient import GradientStrategy, Reductions
-from offbeat.strategies.sparse_gradient import require_real
 
 ELEMENTWISE: Final = (
     torch.optim.SGD,
@@ -58,7 +57,6 @@ class DeAR(GradientStrategy):
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
-        require_real(model)
         if type(optimizer) not in ELEMENTWISE:
             raise UnsupportedError(
                 f"DeAR steps with a part of each parameter, and {type(optimizer).__name__} is not"

@@ -48,8 +48,7 @@ from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.options import number_of, require_at_least
-from offbeat.strategies.sparse_gradient import require_real
+from offbeat.strategies.options import number_of, require_at_least, require_real
 from offbeat.weights.model_weights import ModelWeights, restore_
 
 

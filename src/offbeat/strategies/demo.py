@@ -42,7 +42,6 @@ from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
 from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.options import require_density
-from offbeat.strategies.sparse_gradient import require_real
 
 BLOCK = 64
 
@@ -73,11 +72,6 @@ class DeMo(GradientStrategy):
         if not 0 < self.decay <= 1:
             raise ConfigError(f"decay must be in (0, 1], got {self.decay!r}")
         self.entries()
-
-    @override
-    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().check(model, optimizer)
-        require_real(model)
 
     def entries(self) -> TopKCodec:
         """How coefficients travel. Raises `ConfigError` for a codec that is none."""

@@ -12,7 +12,6 @@ import torch
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.collectives.dense import dense_broadcast, gather_values
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import (
@@ -25,7 +24,7 @@ from offbeat.gradients.exchange import (
 from offbeat.gradients.reductions import Reduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.options import require_dense_optimizer
+from offbeat.strategies.options import require_dense_optimizer, require_real
 
 MIB = 1 << 20
 
@@ -59,8 +58,15 @@ class GradientStrategy(Strategy):
     gradients are in one.
     """
 
+    @property
+    def takes_complex(self) -> bool:
+        """Whether parameters that train may be complex."""
+        return False
+
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         require_dense_optimizer(optimizer)
+        if not self.takes_complex:
+            require_real(model)
 
     def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform | None:
         """What works before the exchange in the optimizer's place; None: nothing ever does."""
@@ -129,43 +135,18 @@ class GradientStrategy(Strategy):
         launch_order: LaunchOrder | None = None,
     ) -> tuple[GradientExchange, list[Callback]]:
         found = self.reductions(context, counts, transform)
-        driver, norms, island = context.driver, context.new_stream(), context.island
-
-        def agree_on(norm: float) -> float:
-            said = torch.tensor([island.hypot(norm)], dtype=torch.float64)
-            return float(driver.run(dense_broadcast(said, 0), norms.next()))
-
-        def gather(mine: str) -> dict[int, str]:
-            said = driver.run(gather_values(mine), norms.next())
-            return {driver.name_of(rank): word for rank, word in enumerate(said)}
-
         exchange = GradientExchange(
+            context,
             found.pairs,
             counts=counts,
-            grad_scale=context.grad_scale,
-            has_scaler=context.has_scaler,
-            notify=context.notices.notify,
             launch_order=launch_order,
-            clipping=self.clipping(driver.world_size),
-            agree_on=found.norm_over_ranks or agree_on,
+            clipping=self.clipping(context.driver.world_size),
+            norm_over_ranks=found.norm_over_ranks,
             transform=transform,
-            gather=gather,
-            island=island,
         )
         others = list(found.callbacks)
         for listener in found.listeners:
             exchange.add_listener(listener)
         if context.replica_check_interval:
-            stream, interval = context.new_stream(), context.replica_check_interval
-            others.append(
-                ReplicaCheck(
-                    context.parameters,
-                    optimizer=context.optimizer,
-                    driver=context.driver,
-                    stream=stream,
-                    interval=interval,
-                    warn=context.notices.warn,
-                    arrive=found.arrive,
-                )
-            )
+            others.append(ReplicaCheck(context, arrive=found.arrive))
         return exchange, others

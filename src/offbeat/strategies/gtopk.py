@@ -41,8 +41,7 @@ result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -53,6 +52,7 @@ from offbeat.gradients.collective_choice import (
     COLLECTIVES,
     BucketKind,
     CheapestCollective,
+    measured_costs,
 )
 from offbeat.gradients.density import DensitySchedule, MeasuredDensity
 from offbeat.gradients.exchange import ExchangeCounts
@@ -111,16 +111,20 @@ class GTopK(SparseGradientStrategy):
         return super().entries()
 
     def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
-        options = self.schedule_options(context, counts)
+        options: dict[str, Any] = {"warmup": self.stages(), "counts": counts}
         is_open, named = self.collective == "auto", COLLECTIVES.get(self.collective)
         if self.collective == "dense" or not (is_open or self.density == "auto"):
             density = 1.0 if self.density == "auto" else self.density
-            return DensitySchedule(density, collective=named, **options), []
-        costs = CheapestCollective.measure(
+            return DensitySchedule(density, context, collective=named, **options), []
+        network = measured_costs(
             context.driver,
             context.new_stream(),
             sample=next(iter(context.parameters.values())),
             selector=self.entries().selector,
+        )
+        costs = CheapestCollective(
+            network,
+            world_size=context.driver.world_size,
             among=BY_ITSELF if is_open else {self.collective, "dense"},
             notify=context.notices.notify,
             inform=context.notices.inform,
@@ -128,18 +132,16 @@ class GTopK(SparseGradientStrategy):
         costs.load_state_dict(context.island.first(costs.state_dict()))
         options |= {"cheapest": costs} if is_open else {"collective": named}
         if self.density != "auto":
-            return DensitySchedule(self.density, **options), [costs]
+            return DensitySchedule(self.density, context, **options), [costs]
         parameters = context.parameters.values()
         measured = MeasuredDensity(
             costs,
+            context,
             gradient=BucketKind(
                 num_elements=context.island.first(sum(p.numel() for p in parameters)),
                 element_bytes=max(parameter.element_size() for parameter in parameters),
                 codec=self.entries(),
             ),
-            driver=context.driver,
-            stream=context.new_stream(),
-            now_s=partial(context.driver.now_s, context.new_stream().next()),
             **options,
         )
         return measured, [costs]

@@ -78,9 +78,9 @@ from offbeat.strategies.options import (
     require_fraction_below_one,
     require_one_of,
     require_positive,
+    require_real,
 )
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
-from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights
 
 

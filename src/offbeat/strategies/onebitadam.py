@@ -22,7 +22,7 @@ gradient so far, stays as it is: its sign cannot be 0, and would be divided by e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,12 +40,11 @@ from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.gradients.reductions import DenseReduction, Reduction
 from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.options import require_at_least
-from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,6 @@ class OneBitAdam(GradientStrategy):
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
-        require_real(model)
         require_adam(optimizer, type(self).__name__)
 
     def values(self) -> ValueCodec:
@@ -135,23 +133,6 @@ def remark_of_freeze(optimizer: torch.optim.Optimizer, num_steps: float) -> str:
         f" signs; {num_elements - num_moving:,} of {num_elements:,} elements have had no gradient"
         " in the steps that update them, and stay as they are"
     )
-
-
-class HiddenGradients:
-    """Gradients that the optimizer is not to find, because its step has been taken already."""
-
-    def __init__(self) -> None:
-        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-
-    def hide(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is not None:
-            self._hidden.append((parameter, parameter.grad))
-            parameter.grad = None
-
-    def show(self) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
 
 
 class FrozenAdam(GradientTransform):
@@ -223,23 +204,33 @@ class FrozenAdam(GradientTransform):
         if self._has_looked or self.is_taken:
             return
         self._has_looked = True
-        states = [state for state in self._optimizer.state.values() if state]
-        num_steps = max((float(state.get("step", 0)) for state in states), default=0.0)
+        states = [*self._states()]
+        num_steps = max((float(state["step"]) for _, state in states), default=0.0)
         if num_steps < self._freeze_step:
             return
         self._frozen_at = num_steps
+        for group, state in states:
+            state["exp_avg_sq"].mul_(_grown(num_steps, group) / _grown(state["step"], group))
+        self._inform(remark_of_freeze(self._optimizer, num_steps))
+
+    def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """Adam's of each parameter that has one, behind the parameter's group."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if state := self._optimizer.state.get(parameter):
-                    state["exp_avg_sq"].mul_(
-                        _grown(num_steps, group) / _grown(state["step"], group)
-                    )
-        self._inform(remark_of_freeze(self._optimizer, num_steps))
+                    yield group, state
 
     @override
     def give_back(self) -> None:
-        """Adam goes on from where its state is."""
+        """Adam goes on from where its state is. It takes second moments for those of as many steps
+        as it counts, so they become what they would be after all of these.
+        """
         self._hidden.show()
+        if self.is_taken:
+            for group, state in self._states():
+                grown = _grown(state["step"], group) / _grown(self._frozen_at, group)
+                state["exp_avg_sq"].mul_(grown)
+        self._frozen_at = 0.0
 
     # Events
 

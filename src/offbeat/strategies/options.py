@@ -77,3 +77,14 @@ def require_dense_optimizer(optimizer: torch.optim.Optimizer) -> None:
             " torch.optim.Adam, or a strategy that averages weights alone, such as"
             " offbeat.LocalSGD()"
         )
+
+
+def require_real(model: torch.nn.Module) -> None:
+    """Raise `UnsupportedError` where parameters that train are complex."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise UnsupportedError(
+                f"parameter {name!r} is not real-valued, and the largest entries are selected among"
+                " real numbers only; train its real and imaginary parts as two parameters, or use"
+                " offbeat.AllReduce()"
+            )

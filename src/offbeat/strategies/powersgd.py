@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
@@ -23,7 +22,6 @@ from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.low_rank import LowRankReduction, RightFactors
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
-from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +40,6 @@ class PowerSGD(GradientStrategy):
 
     def __post_init__(self) -> None:
         require_at_least("rank", self.rank, 1)
-
-    @override
-    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().check(model, optimizer)
-        require_real(model)
 
     @override
     def reductions(

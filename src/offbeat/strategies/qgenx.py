@@ -36,7 +36,6 @@ from offbeat.gradients.coded_reduction import CodedReduction
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import Reduction
 from offbeat.strategies.gradient import GradientStrategy
-from offbeat.strategies.sparse_gradient import require_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +53,6 @@ class QGenX(GradientStrategy):
 
     def __post_init__(self) -> None:
         TopKCodec(values=self.codec)  # which refuses what is no codec of values
-
-    @override
-    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().check(model, optimizer)
-        require_real(model)
 
     @override
     def reduction(

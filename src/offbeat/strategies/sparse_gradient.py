@@ -10,10 +10,9 @@ sparsification with error feedback.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -21,8 +20,7 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import TopKCodec
-from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.gradients.buckets import Bucket
+from offbeat.errors import ConfigError
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density import AT_ONCE, START, DensitySchedule, Warmup
@@ -30,7 +28,7 @@ from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.optimizer_momentum import momentum_to_take
 from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
 from offbeat.gradients.parameter_groups import GroupRanges, OwedRate
-from offbeat.gradients.reductions import ExchangePlan, SparseReduction
+from offbeat.gradients.reductions import SparseReduction
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_density, require_one_of, require_positive
 
@@ -70,10 +68,6 @@ class EntriesStrategy(GradientStrategy):
         self.entries()
         if self.clip_norm is not None:
             require_positive("clip_norm", self.clip_norm)
-
-    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().check(model, optimizer)
-        require_real(model)
 
     @property
     def takes_over(self) -> bool:
@@ -131,16 +125,6 @@ class SparseGradientStrategy(EntriesStrategy):
     def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
         """How many entries travel, and by which collective."""
 
-    def schedule_options(self, context: Context, counts: ExchangeCounts) -> dict[str, Any]:
-        """What a `DensitySchedule` needs besides a density and a collective."""
-        return {
-            "warmup": self.stages(),
-            "optimizer": context.optimizer,
-            "counts": counts,
-            "inform": context.notices.inform,
-            "island": context.island,
-        }
-
     @override
     def clipping(self, world_size: int) -> LocalClipping | None:
         return LocalClipping(self.clip_norm, world_size=world_size)
@@ -166,14 +150,7 @@ class SparseGradientStrategy(EntriesStrategy):
                     f"the first {START} exchanges send everything, and Adam steps as ever, before"
                     " its scaling is taken over; warmup=None begins with entries"
                 )
-            return OptimizerScaling(
-                optimizer,
-                driver=context.driver,
-                stream=context.new_stream(),
-                counts=counts,
-                inform=inform,
-                warn=context.notices.warn,
-            )
+            return OptimizerScaling(context, counts)
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
             f" of it works before entries are selected, since {reason}"
@@ -185,7 +162,7 @@ class SparseGradientStrategy(EntriesStrategy):
         self, context: Context, counts: ExchangeCounts, transform: GradientTransform
     ) -> Reductions:
         density, others = self.schedule(context, counts)
-        buckets, codec = self.buckets(context), self.entries()
+        buckets, codec, optimizer = self.buckets(context), self.entries(), context.optimizer
         kinds = [
             BucketKind(
                 num_elements=bucket.num_elements,
@@ -195,51 +172,22 @@ class SparseGradientStrategy(EntriesStrategy):
             for bucket in buckets
         ]
         density.follow(transform, largest=max(kinds, key=lambda kind: kind.num_elements))
-        pairs = [
-            (bucket, self._reduction(bucket, context, partial(density.plan, kind), transform))
-            for bucket, kind in zip(buckets, kinds, strict=True)
-        ]
-        return Reductions(pairs, [*others, density], [density.listener])
-
-    def _reduction(
-        self,
-        bucket: Bucket,
-        context: Context,
-        plan: Callable[[], ExchangePlan],
-        transform: GradientTransform,
-    ) -> SparseReduction:
-        owed_rate = None
-        if context.optimizer is not None:
-            owed_rate = OwedRate(
-                GroupRanges(bucket, context.optimizer),
-                rates=transform.rates,
-                leads_to_plain_steps=transform.leaves_plain_steps,
+        pairs = []
+        for bucket, kind in zip(buckets, kinds, strict=True):
+            reduction = SparseReduction(
+                bucket,
+                context.driver,
+                context.new_stream(),
+                codec=codec,
+                plan=partial(density.plan, kind),
+                owed_rate=None
+                if optimizer is None
+                else OwedRate(
+                    GroupRanges(bucket, optimizer),
+                    rates=transform.rates,
+                    leads_to_plain_steps=transform.leaves_plain_steps,
+                ),
             )
-        reduction = SparseReduction(
-            bucket,
-            context.driver,
-            context.new_stream(),
-            codec=self.entries(),
-            plan=plan,
-            owed_rate=owed_rate,
-        )
-        transform.init(bucket, reduction.feedback)
-        return reduction
-
-
-def require_real(model: torch.nn.Module) -> None:
-    """Raise `UnsupportedError` where parameters that train are complex."""
-    odd = next(
-        (
-            name
-            for name, p in model.named_parameters()
-            if p.requires_grad and not p.is_floating_point()
-        ),
-        None,
-    )
-    if odd is not None:
-        raise UnsupportedError(
-            f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
-            " real numbers only; train its real and imaginary parts as two parameters, or use"
-            " offbeat.AllReduce()"
-        )
+            transform.init(bucket, reduction.feedback)
+            pairs.append((bucket, reduction))
+        return Reductions(pairs, [*others, density], [density.listener])

@@ -34,5 +34,8 @@ class TopK(SparseGradientStrategy):
     density: float = 0.001
 
     def schedule(self, context: Context, counts: ExchangeCounts) -> Scheduled:
-        options = self.schedule_options(context, counts)
-        return DensitySchedule(self.density, collective=topk_sum, **options), []
+        warmup = self.stages()
+        schedule = DensitySchedule(
+            self.density, context, warmup=warmup, counts=counts, collective=topk_sum
+        )
+        return schedule, []

@@ -48,16 +48,11 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
+from offbeat.gradients.exchange import HiddenGradients
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.onebitadam import (
-    HiddenGradients,
-    divisor_of,
-    remark_of_freeze,
-    require_adam,
-)
-from offbeat.strategies.options import require_at_least
+from offbeat.strategies.onebitadam import divisor_of, remark_of_freeze, require_adam
+from offbeat.strategies.options import require_at_least, require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
-from offbeat.strategies.sparse_gradient import require_real
 from offbeat.weights.model_weights import ModelWeights, average_
 
 

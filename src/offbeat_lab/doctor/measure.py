@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from offbeat.arithmetic.costs import NetworkCosts
-from offbeat.gradients.collective_choice import CheapestCollective
+from offbeat.gradients.collective_choice import measured_costs
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs
@@ -120,11 +120,11 @@ def _probe(driver: Driver, device: str) -> tuple[NetworkCosts, list[PairLink], l
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", driver.rank)))
     stream = Stream(0)
     sample = torch.zeros(1, device=device)
-    choice = CheapestCollective.measure(driver, stream, sample=sample)
+    network = measured_costs(driver, stream, sample=sample)
     pairs = driver.run(measure_pairs(driver.rank, driver.world_size), stream.next())
     with _computing():
         busy = driver.run(measure_pairs(driver.rank, driver.world_size), stream.next())
-    return choice.network, pairs, busy
+    return network, pairs, busy
 
 
 @contextmanager
