@@ -145,6 +145,24 @@ def test_being_watched_changes_nothing() -> None:
     assert torch.equal(layer.train()(x, src_mask=mask), expected)
 
 
+class Named(nn.MultiheadAttention):
+    """An attention of somebody's own, which leaves the forward pass as it is."""
+
+    def name(self) -> str:
+        return f"attention with {self.num_heads} heads"
+
+
+def test_an_attention_of_a_class_of_its_own_keeps_it() -> None:
+    layer = Named(WIDTH, HEADS)
+    _, capture = capture_all(layer)
+    assert isinstance(layer, Named)
+    assert layer.name() == f"attention with {HEADS} heads"
+    assert repr(layer).startswith("Named(")
+    assert type(copy.deepcopy(layer)) is Named
+    capture.remove()
+    assert type(layer) is Named
+
+
 def test_a_decoder_and_an_unbatched_attention_are_seen() -> None:
     decoder = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True)
     target, memory = torch.randn(2, 3, WIDTH), torch.randn(2, 5, WIDTH)

@@ -49,6 +49,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -530,7 +531,7 @@ _watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, Projections]] = WeakK
 
 
 class _WatchedAttention(nn.MultiheadAttention):
-    """The class of an attention while it is watched."""
+    """The class of an attention while it is watched, with the class that it had as further base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watched = _watched.get(self)
@@ -541,12 +542,14 @@ class _WatchedAttention(nn.MultiheadAttention):
         observer.finished()
         return output
 
-    def _get_name(self) -> str:
-        return nn.MultiheadAttention.__name__
-
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        # Copies, and what is pickled, are attentions of PyTorch's class.
-        return object.__new__, (nn.MultiheadAttention,), vars(self).copy()
+        # Copies, and what is pickled, are not watched.
+        return object.__new__, (type(self).__bases__[1],), vars(self).copy()
+
+
+@cache
+def _watched_kind(kind: type[nn.MultiheadAttention]) -> type[nn.MultiheadAttention]:
+    return type(kind.__name__, (_WatchedAttention, kind), {})
 
 
 def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
@@ -571,13 +574,13 @@ def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
         rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
         observer,
     )
-    module.__class__ = _WatchedAttention
+    module.__class__ = _watched_kind(type(module))
 
 
 def unwatch(module: nn.MultiheadAttention) -> None:
     """The inverse of `watch`."""
-    _watched.pop(module, None)
-    module.__class__ = nn.MultiheadAttention
+    del _watched[module]
+    module.__class__ = type(module).__bases__[1]
 
 
 def rebound(function: Any, names: dict[str, Any]) -> FunctionType:
