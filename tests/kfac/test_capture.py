@@ -212,8 +212,14 @@ def test_they_are_where_the_root_is_never_called() -> None:
                 output = layer(output)
             (output.square().sum(1).mean() / len(batches)).backward()
 
+    def train_after_an_error(*batches: torch.Tensor) -> None:
+        with pytest.raises(TypeError):
+            model()
+        train(*batches)
+
     expected = increments(model, lambda: train(x))
-    assert_same(increments(model, lambda: train(*x.split(2))), expected)
+    for run in (train, train_after_an_error):
+        assert_same(increments(model, lambda run=run: run(*x.split(2))), expected)
 
 
 @pytest.mark.parametrize("evaluates_first", [True, False])

@@ -474,7 +474,7 @@ class Capture:
 
         return [
             model.register_forward_pre_hook(ModuleHook(model, begins)),
-            model.register_forward_hook(ModuleHook(model, ends)),
+            model.register_forward_hook(ModuleHook(model, ends), always_call=True),
         ]
 
     def _watch(self, module: nn.MultiheadAttention) -> None:
