@@ -252,6 +252,20 @@ def test_nothing_is_seen_without_gradients_or_between_steps() -> None:
     capture.remove()
 
 
+def test_a_pass_through_a_model_that_is_frozen_for_another_ones_sake_is_not_seen() -> None:
+    model, x = small_net(), torch.randn(3, 2, 4, 4)
+
+    def train(*, generates: bool) -> None:
+        if generates:
+            model.requires_grad_(False)
+            model((2 * x).requires_grad_()).sum().backward()
+            model.requires_grad_(True)
+        model(x).square().sum(1).mean().backward()
+
+    expected = increments(model, lambda: train(generates=False))
+    assert_same(increments(model, lambda: train(generates=True)), expected)
+
+
 def test_steps_are_apart() -> None:
     model, x = small_net(), torch.randn(3, 2, 4, 4)
     blocks, capture = capture_all(model)

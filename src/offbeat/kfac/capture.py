@@ -28,9 +28,10 @@ What is counted, and what is not:
   factors keep their scale.
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
   from then on.
-- Passes without gradients are not seen. Of one that no backward pass follows, as of an evaluation
-  that leaves gradients on, inputs count, and no terms of the loss. `torch.autograd.grad` and second
-  passes through a retained graph cannot be told from training and are counted.
+- Passes without gradients are not seen, nor those in which all that is covered is frozen. Of one
+  that no backward pass follows, as of an evaluation that leaves gradients on, inputs count, and no
+  terms of the loss. `torch.autograd.grad` and second passes through a retained graph cannot be told
+  from training and are counted.
 
 `nn.MultiheadAttention` calls its projections as functions and not as modules. PyTorch's own forward
 pass runs, to the bit: its code is executed with the name `linear` bound to an observer that calls
@@ -342,6 +343,8 @@ class Capture:
         index, block = self._uses[place].block_index, self._uses[place].block
         if self.phase is None or not torch.is_grad_enabled() or self.is_retired(index):
             return False
+        if not any(each.weight.requires_grad for each in self._blocks):
+            return False  # the pass is for another model's sake, as a generator's is for a critic
         if not block.fits(inputs):
             _, rows, columns = block.matrix_shape
             self.retire(
