@@ -328,6 +328,22 @@ def test_a_layer_that_changes_its_shape_is_retired_with_a_warning() -> None:
     assert found[0].packed.shape == (1, 15)
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1, 4, 4), (3, 2, 8, 8)])
+def test_a_batch_of_a_wrong_shape_raises_as_without_hooks_and_layers_are_watched_on(
+    shape: tuple[int, ...],
+) -> None:
+    model, x = small_net(), torch.randn(3, 2, 4, 4)
+    with pytest.raises(RuntimeError) as expected:
+        model(torch.randn(shape))
+    blocks, capture = capture_all(model)
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.randn(shape))
+    assert str(raised.value) == str(expected.value)
+    model(x).sum().backward()
+    assert all(increment.weight > 0 for increment in take_all(capture, blocks))
+    capture.remove()
+
+
 def test_copies_of_the_model_are_not_seen_and_hooks_come_out() -> None:
     model = nn.Sequential(small_net(), nn.Linear(3, 3))
     blocks, capture = capture_all(model)

@@ -273,7 +273,8 @@ class Capture:
         """Use `place` is about to be called with `inputs`, which belong to `num_terms` terms of
         the loss; None: the block counts them.
         """
-        if self._listens(place, inputs) and not _inside_backward():
+        fits = self._listens(place) and self._uses[place].block.fits(inputs)
+        if fits and not _inside_backward():
             if self._has_gradient and not self._is_in_root:
                 self._begin_pass()
             self._add_inputs(place, inputs, num_terms)
@@ -298,12 +299,21 @@ class Capture:
             select: picks the block's part of the output's gradient.
             layer: the name of the layer that was called; None: the block's.
         """
-        if not self._listens(place, inputs) or not output.requires_grad:
+        if not self._listens(place) or not output.requires_grad:
+            return
+        block = self._uses[place].block
+        if not block.fits(inputs):  # and yet the layer has not raised
+            _, rows, columns = block.matrix_shape
+            self.retire_use(
+                place,
+                f"its shape has changed to inputs of {tuple(inputs.shape)} and a weight of"
+                f" {tuple(block.weight.shape)}, from a matrix of {rows} x {columns}",
+            )
             return
         # A checkpointed forward pass runs again inside the backward pass. What its hooks recorded
         # the first time must not be recorded twice; a re-entrant checkpoint ran without gradients
         # then, so its inputs are recorded when the gradient comes.
-        recomputing, block = _inside_backward(), self._uses[place].block
+        recomputing = _inside_backward()
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or block.masks_outputs else None
         dim, number = block.example_dim(inputs), self._pass
@@ -339,21 +349,15 @@ class Capture:
         """Whether block `index` is watched no longer."""
         return self._blocks[index].name in self.retired
 
-    def _listens(self, place: int, inputs: torch.Tensor) -> bool:
-        index, block = self._uses[place].block_index, self._uses[place].block
-        if self.phase is None or not torch.is_grad_enabled() or self.is_retired(index):
-            return False
-        if not any(each.weight.requires_grad for each in self._blocks):
-            return False  # the pass is for another model's sake, as a generator's is for a critic
-        if not block.fits(inputs):
-            _, rows, columns = block.matrix_shape
-            self.retire(
-                index,
-                f"its shape has changed to inputs of {tuple(inputs.shape)} and a weight of"
-                f" {tuple(block.weight.shape)}, from a matrix of {rows} x {columns}",
-            )
-            return False
-        return True
+    def _listens(self, place: int) -> bool:
+        index = self._uses[place].block_index
+        return (
+            self.phase is not None
+            and torch.is_grad_enabled()
+            and not self.is_retired(index)
+            # Else the pass is for another model's sake, as a generator's through its critic is.
+            and any(each.weight.requires_grad for each in self._blocks)
+        )
 
     def _watch_loss(self, output: Any) -> None:
         """Count the terms of this pass when the gradient of the model's output comes. Of several

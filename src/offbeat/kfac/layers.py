@@ -199,7 +199,8 @@ class ConvBlock(LayerBlock):
             self.inputs = FactorShape(groups=groups * self._taps[0], dim=in_a_row)
 
     def fits(self, inputs: torch.Tensor) -> bool:
-        return self.keeps_shape() and inputs.shape[-1 - self._num_axes] == self._num_channels
+        channels = inputs.shape[: -self._num_axes][-1:]  # none of a wrong input, which raises later
+        return self.keeps_shape() and channels == (self._num_channels,)
 
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return None if inputs.ndim == 1 + self._num_axes else 0
