@@ -51,7 +51,7 @@ def trained(max_dim: int = 8192) -> tuple[nn.Module, list[Block], Capture]:
 
 
 def gradients_of(blocks: list[Block]) -> list[torch.Tensor]:
-    return [block.gradient_matrix().clone() for block in blocks]
+    return [block.gradient().matrix().clone() for block in blocks]
 
 
 def tasks_of(
@@ -307,11 +307,11 @@ def test_a_bias_that_is_frozen_by_now_leaves_its_layer_the_inverse_without_it(
         damped = [each + DAMPING * torch.eye(each.shape[-1], dtype=each.dtype) for each in (a, g)]
         num_inputs = block.matrix_shape[2] - block.has_bias
         inputs, outputs = damped[0][:, :num_inputs, :num_inputs], damped[1]
-        gradient = block.gradient_matrix()[..., :num_inputs]
+        gradient = block.gradient().matrix()[..., :num_inputs]
         expected.append(torch.linalg.inv(outputs) @ gradient @ torch.linalg.inv(inputs))
     precondition_(blocks, inverses(pairs, how), lrs=[0.1] * len(blocks), kl_clip=None)
     for block, wanted in zip(blocks, expected, strict=True):
-        found = block.gradient_matrix()
+        found = block.gradient().matrix()
         torch.testing.assert_close(found[..., : wanted.shape[2]], wanted)
 
 

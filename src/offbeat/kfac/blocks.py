@@ -126,7 +126,9 @@ class BlockGradient(NamedTuple):
     fixes_bias: bool = False
 
     def matrix(self) -> torch.Tensor:
-        """Both side by side, in float32 or float64: a view where it can be one."""
+        """Both side by side, of the block's `matrix_shape`, in float32 or float64: a view where it
+        can be one.
+        """
         weight = as_real(self.weight).flatten(2)
         if self.bias is None:
             return F.pad(weight, (0, 1)) if self.fixes_bias else weight
@@ -298,16 +300,6 @@ class Block(ABC):
         if bias is None or self.fixes_bias:
             return BlockGradient(matrix, None, self.fixes_bias)
         return BlockGradient(matrix, gradient_of(bias)[self.bias_rows].view(*matrix.shape[:2], 1))
-
-    def gradient_matrix(self) -> torch.Tensor:
-        """The gradient, of `matrix_shape`, in float32 or float64: a view where it can be one.
-        `has_gradient` must hold.
-        """
-        return self.gradient().matrix()
-
-    def write_gradient_(self, matrix: torch.Tensor) -> None:
-        """The inverse of `gradient_matrix`."""
-        self.gradient().write_(matrix)
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """A view of `weight`, or of its gradient, as (groups, outputs, inputs without bias), inputs

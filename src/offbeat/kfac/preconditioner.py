@@ -157,11 +157,6 @@ class Preconditioner:
         gradients. Collective where owners send them.
         """
         began_s = time.perf_counter()
-        self._precondition(retired)
-        self.precondition_s += time.perf_counter() - began_s
-
-    def _precondition(self, retired: Collection[int]) -> None:
-        kl_clip = self._settings.kl_clip
         lr_of = {
             id(parameter): float(group["lr"])
             for group in self._optimizer.param_groups
@@ -173,23 +168,19 @@ class Preconditioner:
             if index not in retired
         ]
         if self._plan.by_owner:
-            self.last_nu = self._precondition_by_owners(live, kl_clip=kl_clip)
+            self.last_nu = self._precondition_by_owners(live)
         else:
             self.last_nu = precondition_(
                 [each.block for each in live],
                 [each.inverse for each in live if each.inverse is not None],
                 lrs=[each.lr for each in live],
-                kl_clip=kl_clip,
+                kl_clip=self._settings.kl_clip,
                 grafting=self._settings.grafting,
             )
+        self.precondition_s += time.perf_counter() - began_s
 
     @torch.no_grad()
-    def _precondition_by_owners(
-        self,
-        live: Sequence[_Member],
-        *,
-        kl_clip: float | None,
-    ) -> torch.Tensor | None:
+    def _precondition_by_owners(self, live: Sequence[_Member]) -> torch.Tensor | None:
         """Replace the gradients of blocks, the same on all ranks, by preconditioned gradients.
         Collective.
 
@@ -199,7 +190,6 @@ class Preconditioner:
 
         Args:
             live: the blocks. Those without gradient are passed over.
-            kl_clip: as of `precondition_`.
 
         Returns:
             As of `precondition_`.
@@ -222,7 +212,7 @@ class Preconditioner:
             pending.append(self._driver.launch(broadcast, self._stream.next()))
         for sent in pending:
             sent.wait()
-        nu = None
+        nu, kl_clip = None, self._settings.kl_clip
         if kl_clip is not None and messages:
             changes = (message.change.to("cpu", torch.float64) for message in messages)
             nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
@@ -681,9 +671,7 @@ def _apply_each(live: Sequence[_Live], *, joins: bool) -> Iterator[_Applied]:
             continue
         gradient = block.gradient()
         matrix = gradient.matrix()
-        found = inverse.apply(
-            matrix, block.inputs, block.outputs, fixes_bias=gradient.fixes_bias
-        )
+        found = inverse.apply(matrix, block.inputs, block.outputs, fixes_bias=gradient.fixes_bias)
         yield lr, gradient, matrix, found
     for some in norms.values():
         first, inverse, lr = some[0]
