@@ -324,9 +324,9 @@ class LayerBlock(Block):
     def uses(self) -> Sequence[Use]:
         return (Use(self, (self.module,), (self.name,)),)
 
-    @abstractmethod
     def fits(self, inputs: torch.Tensor) -> bool:
         """Whether the layer has the shape that the block was made for."""
+        return self.keeps_shape()
 
     @abstractmethod
     def example_dim(self, inputs: torch.Tensor) -> int | None:

@@ -435,9 +435,8 @@ class FactorMessage:
         self._views = [
             part.view(slot.shape.packed) for part, slot in zip(parts, slots, strict=True)
         ]
-        self._sums: list[Pending[torch.Tensor]] = []
+        self._pending: Sequence[Pending[Any]] = ()
         self._rounded: torch.Tensor | None = None  # while it travels
-        self._coded: Pending[None] | None = None  # likewise
 
     @property
     def num_bytes(self) -> int:
@@ -478,14 +477,13 @@ class FactorMessage:
         put(torch.tensor(numbers, dtype=self._tail.dtype), self._tail)
         # Weights and numbers of ranks would no longer be exact in fewer bits.
         if self._codec == "float32":
-            self._sums = launch_sums(driver, stream, self._flat)
+            self._pending = launch_sums(driver, stream, self._flat)
         elif self._codec == "bfloat16":
             self._rounded = self._factors.bfloat16()
-            self._sums = launch_sums(driver, stream, self._rounded, self._tail)
+            self._pending = launch_sums(driver, stream, self._rounded, self._tail)
         else:
-            work = self._sum_coded(driver.rank, driver.world_size)
-            self._coded = driver.launch(work, stream.next())
-            self._sums = launch_sums(driver, stream, self._tail)
+            coded = driver.launch(self._sum_coded(driver.rank, driver.world_size), stream.next())
+            self._pending = [*launch_sums(driver, stream, self._tail), coded]
 
     def _sum_coded(self, rank: int, world_size: int) -> Collective[None]:
         """Sum diagonals as they are, and the factors in codes that stand for shares of the roots of
@@ -516,20 +514,16 @@ class FactorMessage:
 
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""
-        has_codes = self._coded is None or self._coded.poll()
-        return has_codes and all(pending.poll() for pending in self._sums)
+        return all(pending.poll() for pending in self._pending)
 
     def wait(self) -> None:
         """Until the sums are there."""
-        for pending in self._sums:
+        for pending in self._pending:
             pending.wait()
-        self._sums = []
+        self._pending = ()
         if self._rounded is not None:
             self._factors.copy_(self._rounded)
             self._rounded = None
-        if self._coded is not None:
-            self._coded.wait()
-            self._coded = None
 
     def read(self) -> list[SummedFactor]:
         """The sums of each slot, which must have been waited for. May be called once: means are
