@@ -444,6 +444,14 @@ def test_samples_a_second_are_those_of_all_ranks_each_at_its_own_pace() -> None:
     assert late.samples_per_s == pytest.approx(4 * 10 / (0.3 + 0.3 / 4))
 
 
+@pytest.mark.parametrize("delay", ["1x2s:1%", "1x2s:30%", "rank1x1s:5%,rank2x1s:5%", "1x10s:0.2%"])
+def test_a_delay_that_is_rare_is_in_the_mean_step_of_those_who_wait(delay: str) -> None:
+    where = setting("8gbit", delay=delay)
+    mean_s = {"1x2s:1%": 0.02, "1x2s:30%": 0.6, "1x10s:0.2%": 0.02}.get(delay, 0.1)
+    undisturbed_s = predict_step("allreduce", setting("8gbit")).step_s
+    assert predict_step("allreduce", where).step_s == pytest.approx(undisturbed_s + mean_s)
+
+
 def test_a_straggler_holds_up_all_but_those_who_wait_for_nobody() -> None:
     late = setting("8gbit", workers=8, delay="1x320ms")
     synchronous, waiting_for_nobody = (predict_step(s, late) for s in ("ddp", "adpsgd"))

@@ -4,6 +4,7 @@ breaks when.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Self
@@ -232,6 +233,16 @@ class Cluster(DescribedModel):
         order.
         """
         return self.delayed_ranks(step).get(rank, 0.0) if self.straggling else 0.0
+
+    @property
+    def mean_delay_s(self) -> float:
+        """Seconds that a worker sleeps in a step, mean over workers and all steps."""
+        all_s = 0.0
+        for late in self.straggling:
+            workers = late.workers if isinstance(late.workers, int) else len(late.workers)
+            # The mean of log-normal delays is more than their median.
+            all_s += workers * late.probability * late.delay_s * math.exp(late.spread**2 / 2)
+        return all_s / self.workers
 
     def speed_at(self, worker: int, elapsed_s: float) -> float:
         """The speed of `worker` when `elapsed_s` seconds have passed; of changes at one time the
