@@ -208,7 +208,7 @@ class Shape:
 
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
@@ -226,8 +226,6 @@ _BIAS: Final = (*_LEARNED, "bloom", "starcoder2")
 _TIED: Final = (*_BIAS, *_ALWAYS_GATED, "cohere", "cohere2", "falcon", "mpt")
 _ATTENTION_BIAS: Final = ("qwen2",)
 """Kinds of models, and what their configurations leave out, since transformers knows it."""
-
-_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def read_shape(given: str, sequence: int | None = None) -> Shape:
@@ -253,7 +251,7 @@ def read_shape(given: str, sequence: int | None = None) -> Shape:
         )
     shape = Shape(**values)
     numbers = {one.name: getattr(shape, one.name) for one in fields(Shape)}
-    wrong = [name for name, value in numbers.items() if value < 0]
+    wrong = [name for name, value in numbers.items() if not isinstance(value, int) or value < 0]
     wrong += [name for name in ("layers", "hidden", "heads", "sequence") if not numbers[name]]
     if wrong or (not shape.head_dim and shape.hidden % shape.heads):
         raise ConfigError(
@@ -286,7 +284,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no configuration of a model")
     kind = config.get("model_type", "")
-    if config.get("is_encoder_decoder") or any(config.get(name) for name in _EXPERTS):
+    if config.get("is_encoder_decoder") or _has_experts(config):
         raise ConfigError(
             f"{path} is of an encoder with a decoder, or of a mixture of experts, and only decoders"
             " of one kind of layer can be planned so; time a script of it with offbeat profile"
@@ -316,6 +314,16 @@ def _from_file(path: Path) -> dict[str, Any]:
         "attention_bias": config.get("attention_bias", kind in _ATTENTION_BIAS),
         "positions": (int(longest or 0) if is_learned else 0),
     }
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether it has a number of experts, which each kind of model calls by a name of its own, some
+    in a part for feed-forward layers.
+    """
+    return any(
+        _has_experts(value) if isinstance(value, dict) else value and "expert" in name
+        for name, value in config.items()
+    )
 
 
 def device_named(name: str) -> Device:
