@@ -622,6 +622,17 @@ def test_a_task_is_profiled_as_it_trains() -> None:
     assert profile.tensors[-1].ready < profile.tensors[0].ready <= 1
 
 
+def test_accumulated_batches_have_factors_each() -> None:
+    """ResNet-50's take 211 ms of 32 images."""
+    fast = from_flags(workers=1, link="1000gbit")
+    seconds = [
+        predict_step("spdkfac:factor_interval=1", Setting(profile=each, cluster=fast)).step_s
+        - predict_step("alone", Setting(profile=each, cluster=fast)).step_s
+        for each in (few_layers(), few_layers().accumulated(4))
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 0.211)
+
+
 def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> None:
     twice = replace(
         MODEL, batches=(TimedBatch(batch_size=5, forward_s=0.06, backward_s=0.12), *MODEL.batches)

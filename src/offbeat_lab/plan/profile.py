@@ -423,7 +423,9 @@ class ModelProfile:
         return replace(self, batches=(timed,), padding_s=0.0, device=device)
 
     def accumulated(self, batches: int) -> ModelProfile:
-        """The same model, which exchanges gradients with the last of so many batches."""
+        """The same model, which exchanges gradients with the last of so many batches. Factors are of
+        all of them.
+        """
         batch = self.batch
         before_s = (batches - 1) * (batch.forward_s + batch.backward_s)
         larger = replace(
@@ -431,7 +433,7 @@ class ModelProfile:
             batch_size=batches * batch.batch_size,
             forward_s=before_s + batch.forward_s,
         )
-        return replace(self, batches=(larger,))
+        return replace(self, batches=(larger,), factors_s=batches * self.factors_s)
 
     def on_island(self, devices: int, bytes_per_s: float) -> ModelProfile:
         """The same model on a node whose devices divide it by FSDP, each of which takes a batch.
