@@ -127,7 +127,8 @@ def _as_asked(request: PlanRequest, found: StepPrediction) -> StepPrediction:
     """With the time and the money that `request` asks for."""
     steps = {} if request.to_target is None else request.to_target.steps
     if found.strategy in steps:
-        found = replace(found, time_to_target_s=steps[found.strategy] * found.step_s)
+        trained_s = steps[found.strategy] * found.step_s
+        found = replace(found, time_to_target_s=trained_s / max(1 - found.lost_to_deaths, 1e-12))
     if request.samples is not None:
         found = replace(found, time_s=request.samples * _sample_s(found))
     hours_s = found.time_s if found.time_s is not None else found.time_to_target_s
@@ -263,11 +264,12 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
         )
     for cluster in request.clusters:
         link = with_window(cluster.link)
-        if link.connection_bytes_per_s < link.bytes_per_s:
+        bytes_per_s = link.connection_bytes_per_s(cluster.between_racks_s)
+        if bytes_per_s < link.bytes_per_s:
             whose = "" if cluster.link.window_bytes else " as Linux has it, which is assumed here,"
             remarks.append(
                 f"A window of {link.window_bytes} bytes{whose} lets a connection carry"
-                f" {display_rate(float(f'{8 * link.connection_bytes_per_s:.3g}'))} of"
+                f" {display_rate(float(f'{8 * bytes_per_s:.3g}'))} of"
                 f" {display_rate(link.rate_bit_per_s or math.inf)}: round trip x rate is more."
                 " A cluster file may say `window`; `offbeat doctor --write` measures it."
             )

@@ -56,7 +56,8 @@ class StepPrediction:
         note: what should be known; empty: nothing.
         is_lower_limit: whether later steps take longer than those that were simulated, which end
             before the first averages do.
-        time_to_target_s: as many steps as it took to a target; None: nobody measured how many.
+        time_to_target_s: as many steps as it took to a target, with what deaths cost; None: nobody
+            measured how many.
         time_s: to the samples that are asked for, with what deaths cost; None: nobody asked.
         cost: of that time, in the price's money; None: there is no price.
     """

@@ -22,7 +22,7 @@ _LONG = ((172_800.0, "d"), (7200.0, "h"), (120.0, "min"))
 
 SENT_WORDS = "MB sent: by a worker in a step."
 
-TARGET_WORDS = "Target: time to it, measured steps x predicted step."
+TARGET_WORDS = "Target: time to it, measured steps x predicted step, with what deaths cost."
 
 DEATH_WORDS = "Goodput: samples a second, with what deaths of workers cost."
 
