@@ -268,8 +268,13 @@ class Cluster(DescribedModel):
     def most_latency_s(self) -> float:
         """One way, of the longest way between two workers."""
         link_s = max(self.link_of(worker).latency_s for worker in range(self.workers))
-        apart = self.racks is not None and self.workers > self.racks.size
-        return link_s + (self.racks.latency_s if self.racks is not None and apart else 0.0)
+        return link_s + self.between_racks_s
+
+    @property
+    def between_racks_s(self) -> float:
+        """One way, from rack to rack, besides that of links; 0 where all are in one."""
+        is_apart = self.racks is not None and self.workers > self.racks.size
+        return self.racks.latency_s if self.racks is not None and is_apart else 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -325,9 +330,14 @@ class Cluster(DescribedModel):
         return Cluster(**{**self.fields(), **fewer})
 
     def virtual_links(self) -> list[VirtualLink]:
-        """Each worker's link for the virtual driver."""
+        """Each worker's link for the virtual driver, which carries what its connections to other
+        racks do.
+        """
+        further_s = self.between_racks_s
         return [
-            VirtualLink(latency_s=link.latency_s, bytes_per_s=link.connection_bytes_per_s)
+            VirtualLink(
+                latency_s=link.latency_s, bytes_per_s=link.connection_bytes_per_s(further_s)
+            )
             for link in map(self.link_of, range(self.workers))
         ]
 
