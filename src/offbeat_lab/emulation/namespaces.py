@@ -30,6 +30,7 @@ from offbeat_lab.emulation.commands import NAMESPACES, ask, call_in, path_of, ru
 from offbeat_lab.emulation.plan import (
     DATA,
     HUB_CONTROL_ADDRESS,
+    WINDOW_BYTES,
     EmulationName,
     check_size,
     choose_mtu,
@@ -49,10 +50,10 @@ from offbeat_lab.records import EmulationReport, LinkCheck
 T = TypeVar("T")
 
 _HUB_SETTINGS = {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filter": "0"}
-# as hosts on long fat links are set up; the buffers are only used where they are needed
+# The buffers are only used where they are needed.
 _WORKER_SETTINGS = {
-    "tcp_rmem": "4096 131072 33554432",
-    "tcp_wmem": "4096 65536 33554432",
+    "tcp_rmem": f"4096 131072 {2 * WINDOW_BYTES}",
+    "tcp_wmem": f"4096 65536 {2 * WINDOW_BYTES}",
 }
 
 

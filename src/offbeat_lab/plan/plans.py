@@ -17,7 +17,7 @@ from offbeat_lab.plan.predictions import (
     check_spec,
     predict_step,
     setting_of,
-    with_window,
+    with_windows,
 )
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.simulation import Simulated
@@ -263,7 +263,7 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
             " again."
         )
     for cluster in request.clusters:
-        link = with_window(cluster.link)
+        link = with_windows(cluster).link
         bytes_per_s = link.connection_bytes_per_s(cluster.between_racks_s)
         if bytes_per_s < link.bytes_per_s:
             whose = "" if cluster.link.window_bytes else " as Linux has it, which is assumed here,"
