@@ -8,8 +8,9 @@ import re
 import shlex
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from offbeat_lab.plan.plans import Plan
     from offbeat_lab.plan.profile import ModelProfile
 
-MONEY: Final = "Time and money"
+
+def _option(panel: str, text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel)
+
+
+_what = partial(_option, WHAT)
+_where = partial(_option, CLUSTER)
+_money = partial(_option, "Time and money")
+_output = partial(_option, OUTPUT)
+
 _PRICE = re.compile(r"[$\u20ac]?(\d+(?:\.\d+)?)(?:/h)?")
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
@@ -36,121 +46,50 @@ _NAME_COLUMNS = 12  # with all other columns that is 80
 def plan(
     context: typer.Context,
     profile: Annotated[
-        str | None,
-        typer.Option(
-            help="A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.",
-            rich_help_panel=WHAT,
-        ),
+        str | None, _what("A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.")
     ] = None,
     script: Annotated[
-        str | None,
-        typer.Option(
-            help="Or your script with its arguments, profiled here at first.",
-            rich_help_panel=WHAT,
-        ),
+        str | None, _what("Or your script with its arguments, profiled here at first.")
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(
-            help="Or a language model: its config.json, or layers=32,hidden=4096,heads=32.",
-            rich_help_panel=WHAT,
-        ),
+        _what("Or a language model: its config.json, or layers=32,hidden=4096,heads=32."),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(
-            help="That --config is for: h100, rtx-4090 (default: a100).", rich_help_panel=WHAT
-        ),
+        str | None, _what("That --config is for: h100, rtx-4090 (default: a100).")
     ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a sample of --config.", rich_help_panel=WHAT),
-    ] = None,
+    sequence: Annotated[int | None, _what("Tokens of a sample of --config.")] = None,
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Of weights and gradients: bfloat16 or float32 (default for --config: bfloat16).",
-            rich_help_panel=WHAT,
-        ),
+        _what("Of weights and gradients: bfloat16 or float32 (default for --config: bfloat16)."),
     ] = "",
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Of a device (default: the profile's, 1 for --config).", rich_help_panel=WHAT
-        ),
+        int | None, _what("Of a device (default: the profile's, 1 for --config).")
     ] = None,
-    accumulate: Annotated[
-        int,
-        typer.Option(help="Batches whose gradients are exchanged together.", rich_help_panel=WHAT),
-    ] = 1,
+    accumulate: Annotated[int, _what("Batches whose gradients are exchanged together.")] = 1,
     strategies: Annotated[
-        str | None,
-        typer.Option(
-            help="With options, as gtopk:density=0.001; commas between.", rich_help_panel=WHAT
-        ),
+        str | None, _what("With options, as gtopk:density=0.001; commas between.")
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="A TOML file, or the name of a preset.", rich_help_panel=CLUSTER),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            help="Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.", rich_help_panel=CLUSTER
-        ),
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="One way, of every link: 0.1ms.", rich_help_panel=CLUSTER)
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(help="2,4,8, or 8..1024 for all doublings between.", rich_help_panel=CLUSTER),
-    ] = None,
+    cluster: Annotated[str | None, _where("A TOML file, or the name of a preset.")] = None,
+    link: Annotated[str | None, _where("Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.")] = None,
+    latency: Annotated[str | None, _where("One way, of every link: 0.1ms.")] = None,
+    workers: Annotated[str | None, _where("2,4,8, or 8..1024 for all doublings between.")] = None,
     island: Annotated[
-        int,
-        typer.Option(
-            help="Devices of a node that divide the model by FSDP: then a worker is a node.",
-            rich_help_panel=CLUSTER,
-        ),
+        int, _where("Devices of a node that divide the model by FSDP: then a worker is a node.")
     ] = 1,
-    delay: Annotated[
-        str | None, typer.Option(help="Straggling: 2x320ms.", rich_help_panel=CLUSTER)
-    ] = None,
-    deaths: Annotated[
-        float | None,
-        typer.Option(help="Of a worker, an hour: 0.01.", rich_help_panel=CLUSTER),
-    ] = None,
-    price: Annotated[
-        str | None,
-        typer.Option(help="Of a device: 2.10/h.", rich_help_panel=MONEY),
-    ] = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(help="Until so many tokens: 300e9.", rich_help_panel=MONEY),
-    ] = None,
-    samples: Annotated[
-        float | None,
-        typer.Option(help="Or samples: 1e8.", rich_help_panel=MONEY),
-    ] = None,
+    delay: Annotated[str | None, _where("Straggling: 2x320ms.")] = None,
+    deaths: Annotated[float | None, _where("Of a worker, an hour: 0.01.")] = None,
+    price: Annotated[str | None, _money("Of a device: 2.10/h.")] = None,
+    tokens: Annotated[float | None, _money("Until so many tokens: 300e9.")] = None,
+    samples: Annotated[float | None, _money("Or samples: 1e8.")] = None,
     steps_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="Or to its target, from a comparison's directory.", rich_help_panel=MONEY
-        ),
+        Path | None, _money("Or to its target, from a comparison's directory.")
     ] = None,
     check: Annotated[
-        Path | None,
-        typer.Option(
-            help="A comparison's directory: how well it would have been predicted.",
-            rich_help_panel=OUTPUT,
-        ),
+        Path | None, _output("A comparison's directory: how well it would have been predicted.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --check: where the profile goes, with what was checked.",
-            rich_help_panel=OUTPUT,
-        ),
+        Path | None, _output("With --check: where the profile goes, with what was checked.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
