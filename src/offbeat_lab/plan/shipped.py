@@ -491,26 +491,21 @@ def shipped_profile(name: str) -> ModelProfile:
     select_s, selects = _SELECT_S_PER_ELEMENT, f"{_GTOPK}: 6.1 ns on a P102-100"
     if published.device == "A100":
         select_s, selects = selection_cost(bytes_per_s), f"an H200's at {memory}"
-    sources = [
-        Source(field="tensors", source="the network's definition"),
-        Source(field="batches", source=published.source),
-        Source(field="select_s_per_element", source=selects),
-        Source(field="copy_s_per_byte", source="half of PCIe 3.0 x16"),
-        Source(field="bucket_s_per_byte", source=f"{memory}, read and written"),
-        Source(
-            field="low_rank_s_per_element",
-            source=f"{_LOW_RANK_BYTES} bytes at {memory}, and an H200's host for each tensor",
-        ),
-        Source(field="moments", source="Adam" if published.moments > 1 else "SGD with momentum"),
-    ]
+    sources = Source.of(
+        tensors="the network's definition",
+        batches=published.source,
+        select_s_per_element=selects,
+        copy_s_per_byte="half of PCIe 3.0 x16",
+        bucket_s_per_byte=f"{memory}, read and written",
+        low_rank_s_per_element=f"{_LOW_RANK_BYTES} bytes at {memory}, and an H200's host for each"
+        " tensor",
+        moments="Adam" if published.moments > 1 else "SGD with momentum",
+    )
     if factors:
-        sources += [
-            Source(field="factors_s", source=_SPDKFAC),
-            Source(
-                field="inversion",
-                source=f"{_SPDKFAC}: ResNet-50's sum and its largest factor, a + c d^3",
-            ),
-        ]
+        sources += Source.of(
+            factors_s=_SPDKFAC,
+            inversion=f"{_SPDKFAC}: ResNet-50's sum and its largest factor, a + c d^3",
+        )
     profile = ModelProfile(
         name=name,
         device=published.device,
@@ -533,7 +528,7 @@ def shipped_profile(name: str) -> ModelProfile:
         layers=factors,
         factors_s=published.factors_s,
         inversion=INVERSION if factors else None,
-        sources=tuple(sources),
+        sources=sources,
     )
     return with_low_rank(profile, bytes_per_s)
 
