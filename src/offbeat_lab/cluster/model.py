@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -30,6 +30,7 @@ from offbeat_lab.cluster.parts import (
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.cluster.toml_writer import to_toml
 
+Event = TypeVar("Event", SpeedChange, ClusterFault)
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 
 
@@ -130,15 +131,10 @@ class Cluster(DescribedModel):
             )
         return name
 
-    @field_validator("changes")
+    @field_validator("changes", "faults")
     @classmethod
-    def _changes_in_order(cls, changes: tuple[SpeedChange, ...]) -> tuple[SpeedChange, ...]:
-        return tuple(sorted(changes, key=lambda change: change.at_s))
-
-    @field_validator("faults")
-    @classmethod
-    def _faults_in_order(cls, faults: tuple[ClusterFault, ...]) -> tuple[ClusterFault, ...]:
-        return tuple(sorted(faults, key=lambda fault: fault.at_s))
+    def _in_order(cls, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        return tuple(sorted(events, key=lambda event: event.at_s))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -58,7 +58,7 @@ def num_rounds(world_size: int) -> int:
 
 
 def measure_pairs(rank: int, world_size: int) -> Collective[list[PairLink]]:
-    """Every pair once, in order; the same list on every rank. 3 MiB each way for each pair, and more
+    """Every pair once, in order; the same list on every rank. 3 MiB each way for each pair, more
     where links are long.
     """
     mine: list[bytes] = []

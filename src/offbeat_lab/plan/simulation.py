@@ -141,11 +141,6 @@ class Setting:
         return self.shares_cores or not self.profile.on_gpu
 
     @property
-    def announced_s(self) -> float:
-        """How long the slowest of these words is on its way."""
-        return self.latency_s if self.dense_announced else 0.0
-
-    @property
     def latency_s(self) -> float:
         """Of the longest way between two workers."""
         return self.cluster.most_latency_s + self._or_free(MESSAGE_WAKE_S)
@@ -205,7 +200,10 @@ class Setting:
         return NetworkCosts(
             messages=LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate),
             dense=LinkCost(
-                alpha_s=self.latency_s + self.dense_hop_s + self.announced_s + self.dense_round_s,
+                # The slowest word that a receiver is ready is on its way before.
+                alpha_s=(1 + self.dense_announced) * self.latency_s
+                + self.dense_hop_s
+                + self.dense_round_s,
                 beta_s_per_byte=1 / ring_rate + self.gloo_s_per_byte,
             ),
             select_s_per_element=self.profile.select_s_per_element,
@@ -659,7 +657,8 @@ class Cores:
             yield Sleep(duration_s)
             return
         begun_s = self._cluster.now_s
-        yield until_done(self.begin(rank, work_s))
+        work = self.begin(rank, work_s)
+        yield SleepUntil(over=lambda: work.over)
         left_s = begun_s + duration_s - self._cluster.now_s
         if left_s > 0:
             yield Sleep(left_s)
@@ -690,8 +689,3 @@ class Cores:
             self._cluster.at(self._cluster.now_s, self._assign)
 
         self._cluster.at(self._cluster.now_s + duration_s, stop)
-
-
-def until_done(work: Work) -> SleepUntil:
-    """Wait until `work` is done."""
-    return SleepUntil(over=lambda: work.over)
