@@ -243,7 +243,8 @@ def test_a_window_limits_what_a_connection_carries_in_a_round_trip() -> None:
 
 
 def test_a_window_limits_connections_between_racks_too() -> None:
-    text = 'link = {rate = "1gbit", window = 125000}\nracks = {size = 2, rate = "1gbit", latency = "10ms"}'
+    racks = 'racks = {size = 2, rate = "1gbit", latency = "10ms"}'
+    text = f'link = {{rate = "1gbit", window = 125000}}\n{racks}'
     cluster = parse_cluster(text, "lab.toml")
     assert cluster.virtual_links()[0].bytes_per_s == 125_000 / 0.02
     assert cluster.with_workers(2).virtual_links()[0].bytes_per_s == 125e6

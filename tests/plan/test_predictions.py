@@ -21,7 +21,7 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, LinkSpec, from_flags, with_deaths
+from offbeat_lab.cluster import Cluster, LinkSpec, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
@@ -672,7 +672,7 @@ def test_what_deaths_cost_counts_in_the_recommendation() -> None:
     """A death ends a run with DDP, and not with WAGMA, whose steps take longer here."""
     cluster = from_flags(workers=16, link="100gbit")
     for deaths, best in ((0.0, "ddp"), (3.0, "wagma")):
-        clusters = [with_deaths(cluster, deaths)]
+        clusters = [cluster.changed(deaths_per_hour=deaths)]
         strategies = ("ddp", "wagma")
         profile = shipped_profile("resnet50")
         plan = make_plan(PlanRequest(profile=profile, clusters=clusters, strategies=strategies))

@@ -320,7 +320,7 @@ def _clusters(
     delay: str | None,
     deaths: float | None,
 ) -> list[Cluster]:
-    from offbeat_lab.cluster import from_flags, with_deaths
+    from offbeat_lab.cluster import from_flags
 
     links: list[str | None] = [None] if link is None else [*link.split(",")]
     numbers: list[int | None] = [None] if workers is None else [*parse_workers(workers)]
@@ -335,7 +335,7 @@ def _clusters(
         for number in numbers
     ]
     if deaths is not None:
-        found = [with_deaths(one, deaths) for one in found]
+        found = [one.changed(deaths_per_hour=deaths) for one in found]
     if len({(one.workers, one.link.rate_bit_per_s) for one in found}) < len(found):
         raise ConfigError(
             f"--link {link} has one rate twice; plans for other latencies are made one at a time"

@@ -285,6 +285,14 @@ class Cluster(DescribedModel):
             deaths_per_hour=self.deaths_per_hour,
         )
 
+    def changed(self, **values: object) -> Cluster:
+        """The same cluster with other values; the pattern of speeds is repeated.
+
+        Raises:
+            ConfigError: values that no cluster has.
+        """
+        return Cluster(**{**self.fields(), "speeds": self.speed_pattern, **values})
+
     def with_workers(self, workers: int) -> Cluster:
         """The same cluster with another number of workers; the pattern of speeds is repeated.
 
@@ -292,7 +300,7 @@ class Cluster(DescribedModel):
             ConfigError: a pattern that does not fit into so few, or a fault, link or delay of a
                 worker that is left out.
         """
-        return Cluster(**{**self.fields(), "workers": workers, "speeds": self.speed_pattern})
+        return self.changed(workers=workers)
 
     def left_with(self, workers: int) -> Cluster:
         """As `with_workers`, for a run that goes on with so many: what names workers left out
@@ -315,15 +323,13 @@ class Cluster(DescribedModel):
                 )
             )
         ]
-        fewer = {
-            "workers": workers,
-            "speeds": self.speed_pattern,
-            "links": {worker: link for worker, link in self.links.items() if worker < workers},
-            "straggling": tuple(late),
-            "changes": tuple(change for change in self.changes if change.worker < workers),
-            "faults": tuple(fault for fault in self.faults if fault.worker < workers),
-        }
-        return Cluster(**{**self.fields(), **fewer})
+        return self.changed(
+            workers=workers,
+            links={worker: link for worker, link in self.links.items() if worker < workers},
+            straggling=tuple(late),
+            changes=tuple(change for change in self.changes if change.worker < workers),
+            faults=tuple(fault for fault in self.faults if fault.worker < workers),
+        )
 
     def virtual_links(self) -> list[VirtualLink]:
         """Each worker's link for the virtual driver, which carries what its connections to other

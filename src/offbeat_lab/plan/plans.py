@@ -77,14 +77,14 @@ class Plan:
     predictions: tuple[StepPrediction, ...]
 
     @property
-    def crossovers(self) -> list[str]:
+    def crossovers(self) -> tuple[str, ...]:
         """Where which strategy is best, in words."""
-        return _crossovers(self)
+        return tuple(_crossovers(self))
 
     @property
-    def remarks(self) -> list[str]:
+    def remarks(self) -> tuple[str, ...]:
         """What should be known."""
-        return _remarks(self)
+        return tuple(_remarks(self))
 
     def best(self, workers: int, rate_bit_per_s: float) -> StepPrediction:
         """The recommendation: of those within `CLOSE` of the fastest, with what deaths cost, the

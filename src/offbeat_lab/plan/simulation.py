@@ -19,13 +19,12 @@ more. What carries messages takes cores too.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +39,9 @@ from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from offbeat_lab.plan.methods.strategy_steps import StrategySteps
 
 EVENTS_UP_TO: Final = 64
 """Workers up to which every message of every exchange of entries is simulated. Beyond that all
@@ -324,9 +326,8 @@ class Setting:
     def without_network(self) -> Setting:
         """The same, but messages take no time."""
         fast = self.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
-        values = {**self.cluster.fields(), "link": fast, "links": {}, "racks": None}
-        values["speeds"] = self.cluster.speed_pattern
-        return replace(self, cluster=Cluster(**values), message_s=0.0, free_messages=True)
+        cluster = self.cluster.changed(link=fast, links={}, racks=None)
+        return replace(self, cluster=cluster, message_s=0.0, free_messages=True)
 
     @property
     def ideal_s(self) -> float:
@@ -380,46 +381,13 @@ class Simulated:
     kept_bytes: float = 0.0
 
 
-class Method(ABC):
-    """What a strategy does in a step.
-
-    Attributes:
-        steps_in_a_period: steps after which its exchanges repeat.
-        kind_of: as `Strategy.step_kinds` says.
-        least_steps: as many are simulated at least, where none are asked for.
-        extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
-            callbacks were seen to hold, if that is more.
-    """
-
-    steps_in_a_period: int = 1
-    kind_of: Callable[[int], Hashable] | None = None
-    least_steps: int = 1
-    extra_bytes: float = 0.0
-
-    @abstractmethod
-    def simulate(self, setting: Setting) -> Simulated:
-        """A step on `setting`."""
-
-    def period_of(self, world_size: int) -> int:
-        """Steps of a rank of so many, after which exchanges repeat."""
-        return self.steps_in_a_period
-
-    def waiting_s(self, setting: Setting, encode_s: float) -> float:
-        """How long a step is waited for peers, if messages took no time, where a rank encodes for
-        `encode_s`.
-        """
-        return max(
-            0.0, self.simulate(setting.without_network()).step_s - setting.ideal_s - encode_s
-        )
-
-
 class Run:
     """One simulation of a method.
 
     Args:
         setting: where.
         method: what all workers do.
-        num_workers: how many are simulated, where the others are like them; None: all.
+        num_workers: how many are simulated, where the others are like them.
 
     Attributes:
         weights: the steps that are taken, in their order, and how much each counts: 0 for those
@@ -427,10 +395,9 @@ class Run:
         looked_at: those that count.
     """
 
-    def __init__(self, setting: Setting, method: Method, num_workers: int | None = None) -> None:
+    def __init__(self, setting: Setting, method: StrategySteps, num_workers: int) -> None:
         self.setting = setting
         self.method = method
-        num_workers = num_workers or setting.world_size
         self.cluster = VirtualCluster(
             num_workers,
             seed=setting.cluster.seed,
