@@ -8,8 +8,9 @@ import re
 import shlex
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
     from offbeat_lab.plan.plans import Plan
     from offbeat_lab.plan.profile import ModelProfile
 
-MONEY: Final = "Time and money"
+
+_what = partial(flag, WHAT)
+_where = partial(flag, CLUSTER)
+_money = partial(flag, "Time and money")
+_output = partial(flag, OUTPUT)
+
 _PRICE = re.compile(r"[$\u20ac]?(\d+(?:\.\d+)?)(?:/h)?")
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
@@ -44,58 +50,50 @@ _NAME_COLUMNS = 12  # with all other columns that is 80
 def plan(
     context: typer.Context,
     profile: Annotated[
-        str | None, flag(WHAT, "A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.")
+        str | None, _what("A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.")
     ] = None,
     script: Annotated[
-        str | None, flag(WHAT, "Or your script with its arguments, profiled here at first.")
+        str | None, _what("Or your script with its arguments, profiled here at first.")
     ] = None,
     config: Annotated[
         str | None,
-        flag(WHAT, "Or a language model: its config.json, or layers=32,hidden=4096,heads=32."),
+        _what("Or a language model: its config.json, or layers=32,hidden=4096,heads=32."),
     ] = None,
     device: Annotated[
-        str | None, flag(WHAT, "That --config is for: h100, rtx-4090 (default: a100).")
+        str | None, _what("That --config is for: h100, rtx-4090 (default: a100).")
     ] = None,
-    sequence: Annotated[int | None, flag(WHAT, "Tokens of a sample of --config.")] = None,
+    sequence: Annotated[int | None, _what("Tokens of a sample of --config.")] = None,
     dtype: Annotated[
         str,
-        flag(
-            WHAT, "Of weights and gradients: bfloat16 or float32 (default for --config: bfloat16)."
-        ),
+        _what("Of weights and gradients: bfloat16 or float32 (default for --config: bfloat16)."),
     ] = "",
     batch_size: Annotated[
-        int | None, flag(WHAT, "Of a device (default: the profile's, 1 for --config).")
+        int | None, _what("Of a device (default: the profile's, 1 for --config).")
     ] = None,
-    accumulate: Annotated[int, flag(WHAT, "Batches whose gradients are exchanged together.")] = 1,
+    accumulate: Annotated[int, _what("Batches whose gradients are exchanged together.")] = 1,
     strategies: Annotated[
-        str | None, flag(WHAT, "With options, as gtopk:density=0.001; commas between.")
+        str | None, _what("With options, as gtopk:density=0.001; commas between.")
     ] = None,
-    cluster: Annotated[str | None, flag(CLUSTER, "A TOML file, or the name of a preset.")] = None,
-    link: Annotated[
-        str | None, flag(CLUSTER, "Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.")
-    ] = None,
-    latency: Annotated[str | None, flag(CLUSTER, "One way, of every link: 0.1ms.")] = None,
-    workers: Annotated[
-        str | None, flag(CLUSTER, "2,4,8, or 8..1024 for all doublings between.")
-    ] = None,
+    cluster: Annotated[str | None, _where("A TOML file, or the name of a preset.")] = None,
+    link: Annotated[str | None, _where("Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.")] = None,
+    latency: Annotated[str | None, _where("One way, of every link: 0.1ms.")] = None,
+    workers: Annotated[str | None, _where("2,4,8, or 8..1024 for all doublings between.")] = None,
     island: Annotated[
-        int,
-        flag(CLUSTER, "Devices of a node that divide the model by FSDP: then a worker is a node."),
+        int, _where("Devices of a node that divide the model by FSDP: then a worker is a node.")
     ] = 1,
-    delay: Annotated[str | None, flag(CLUSTER, "Straggling: 2x320ms.")] = None,
-    deaths: Annotated[float | None, flag(CLUSTER, "Of a worker, an hour: 0.01.")] = None,
-    price: Annotated[str | None, flag(MONEY, "Of a device: 2.10/h.")] = None,
-    tokens: Annotated[float | None, flag(MONEY, "Until so many tokens: 300e9.")] = None,
-    samples: Annotated[float | None, flag(MONEY, "Or samples: 1e8.")] = None,
+    delay: Annotated[str | None, _where("Straggling: 2x320ms.")] = None,
+    deaths: Annotated[float | None, _where("Of a worker, an hour: 0.01.")] = None,
+    price: Annotated[str | None, _money("Of a device: 2.10/h.")] = None,
+    tokens: Annotated[float | None, _money("Until so many tokens: 300e9.")] = None,
+    samples: Annotated[float | None, _money("Or samples: 1e8.")] = None,
     steps_from: Annotated[
-        Path | None, flag(MONEY, "Or to its target, from a comparison's directory.")
+        Path | None, _money("Or to its target, from a comparison's directory.")
     ] = None,
     check: Annotated[
-        Path | None,
-        flag(OUTPUT, "A comparison's directory: how well it would have been predicted."),
+        Path | None, _output("A comparison's directory: how well it would have been predicted.")
     ] = None,
     out: Annotated[
-        Path | None, flag(OUTPUT, "With --check: where the profile goes, with what was checked.")
+        Path | None, _output("With --check: where the profile goes, with what was checked.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -227,7 +225,8 @@ def profile(
         str | None, typer.Option(help="A task in its place; `offbeat tasks` lists them.")
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the task.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the task."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps that are timed, at each batch size.")] = 20,
     also: Annotated[
@@ -325,7 +324,7 @@ def _clusters(
     delay: str | None,
     deaths: float | None,
 ) -> list[Cluster]:
-    from offbeat_lab.cluster import from_flags, with_deaths
+    from offbeat_lab.cluster import from_flags
 
     links: list[str | None] = [None] if link is None else [*link.split(",")]
     numbers: list[int | None] = [None] if workers is None else [*parse_workers(workers)]
@@ -340,7 +339,7 @@ def _clusters(
         for number in numbers
     ]
     if deaths is not None:
-        found = [with_deaths(one, deaths) for one in found]
+        found = [one.changed(deaths_per_hour=deaths) for one in found]
     if len({(one.workers, one.link.rate_bit_per_s) for one in found}) < len(found):
         raise ConfigError(
             f"--link {link} has one rate twice; plans for other latencies are made one at a time"
