@@ -376,9 +376,8 @@ class ScriptSessions(ScriptListener):
                 LOGGER.warning("%s", WITHOUT_OPTIMIZER.format(strategy=self._recipe.name))
             return coupled
         if isinstance(session, Session):
-            if not isinstance(
-                ddp, ShardedModule
-            ):  # torch.distributed.checkpoint saves no further entries
+            # torch.distributed.checkpoint saves no further entries.
+            if not isinstance(ddp, ShardedModule):
                 self._carried.attached(session, optimizer)
             if session.strategy.replicas_differ:
                 ignored = ddp.parameters_to_ignore
