@@ -350,6 +350,9 @@ def test_without_a_record_logging_does_nothing_but_check() -> None:
         ("dice_loss", False),
         ("mape", False),
         ("perplexity", False),
+        ("val_nDCG@10", True),
+        ("hits@1", True),
+        ("num_correct", True),
     ],
 )
 def test_a_name_says_whether_more_is_better(name: str, higher: bool) -> None:

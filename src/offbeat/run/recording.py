@@ -60,7 +60,7 @@ _NO_METRICS: Final = frozenset(
 )
 _HIGHER_IS_BETTER: Final = (
     "acc", "top1", "top5", "f1", "auc", "precision", "recall", "bleu", "rouge", "map", "iou",
-    "dice", "psnr", "ssim", "reward", "return", "score", "r2",
+    "dice", "psnr", "ssim", "reward", "return", "score", "r2", "ndcg", "mrr", "hit", "corr",
 )  # fmt: skip
 _LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape")
 """Words that decide, whatever else a name says: top1_error, dice_loss."""
