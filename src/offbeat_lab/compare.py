@@ -482,9 +482,8 @@ def run_comparison(
                     if interrupted.count:
                         break
         except (OffbeatError, OSError):
-            with suppress(
-                OffbeatError
-            ):  # the disk may be full, and what goes on then is the first error
+            # The disk may be full, and what goes on then is the first error.
+            with suppress(OffbeatError):
                 write_comparison(directory, comparison.model_copy(update={"status": "stopped"}))
             raise
     contestants = [

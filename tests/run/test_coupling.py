@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -155,6 +157,25 @@ def test_of_several_models_the_samples_of_the_recorded_one_count(
     sessions.close(None)
     recorder.end()
     assert [event.batch_size for event in Record(path).events(0)] == [4, 4, 4]
+
+
+def test_models_that_a_script_has_let_go_of_are_not_kept(stack: ExitStack) -> None:
+    """As of a script that tries many, or trains one for each fold."""
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    models, sessions = [], []
+    for _ in range(4):
+        model = nn.Linear(3, 1)
+        models.append(weakref.ref(model))
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        step(ddp, optimizer)
+        sessions.append(weakref.ref(script.session))
+        script.heard.sessions.clear()
+        script.heard.optimizers.clear()
+        del model, ddp, optimizer
+    gc.collect()
+    assert [model() is None for model in models] == [True, True, True, False]
+    assert [session() is None for session in sessions] == [True, True, True, False]
 
 
 def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStack) -> None:

@@ -260,6 +260,24 @@ def test_a_session_ends_well_though_the_disk_takes_no_summary(
     assert "the record is not complete: cannot write" in caplog.text
 
 
+def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path: Path) -> None:
+    path = recorded_run(tmp_path)
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+            recorder.attached(session, model, optimizer)
+            recorder.loss_seen(torch.tensor(1.0), 1.0)
+            model(torch.ones(5, 2)).sum().backward()
+            optimizer.step()
+        for _ in range(3):
+            recorder.loss_seen(torch.tensor(5.0), 1.0)
+    recorder.end()
+    assert [event.loss for event in Record(path).events(0)] == [1.0, 1.0]
+
+
 def test_loggers_hear_what_a_script_measures_when_its_session_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +350,9 @@ def test_without_a_record_logging_does_nothing_but_check() -> None:
         ("dice_loss", False),
         ("mape", False),
         ("perplexity", False),
+        ("val_nDCG@10", True),
+        ("hits@1", True),
+        ("num_correct", True),
     ],
 )
 def test_a_name_says_whether_more_is_better(name: str, higher: bool) -> None:

@@ -316,3 +316,9 @@ def group_store(key: str) -> Store:
         return dist.HashStore()
     assert dist.group.WORLD is not None
     return dist.PrefixStore(f"offbeat-record-{key}", dist.group.WORLD.get_group_store())
+
+
+def group_coordinator() -> Coordinator:
+    """One of the ranks of torch.distributed's default group, or of this process alone."""
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return Coordinator(group_store("run"), *place)

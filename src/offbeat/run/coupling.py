@@ -15,6 +15,7 @@ wrapped anew.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -366,6 +367,8 @@ class ScriptSessions(ScriptListener):
             evaluation=None,
         )
         self._coupled.append(coupled)
+        if isinstance(session, Session):
+            self._end_those_gone(session)
         self._num_older = len(self._optimizers)
         if optimizer is None:
             self.num_attached += not self._recipe.needs_optimizer
@@ -373,9 +376,8 @@ class ScriptSessions(ScriptListener):
                 LOGGER.warning("%s", WITHOUT_OPTIMIZER.format(strategy=self._recipe.name))
             return coupled
         if isinstance(session, Session):
-            if not isinstance(
-                ddp, ShardedModule
-            ):  # torch.distributed.checkpoint saves no further entries
+            # torch.distributed.checkpoint saves no further entries.
+            if not isinstance(ddp, ShardedModule):
                 self._carried.attached(session, optimizer)
             if session.strategy.replicas_differ:
                 ignored = ddp.parameters_to_ignore
@@ -385,6 +387,26 @@ class ScriptSessions(ScriptListener):
         self.num_attached += 1
         self._listener.attached(session, model, optimizer)
         return coupled
+
+    def _end_those_gone(self, newest: Session) -> None:
+        """End sessions whose wrappers all ranks have let go of, as in a script that tries many
+        models: each would keep its model. The mean of one whose ranks differ may be asked for yet.
+        Collective.
+        """
+        of_all_ranks = [
+            each
+            for each in self._coupled
+            if isinstance(each.session, Session)
+            and each.session.world_size == newest.world_size == dist.get_world_size()
+        ]
+        if len(of_all_ranks) < 2 or is_returning():
+            return
+        gc.collect()  # a wrapper refers to itself, and ranks would find that at other times
+        gone = [each.ddp() is None and each.evaluation is None for each in of_all_ranks]
+        said = zip(*newest.gather(gone), strict=True)
+        for coupled, on_ranks in zip(of_all_ranks, said, strict=True):
+            if all(on_ranks):
+                self._end(coupled, None)
 
     def _end(self, coupled: _Coupled, error: BaseException | None) -> None:
         self._coupled.remove(coupled)

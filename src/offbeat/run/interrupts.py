@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -51,13 +52,8 @@ def stop_requests(heed: Callable[[int], object]) -> Iterator[None]:
     """Call `heed` with the number of the signal at SIGINT, SIGTERM and SIGHUP, in place of ending
     this process. A SIGHUP that is ignored, as under nohup, stays so. Only in the main thread.
     """
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_terminal()
-        heed(number)
-
-    before = {number: signal.signal(number, note) for number in _stop_signals()}
+    handle = _heeding(heed)
+    before = {number: signal.signal(number, handle) for number in _stop_signals()}
     try:
         yield
     finally:
@@ -69,15 +65,18 @@ def exit_at_stop_signals() -> None:
     """Make SIGTERM and SIGHUP end this process as `sys.exit` does, so that what it has set up is
     taken down; by default they end it at once.
     """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _leave_terminal()
-        raise SystemExit(128 + number)
-
     for number in _stop_signals():
         if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, leave)
+            signal.signal(number, _heeding(lambda number: sys.exit(128 + number)))
+
+
+def _heeding(heed: Callable[[int], object]) -> Callable[[int, FrameType | None], None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        heed(number)
+
+    return handle
 
 
 def _stop_signals() -> list[signal.Signals]:

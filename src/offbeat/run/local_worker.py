@@ -170,9 +170,8 @@ class LocalWorker:
 
     def kill(self) -> None:
         if self.alive:
-            os.killpg(
-                self.process.pid, signal.SIGKILL
-            )  # its own session: whatever it started goes with it
+            # Its own session: whatever it started goes with it.
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Wait for its end, and give back what belonged to it."""

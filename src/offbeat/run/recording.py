@@ -60,7 +60,7 @@ _NO_METRICS: Final = frozenset(
 )
 _HIGHER_IS_BETTER: Final = (
     "acc", "top1", "top5", "f1", "auc", "precision", "recall", "bleu", "rouge", "map", "iou",
-    "dice", "psnr", "ssim", "reward", "return", "score", "r2",
+    "dice", "psnr", "ssim", "reward", "return", "score", "r2", "ndcg", "mrr", "hit", "corr",
 )  # fmt: skip
 _LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape")
 """Words that decide, whatever else a name says: top1_error, dice_loss."""
@@ -136,6 +136,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._evaluations: list[Evaluation] = []
         self._losses_seen = False
         self._num_samples = 0
+        self._is_attached = False
         self._step_has_begun = self._has_evaluated = self._was_asked = False
         self._evaluated_s = 0.0
 
@@ -146,6 +147,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
     ) -> None:
         """`session` is at work. Of several models at once, the first one's steps are recorded."""
         attached = AttachedModel(model=model, session=session)
+        self._is_attached = True
         if self._recorder is None:
             if (opened := self._open_record()) is not None:  # else nobody asked for a record
                 session.observers.append(self)
@@ -188,9 +190,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
         """`backward` is called on `loss`, which is `scale` times the script's."""
         self._begin_step()
-        if self._recorder is None:
-            return
-        if loss.numel() == 1:
+        if self._is_attached and loss.numel() == 1:
             # Read when the step is over: a GPU would first have to end the forward pass here.
             self._losses_of_step.append(loss.detach().float() / scale)
 
@@ -243,6 +243,10 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._stop_at_limit()
         self._wait_for_turn(step)
         recorder.restart_clock()
+
+    @override
+    def closed(self, error: BaseException | None) -> None:
+        self._is_attached = False  # what the script trains now is in no record
 
     @override
     def logged(self, values: Mapping[str, float]) -> None:

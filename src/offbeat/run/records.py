@@ -376,32 +376,21 @@ class EventWriter:
         self._written_s = 0.0
         if torn:
             self._file.write("\n")
-        offset_s = time.time() - time.monotonic()
-        head = {
-            "kind": EVENTS_KIND,
-            "schema_version": SCHEMA,
-            "rank": rank,
-            "attempt": attempt,
-            "start_step": start_step,
-        }
-        self._file.write(
-            json.dumps(
-                head
-                | {
-                    "host": socket.gethostname(),
-                    "pid": os.getpid(),
-                    "monotonic_to_unix_s": offset_s,
-                }
-            )
-            + "\n"
+        head = Head(
+            attempt=attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            monotonic_to_unix_s=time.time() - time.monotonic(),
+            start_step=start_step,
         )
+        kind = {"kind": EVENTS_KIND, "schema_version": SCHEMA, "rank": rank}
+        self._file.write(json.dumps(kind | asdict(head)) + "\n")
 
     def add(self, event: StepEvent) -> None:
         self._waiting.append(event)
         end_s = event.began_s + event.duration_s
-        if (
-            end_s - self._written_s >= _WRITE_EVERY_S
-        ):  # several at once cost a fraction of as many one by one
+        # Several at once cost a fraction of as many one by one.
+        if end_s - self._written_s >= _WRITE_EVERY_S:
             self._written_s = end_s
             self._write()
 

@@ -309,9 +309,8 @@ class WorkerGroup:
             for worker in alive:
                 # It asks for a checkpoint.
                 worker.process.send_signal(signal.Signals(self._stop_signal))
-                worker.process.send_signal(
-                    signal.SIGCONT
-                )  # one that the script has stopped could not hear it
+                # One that the script has stopped could not hear it.
+                worker.process.send_signal(signal.SIGCONT)
         self._find_deaths()
         if all(worker.death_recorded for worker in self._dead):
             self._fail_deadline_s = None

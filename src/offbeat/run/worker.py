@@ -20,13 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from offbeat.errors import OffbeatError
 from offbeat.run import patches
 from offbeat.run.children import CHILD_VARIABLE
 from offbeat.run.config import RunConfig, ScriptCommand
-from offbeat.run.coordination import Coordinator, group_store, supervised_coordinator
+from offbeat.run.coordination import group_coordinator, supervised_coordinator
 from offbeat.run.coupling import ScriptSessions, is_good_end
 from offbeat.run.interrupts import exit_at_stop_signals
 from offbeat.run.progress import Failure, Remark, Report, Reporter, pipe_reporter
@@ -217,12 +215,9 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
         out: directory of the record; None: the next free one below runs/.
     """
     os.environ[CHILD_VARIABLE] = config.to_json()
-
-    def open_record() -> OpenRecord | None:
-        place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return shared_record(Coordinator(group_store("run"), *place), config, out)
-
-    recorder = ScriptRecorder(open_record, _say, stop_after=config.steps)
+    recorder = ScriptRecorder(
+        lambda: shared_record(group_coordinator(), config, out), _say, stop_after=config.steps
+    )
     launch = launched()
     assert launch is not None
     # What torch.distributed reads, where srun has set variables of its own.

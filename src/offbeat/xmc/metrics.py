@@ -135,9 +135,8 @@ class RankingMetrics:
     ) -> None:
         order = np.lexsort((-inverse, rows))
         rows, inverse = rows[order], inverse[order]
-        place = np.arange(rows.size) - np.searchsorted(
-            rows, rows
-        )  # in its row, the rarest label first
+        # In its row, the rarest label first.
+        place = np.arange(rows.size) - np.searchsorted(rows, rows)
         for i, k in enumerate(self._ks):
             self._rarity[i] += found[:, :k].sum()
             self._best_rarity[i] += inverse[place < k].sum()

@@ -18,17 +18,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from offbeat.errors import ConfigError
 from offbeat.xmc.row_gradients import read_sparse
 
+Group: TypeAlias = dict[str, Any]
 _STEP = "step"
-_BLOCK_NUMBERS = (
-    1 << 16
-)  # of rows that are updated together, so that copies of them stay in a core's cache
+_BLOCK_NUMBERS = 1 << 16
+"""Of rows that are updated together, so that copies of them stay in a core's cache."""
 
 
 class RowOptimizer(torch.optim.Optimizer, ABC):
@@ -37,19 +38,12 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
     """
 
     @abstractmethod
-    def _slot_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _slot_names(self, group: Group) -> tuple[str, ...]:
         """Names of state of the parameter's shape, zeros at first."""
 
     @abstractmethod
-    def _update_(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        slots: list[torch.Tensor],
-        group: dict[str, Any],
-        step: int,
-    ) -> None:
-        """Step number `step`, counted from 1, in place on tensors of one shape."""
+    def _update_(self, weight: Tensor, gradient: Tensor, slots: list[Tensor], group: Group) -> None:
+        """A step, in place on tensors of one shape. `group["step"]` is its number, from 1 on."""
 
     @torch.no_grad()
     # torch overloads it
@@ -67,17 +61,16 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                     self._step_parameter(parameter, parameter.grad, group)
         return loss
 
-    def _step_parameter(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
-    ) -> None:
+    def _step_parameter(self, parameter: Tensor, gradient: Tensor, group: Group) -> None:
         state, slot_names = self.state[parameter], self._slot_names(group)
         if not state:
             state[_STEP] = torch.tensor(0.0)
             state.update((name, torch.zeros_like(parameter)) for name in slot_names)
         state[_STEP] += 1
+        group = {**group, _STEP: int(state[_STEP])}
         slots = [state[name] for name in slot_names]
         if not gradient.is_sparse:
-            self._update_(parameter, gradient, slots, group, int(state[_STEP]))
+            self._update_(parameter, gradient, slots, group)
             return
         all_rows, all_values = read_sparse(gradient)
         tensors = [parameter, *slots]
@@ -88,7 +81,7 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
         )
         for rows, values in zip(all_rows.split(size), all_values.split(size), strict=True):
             weight_rows, *slot_rows = (tensor.index_select(0, rows) for tensor in tensors)
-            self._update_(weight_rows, values, slot_rows, group, int(state[_STEP]))
+            self._update_(weight_rows, values, slot_rows, group)
             for tensor, changed in zip(tensors, [weight_rows, *slot_rows], strict=True):
                 tensor.index_copy_(0, rows, changed)
 
@@ -107,17 +100,10 @@ class RowSGD(RowOptimizer):
         _require("momentum", momentum, least=0.0, below=1.0)
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
-    def _slot_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _slot_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _update_(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        slots: list[torch.Tensor],
-        group: dict[str, Any],
-        step: int,
-    ) -> None:
+    def _update_(self, weight: Tensor, gradient: Tensor, slots: list[Tensor], group: Group) -> None:
         for momentum in slots:
             gradient = momentum.mul_(group["momentum"]).add_(gradient)
         weight.sub_(gradient, alpha=group["lr"])
@@ -137,17 +123,10 @@ class RowAdagrad(RowOptimizer):
         _require("eps", eps, least=0.0)
         super().__init__(params, {"lr": lr, "eps": eps})
 
-    def _slot_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _slot_names(self, group: Group) -> tuple[str, ...]:
         return ("sum",)
 
-    def _update_(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        slots: list[torch.Tensor],
-        group: dict[str, Any],
-        step: int,
-    ) -> None:
+    def _update_(self, weight: Tensor, gradient: Tensor, slots: list[Tensor], group: Group) -> None:
         (squares,) = slots
         squares.addcmul_(gradient, gradient)
         weight.addcdiv_(gradient, squares.sqrt().add_(group["eps"]), value=-group["lr"])
@@ -177,23 +156,16 @@ class RowAdam(RowOptimizer):
             _require("each of betas", beta, least=0.0, below=1.0)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
-    def _slot_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _slot_names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update_(
-        self,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        slots: list[torch.Tensor],
-        group: dict[str, Any],
-        step: int,
-    ) -> None:
+    def _update_(self, weight: Tensor, gradient: Tensor, slots: list[Tensor], group: Group) -> None:
         mean, square = slots
         beta1, beta2 = group["betas"]
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        spread = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
-        weight.addcdiv_(mean, spread, value=-group["lr"] / (1 - beta1**step))
+        spread = square.sqrt().div_((1 - beta2 ** group[_STEP]) ** 0.5).add_(group["eps"])
+        weight.addcdiv_(mean, spread, value=-group["lr"] / (1 - beta1 ** group[_STEP]))
 
 
 def _require(name: str, number: float, *, least: float, below: float = float("inf")) -> None:

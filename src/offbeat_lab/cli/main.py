@@ -190,9 +190,8 @@ def start() -> None:
     from offbeat.run.interrupts import exit_at_stop_signals
 
     exit_at_stop_signals()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # torch warns of every host that has no name
+    # Torch warns of every host that has no name.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     main()
 
 

@@ -287,13 +287,16 @@ def report_of_run(directory: Path) -> PageContent:
         "stopped": "The run was stopped before its end.",
         "unfinished": "The run goes on, or was killed: it has no summary.",
     }
-    length = (
-        [("steps", f"{config.steps:,}")]
-        if config.steps is not None
-        else [("epochs", f"{config.epochs:,}")]
-        if config.epochs is not None
-        else []
-    )
+    details = [
+        ("task" if config.script is None else "script", config.task),
+        *rows(config.task_options),
+        ("batch shares", "/".join(f"{share:g}" for share in config.batch_shares)),
+        ("workers", str(config.workers)),
+        ("steps", "" if config.steps is None else f"{config.steps:,}"),
+        ("epochs", "" if config.epochs is None else f"{config.epochs:,}"),
+        ("seed", str(config.seed) if config.script is None else ""),
+        *([] if summary is None else _ends(summary)),
+    ]
     return PageContent(
         title=f"{config.strategy} on {config.task}, {count_workers(config.workers)}",
         verdict=_verdict(run.steps, summary, metric_name),
@@ -316,31 +319,7 @@ def report_of_run(directory: Path) -> PageContent:
         ],
         cluster=cluster_of(config),
         emulation=record.emulation,
-        details=[
-            ("task" if config.script is None else "script", config.task),
-            *rows(config.task_options),
-            *(
-                [("batch shares", "/".join(f"{share:g}" for share in config.batch_shares))]
-                if config.batch_shares
-                else []
-            ),
-            ("workers", str(config.workers)),
-            *length,
-            *([("seed", str(config.seed))] if config.script is None else []),
-            *([("parameters", f"{summary.num_parameters:,}")] if summary else []),
-            *(
-                [("replicas at the end", "identical" if summary.replicas_identical else "differ")]
-                if summary
-                else []
-            ),
-            *([("skipped steps", f"{summary.skipped_steps:,}")] if summary else []),
-            *(
-                [("steps from one sending of an entry to the next", f"{age:.3g}")]
-                if summary and (age := summary.mean_entry_age) is not None
-                else []
-            ),
-            *([("workers that died", _losses(summary))] if summary and summary.losses else []),
-        ],
+        details=[(name, text) for name, text in details if text],
         environment=rows(record.environment),
         command=_command(record),
     )
@@ -357,6 +336,18 @@ def _verdict(steps: Steps, summary: Summary | None, metric_name: str) -> str:
     return capital(
         f"{metric}{summary.steps:,} steps and {write(summary.seconds, SECONDS)} of training."
     )
+
+
+def _ends(summary: Summary) -> list[tuple[str, str]]:
+    """What is known of a run when it has ended, by name; some of it may be empty."""
+    age = summary.mean_entry_age
+    return [
+        ("parameters", f"{summary.num_parameters:,}"),
+        ("replicas at the end", "identical" if summary.replicas_identical else "differ"),
+        ("skipped steps", f"{summary.skipped_steps:,}"),
+        ("steps from one sending of an entry to the next", "" if age is None else f"{age:.3g}"),
+        ("workers that died", _losses(summary)),
+    ]
 
 
 def _losses(summary: Summary) -> str:

@@ -194,9 +194,8 @@ class _Worker:
                 yield from self._collective(event.step, arrival, began_ns, ended_ns)
         for evaluation in (one for one in self._timeline.evaluations() if one.rank == self._rank):
             at_ns = self._ns(evaluation.step, evaluation.at_s)
-            metric = (
-                evaluation.metric if math.isfinite(evaluation.metric) else None
-            )  # JSON has no word for the others
+            # JSON has no word for the others.
+            metric = evaluation.metric if math.isfinite(evaluation.metric) else None
             args: Event = {"step": evaluation.step, "metric": metric}
             yield self._instant(f"evaluation {evaluation.metric:.4g}", at_ns, args)
 

@@ -43,8 +43,8 @@ _EVALUATION_BATCH = 1024
 _DEPTHS = (1, 3, 5)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Data:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
     """Samples to train on and held out, with equally many features and labels."""
 
     train: Examples
@@ -134,12 +134,11 @@ class Xmc(Task):
                 )
 
     @cached_property
-    def _data(self) -> _Data:
+    def _data(self) -> Data:
         if self.options.path is None:
-            calls = load_standard_library()
-            return _Data(train=calls.train, test=calls.test)
+            return load_standard_library()
         train, test = (load(files) for files in self._files())
-        return _Data(train=self._scaled(train), test=self._scaled(test))
+        return Data(train=self._scaled(train), test=self._scaled(test))
 
     def _files(self) -> tuple[XmlFiles, XmlFiles]:
         """Training and test files of one shape: whatever either of them has."""
@@ -254,19 +253,15 @@ _WORD = re.compile(r"[A-Za-z]{3,}")
 _LONGEST_STRING = 2000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Calls:
-    """The task.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls(Data):
+    """Samples of functions; those held out are of other modules.
 
     Attributes:
-        train: samples.
-        test: samples of other modules.
         features: the words, by column.
         labels: the names, by column.
     """
 
-    train: Examples
-    test: Examples
     features: tuple[str, ...]
     labels: tuple[str, ...]
 
