@@ -50,7 +50,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -554,9 +553,8 @@ class _WatchedAttention(nn.MultiheadAttention):
         return object.__new__, (type(self).__bases__[1],), vars(self).copy()
 
 
-@cache
-def _watched_kind(kind: type[nn.MultiheadAttention]) -> type[nn.MultiheadAttention]:
-    return type(kind.__name__, (_WatchedAttention, kind), {})
+_watched_kinds: dict[type[nn.MultiheadAttention], type[nn.MultiheadAttention]] = {}
+"""By the class that an attention has while it is not watched."""
 
 
 def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
@@ -581,7 +579,9 @@ def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
         rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
         observer,
     )
-    module.__class__ = _watched_kind(type(module))
+    kind = type(module)
+    bases = _WatchedAttention, kind
+    module.__class__ = _watched_kinds.setdefault(kind, type(kind.__name__, bases, {}))
 
 
 def unwatch(module: nn.MultiheadAttention) -> None:

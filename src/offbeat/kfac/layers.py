@@ -293,9 +293,6 @@ class EmbeddingBlock(RowsBlock):
         return super().output_moment(gradient, inputs)
 
 
-LAST_DIMS = nn.LayerNorm, nn.RMSNorm
-"""Layers whose channels are the last dimensions."""
-
 SECOND_DIM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm
 """Layers whose channels are the second dimension."""
 

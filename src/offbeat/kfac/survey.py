@@ -12,8 +12,6 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.kfac.blocks import EVERYTHING, Block, Covered, LayerBlock, TiedBlock, Use
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.layers import (
-    LAST_DIMS,
-    SECOND_DIM,
     BiasBlock,
     ConvBlock,
     EmbeddingBlock,
@@ -128,7 +126,7 @@ def survey(model: nn.Module, curvature: Curvature) -> Survey:
         reason = _objection(name, module, curvature)
         if reason is None:
             is_cross = id(module) in decoded or name in curvature.cross_attention
-            made = list(_blocks_of(name, module, curvature, is_cross=is_cross))
+            made = _blocks_of(name, module, curvature, is_cross=is_cross)
             blocks += made
             plain |= _left_over(name, module, made)
             if isinstance(module, nn.MultiheadAttention):
@@ -214,10 +212,6 @@ def is_transposed_linear(module: nn.Module) -> bool:
     )
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, (*LAST_DIMS, *SECOND_DIM)) or is_own_rms_norm(module)
-
-
 def _objection(name: str, module: nn.Module, curvature: Curvature) -> str | None:
     """Why `module` cannot be preconditioned, or should not be; None if it is."""
     if name in curvature.plain or type(module).__name__ in curvature.plain:
@@ -247,35 +241,28 @@ def _objection(name: str, module: nn.Module, curvature: Curvature) -> str | None
     return "only its bias is trained"
 
 
-def _blocks_of(
-    name: str, module: nn.Module, curvature: Curvature, *, is_cross: bool
-) -> Iterator[Block]:
+def _blocks_of(name: str, module: Any, curvature: Curvature, *, is_cross: bool) -> Sequence[Block]:
     if isinstance(module, nn.MultiheadAttention):
-        yield from _attention_blocks(name, module, curvature, is_cross=is_cross)
-    else:
-        yield _layer_block(name, module, curvature, bias_name=_trained(module, "bias"))
-
-
-def _layer_block(
-    name: str, module: Any, curvature: Curvature, *, bias_name: str | None
-) -> LayerBlock:
-    """The block of a layer that has one."""
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return ConvBlock(name, module, curvature, bias_name=bias_name)
+        return list(_attention_blocks(name, module, curvature, is_cross=is_cross))
     if isinstance(module, nn.Embedding):
-        return EmbeddingBlock(name, module, curvature)
-    if _is_norm(module):
-        return norm_block(name, module, curvature, bias_name=bias_name)
+        return [EmbeddingBlock(name, module, curvature)]
+    bias_name, is_transposed = _trained(module, "bias"), is_transposed_linear(module)
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return [ConvBlock(name, module, curvature, bias_name=bias_name)]
+    if not (is_transposed or isinstance(module, nn.Linear)):
+        return [norm_block(name, module, curvature, bias_name=bias_name)]
     if _trained(module, "weight") is None:
-        return BiasBlock(name, module, curvature, bias_name="bias")
-    return LinearBlock(
-        name,
-        module,
-        curvature,
-        bias_name=bias_name,
-        batch_dim=curvature.batch_dim,
-        is_transposed=is_transposed_linear(module),
-    )
+        return [BiasBlock(name, module, curvature, bias_name="bias")]
+    return [
+        LinearBlock(
+            name,
+            module,
+            curvature,
+            bias_name=bias_name,
+            batch_dim=curvature.batch_dim,
+            is_transposed=is_transposed,
+        )
+    ]
 
 
 def _blocks_of_shared(

@@ -50,7 +50,7 @@ from offbeat.membership.agreement import Generation
 from offbeat.membership.atomic_group import AtomicGroup
 from offbeat.membership.generations import GenerationHost
 from offbeat.simulation.virtual import VirtualCluster
-from offbeat.simulation.virtual_driver import Job, VirtualThread
+from offbeat.simulation.virtual_driver import Job, VirtualThread, VirtualTicket
 from offbeat.simulation.weightless import WeightlessCodec, kept_bytes
 from offbeat.torch_private import WeightlessReads
 from offbeat.transport.driver import Driver, Pending, Ticket, Wrapper
@@ -341,14 +341,16 @@ class SimulatedRank(VirtualThread):
         self.encode(copying_s)
         self.catch_up()
 
-        def used(result: Any) -> None:
+        def used(result: Any) -> Any:
             if isinstance(result, WeightlessCode):  # which is only read
                 self.encode(machine.coding_s(result.whole, result.values) / 2)
-                return
-            is_added = isinstance(result, WeightlessVector)
-            self.encode(machine.adding_s(len(result)) if is_added else copying_s)
+            else:
+                is_added = isinstance(result, WeightlessVector)
+                self.encode(machine.adding_s(len(result)) if is_added else copying_s)
+            return result
 
-        return _UsedTicket(super().start(operation, channel), used)
+        ticket = super().start(operation, channel)
+        return VirtualTicket(ticket.done, lambda: used(ticket.wait()))
 
     @override
     def now_s(self, channel: int) -> float:
@@ -711,34 +713,14 @@ class _Miniatures(Wrapper):
             machine.work_beside(machine.adding_s(num_bytes))
             operation = Send(operation.peer, weightless(num_bytes, operation.payload))
         ticket = super().start(operation, channel)
-        return _Unpacked(ticket) if isinstance(operation, RecvAny) else ticket
+        if not isinstance(operation, RecvAny):
+            return ticket
 
+        def unpacked() -> Any:
+            sender, message = ticket.wait()
+            return sender, message.content if isinstance(message, WeightlessMessage) else message
 
-@dataclass(frozen=True, slots=True)
-class _Unpacked:
-    """The ticket of a message from anybody, for what was sent."""
-
-    ticket: Ticket
-
-    def done(self) -> bool:
-        return self.ticket.done()
-
-    def wait(self) -> Any:
-        sender, message = self.ticket.wait()
-        return sender, message.content if isinstance(message, WeightlessMessage) else message
-
-
-class _UsedTicket:
-    """A ticket that tells of its result, with which something is computed."""
-
-    def __init__(self, ticket: Ticket, used: Callable[[Any], None]) -> None:
-        self._ticket, self._used = ticket, used
-        self.done = ticket.done
-
-    def wait(self) -> Any:
-        result = self._ticket.wait()
-        self._used(result)
-        return result
+        return VirtualTicket(ticket.done, unpacked)
 
 
 def with_lead_in(steps: range) -> range:

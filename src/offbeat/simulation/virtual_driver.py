@@ -79,24 +79,54 @@ class VirtualDriver(Driver):
                 return Finished(cluster.now_s)
             case _Beside(work=work):
                 task = cluster.begin(self.rank, work, channel=channel)
-                return _VirtualCondition(cluster, self.rank, math.inf, lambda: task.over)
-            case SleepUntil(seconds, over):
-                return _VirtualCondition(cluster, self.rank, seconds, over)
+                return VirtualTicket(lambda: task.over)
+            case SleepUntil(math.inf, over):
+                return VirtualTicket(over)
             case Sleep(seconds):
-                return _VirtualSleep(cluster, self.rank, seconds)
+                limit = _Limit(cluster, self.rank, seconds)
+                over = operation.over if isinstance(operation, SleepUntil) else bool
+                return VirtualTicket(lambda: over() or limit.is_over)
             case DenseOperation():
                 # The n-th dense operation of one rank belongs to the n-th of every other rank,
                 # whatever its channel, as over gloo.
                 number = self._num_dense
                 self._num_dense += 1
                 cluster.begin_dense(self.rank, number, operation)
-                return _VirtualDense(cluster, self.rank, number)
+                return VirtualTicket(
+                    lambda: cluster.has_dense_result(number) or self._death() is not None,
+                    lambda: self._dense_result(number),
+                )
+
+    def _death(self) -> tuple[int, str] | None:
+        return self._cluster.dead_among(range(self.world_size))
+
+    def _dense_result(self, number: int) -> Any:
+        if not self._cluster.has_dense_result(number) and (death := self._death()) is not None:
+            rank, why = death
+            raise PeerError(f"rank {rank} failed during a collective: {why}", rank=rank)
+        return self._cluster.take_dense_result(self.rank, number)
 
     def now_s(self, channel: int) -> float:
         return self._cluster.now_s
 
     def close(self) -> None:
         self._cluster.leave(self.rank)
+
+
+class VirtualTicket:
+    """An operation under way.
+
+    Args:
+        done: whether it is over.
+        result: is asked once for what comes of it.
+    """
+
+    def __init__(self, done: Callable[[], bool], result: Callable[[], Any] = lambda: None) -> None:
+        self.done, self._result = done, result
+
+    def wait(self) -> Any:
+        assert self.done(), "a virtual operation was waited for before it was done"
+        return self._result()
 
 
 class VirtualThread(Driver):
@@ -246,23 +276,17 @@ def _once(operation: Operation) -> Collective[None]:
     yield operation
 
 
-class _VirtualSleep:
-    """A sleep under way, or the time limit of a receive."""
+class _Limit:
+    """Whether so many seconds are over."""
 
     def __init__(self, cluster: VirtualCluster, rank: int, seconds: float) -> None:
-        self._over = False
+        self.is_over = False
         self._cluster, self._rank = cluster, rank
-        cluster.at(cluster.now_s + seconds, self._wake)
+        cluster.at(cluster.now_s + seconds, self._pass)
 
-    def _wake(self) -> None:
-        self._over = True
+    def _pass(self) -> None:
+        self.is_over = True
         self._cluster.touch(self._rank)
-
-    def done(self) -> bool:
-        return self._over
-
-    def wait(self) -> None:
-        assert self._over, "a virtual sleep was waited for before it was done"
 
 
 class _VirtualReceive:
@@ -277,10 +301,10 @@ class _VirtualReceive:
         )
         self._cluster, self._rank, self._channel = cluster, rank, channel
         timeout_s = operation.timeout_s
-        self._limit = None if timeout_s is None else _VirtualSleep(cluster, rank, timeout_s)
+        self._limit = None if timeout_s is None else _Limit(cluster, rank, timeout_s)
 
     def done(self) -> bool:
-        is_late = self._limit is not None and self._limit.done()
+        is_late = self._limit is not None and self._limit.is_over
         return bool(self._here()) or is_late or self._departure() is not None
 
     def wait(self) -> Any:
@@ -309,40 +333,3 @@ class _VirtualReceive:
         if self._takes_any:
             return self._cluster.departed_among(self._peers)
         return self._cluster.dead_among(self._peers)
-
-
-class _VirtualCondition:
-    """A sleep under way until something has happened, or for so many seconds."""
-
-    def __init__(
-        self, cluster: VirtualCluster, rank: int, seconds: float, over: Callable[[], bool]
-    ) -> None:
-        self._over = over
-        self._limit = None if seconds == math.inf else _VirtualSleep(cluster, rank, seconds)
-
-    def done(self) -> bool:
-        return self._over() or (self._limit is not None and self._limit.done())
-
-    def wait(self) -> None:
-        assert self.done(), "a virtual condition was waited for before it held"
-
-
-class _VirtualDense:
-    """A dense operation under way."""
-
-    def __init__(self, cluster: VirtualCluster, rank: int, number: int) -> None:
-        self._cluster, self._rank, self._number = cluster, rank, number
-        self._everyone = range(cluster.world_size)
-
-    def done(self) -> bool:
-        return (
-            self._cluster.has_dense_result(self._number)
-            or self._cluster.dead_among(self._everyone) is not None
-        )
-
-    def wait(self) -> Any:
-        if self._cluster.has_dense_result(self._number):
-            return self._cluster.take_dense_result(self._rank, self._number)
-        death = self._cluster.dead_among(self._everyone)
-        assert death is not None, "a virtual collective was waited for before it was done"
-        raise PeerError(f"rank {death[0]} failed during a collective: {death[1]}", rank=death[0])
