@@ -80,7 +80,7 @@ class DDP(Native):
     name: ClassVar[str] = "ddp"
     resumable: ClassVar[bool] = True
     _bytes_per_element: ClassVar[int | None] = None
-    _reduce: ClassVar[TorchHook] = default_hooks.allreduce_hook
+    torch_hook: ClassVar[TorchHook] = default_hooks.allreduce_hook
 
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
@@ -100,7 +100,7 @@ class DDP(Native):
         def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
             meter.reduced(buffer.numel() * (self._bytes_per_element or buffer.element_size()))
-            return type(self)._reduce(_everyone(), bucket)
+            return type(self).torch_hook(_everyone(), bucket)
 
         return hook
 
@@ -111,7 +111,7 @@ class Float16(DDP):
 
     name: ClassVar[str] = "ddp-fp16"
     _bytes_per_element: ClassVar[int | None] = 2
-    _reduce: ClassVar[TorchHook] = default_hooks.fp16_compress_hook
+    torch_hook: ClassVar[TorchHook] = default_hooks.fp16_compress_hook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class BFloat16(DDP):
 
     name: ClassVar[str] = "ddp-bf16"
     _bytes_per_element: ClassVar[int | None] = 2
-    _reduce: ClassVar[TorchHook] = default_hooks.bf16_compress_hook
+    torch_hook: ClassVar[TorchHook] = default_hooks.bf16_compress_hook
 
     def _hook(self, meter: CommunicationMeter) -> Hook:
         try:
