@@ -511,13 +511,6 @@ def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
     ]
 
 
-def _decided(
-    comparison: Comparison, measure: Measure, a: ComparedStrategy, b: ComparedStrategy
-) -> bool:
-    difference = between(comparison, measure, a.label, b.label)
-    return difference is not None and difference.decided
-
-
 def _undecided(
     comparison: Comparison, measure: Measure, order: Sequence[ComparedStrategy]
 ) -> list[str]:
@@ -526,7 +519,8 @@ def _undecided(
     """
     equals: list[ComparedStrategy] = []
     for contestant in order:
-        if not any(_decided(comparison, measure, contestant, ahead) for ahead in equals):
+        apart = (between(comparison, measure, contestant.label, ahead.label) for ahead in equals)
+        if not any(difference is not None and difference.decided for difference in apart):
             equals.append(contestant)
     return [contestant.label for contestant in equals]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offbeat.run.records import StepEvent
 from offbeat_lab.records import Record
-from offbeat_lab.statistics import block_slices, blocks, num_warm_up
+from offbeat_lab.statistics import block_slices, num_warm_up
 
 Matrix = NDArray[np.float64]
 """Shape (ranks, steps)."""
@@ -78,7 +78,8 @@ class Steps:
 
     def block_step_s(self) -> list[float]:
         """Mean of `step_s` in blocks of consecutive steps, without the first ones."""
-        return list(map(float, blocks(self.step_s(), self._blocks())))
+        step_s = self.step_s()
+        return [float(step_s[each].mean()) for each in self._blocks()]
 
     def samples_per_s(self) -> float:
         """Of all ranks together: the sum over ranks of samples over the time these took, and

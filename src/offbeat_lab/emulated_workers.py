@@ -50,23 +50,6 @@ UNDONE_BY: Final[Mapping[str, str]] = {"stop": "continue", "cut": "mend"}
 """Faults that may hold all workers up until the fault that undoes them."""
 
 
-class ScheduledEvents:
-    """Faults and changes of speed that a cluster description asks for, in order of time."""
-
-    def __init__(self, cluster: Cluster | None) -> None:
-        actions: list[ClusterFault | SpeedChange] = (
-            [] if cluster is None else [*cluster.faults, *cluster.changes]
-        )
-        self.remaining = sorted(actions, key=lambda action: action.at_s)
-        """Events that `due` has not returned yet."""
-
-    def due(self, seconds: float) -> list[ClusterFault | SpeedChange]:
-        """Events that are due by `seconds` of training and were not returned before."""
-        due = [action for action in self.remaining if action.at_s <= seconds]
-        self.remaining = self.remaining[len(due) :]
-        return due
-
-
 class EmulatedGroup(WorkerGroup):
     """The workers of one run on an emulated cluster.
 
@@ -96,7 +79,11 @@ class EmulatedGroup(WorkerGroup):
         super().__init__(run_directory, config, program=program, **options)
         self._emulation = emulation
         self._cluster = cluster_of(config)
-        self._events = ScheduledEvents(self._cluster)
+        cluster = self._cluster or Cluster()
+        self._events: list[ClusterFault | SpeedChange] = sorted(
+            [*cluster.faults, *cluster.changes], key=lambda action: action.at_s
+        )
+        """Those that are to come, in order of time."""
         self._killed: dict[int, float] = {}
         """Workers that the cluster's script has killed, and when."""
         self._held_up: set[tuple[str, int]] = set()
@@ -143,8 +130,9 @@ class EmulatedGroup(WorkerGroup):
     def poll(self, timeout_s: float) -> None:
         """Also carries out the cluster's events that are due."""
         super().poll(timeout_s)
-        for action in self._events.due(self._event_time_s()):
-            self._carry_out(action)
+        event_time_s = self._event_time_s()
+        while self._events and self._events[0].at_s <= event_time_s:
+            self._carry_out(self._events.pop(0))
 
     @override
     def interrupt(self, number: int = signal.SIGTERM) -> None:
@@ -153,8 +141,9 @@ class EmulatedGroup(WorkerGroup):
     @override
     def root_cause(self) -> LocalWorker | None:
         worker = super().root_cause()
-        if worker is None:
-            self._remark_on_late_returns()
+        for action in self._events if worker is None else ():
+            if isinstance(action, ClusterFault) and action.action == "return":
+                self._remark_not_carried_out(action, "the run was over before")
         return worker
 
     @override
@@ -217,11 +206,6 @@ class EmulatedGroup(WorkerGroup):
         for undoing, rank in self._held_up:
             if undoing == "mend":  # the link is not this run's alone
                 self._emulation.set_link(rank, up=True)
-
-    def _remark_on_late_returns(self) -> None:
-        for action in self._events.remaining:
-            if isinstance(action, ClusterFault) and action.action == "return":
-                self._remark_not_carried_out(action, "the run was over before")
 
     def _remark_not_carried_out(self, fault: ClusterFault, why: str) -> None:
         self.remarks.append(

@@ -64,30 +64,13 @@ def num_warm_up(num_steps: int) -> int:
 def block_slices(num_steps: int) -> list[slice]:
     """About twelve blocks of consecutive steps, without the first ones; at least one unless there
     is no step.
+
+    The mean within a block is fair to strategies that communicate every few steps; the median over
+    blocks is not impressed by a hiccup of the machine.
     """
     settled = np.arange(num_warm_up(num_steps), num_steps)
     parts = np.array_split(settled, max(1, min(_BLOCKS, settled.size)))
     return [slice(int(part[0]), int(part[-1]) + 1) for part in parts if part.size]
-
-
-def blocks(
-    durations_s: NDArray[np.float64], among: Sequence[slice] | None = None
-) -> NDArray[np.float64]:
-    """Mean duration in each of about twelve blocks of consecutive steps, without the first steps.
-
-    The mean within a block is fair to strategies that communicate every few steps; the median over
-    blocks is not impressed by a hiccup of the machine.
-
-    Args:
-        durations_s: of each step, shape (steps,).
-        among: these blocks in the place of `block_slices`.
-    """
-    return np.array(
-        [
-            durations_s[block].mean()
-            for block in (block_slices(durations_s.size) if among is None else among)
-        ]
-    )
 
 
 def estimate(

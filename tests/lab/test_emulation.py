@@ -55,7 +55,7 @@ def test_packets_fit_into_bucket_and_queues(rate: float) -> None:
     assert bucket
     assert 1500 <= mtu <= 60_000
     assert mtu + 14 <= bucket.burst_bytes
-    assert 2 * mtu <= bucket.worker_queue_bytes <= bucket.hub_queue_bytes
+    assert 2 * mtu <= bucket.queue_bytes
 
 
 def test_all_links_have_packets_for_the_slowest() -> None:

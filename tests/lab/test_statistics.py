@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from offbeat_lab.statistics import Estimate, blocks, compare, estimate
+from offbeat_lab.statistics import Estimate, block_slices, compare, estimate
 
 positive = st.floats(1e-3, 1e3)
 samples = st.lists(positive, min_size=2, max_size=12)
@@ -139,6 +140,11 @@ def test_zeros_among_the_samples_leave_the_interval_open() -> None:
     found, zeros = estimate([1.0, 1.0, 1.0]), estimate([0.0, 5.0, 5.0])
     for ratio in (compare(found, zeros), compare(zeros, found)):
         assert (ratio.low, ratio.high, ratio.decided) == (None, None, False)
+
+
+def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Their means."""
+    return np.array([durations_s[each].mean() for each in block_slices(durations_s.size)])
 
 
 @given(st.integers(1, 400))

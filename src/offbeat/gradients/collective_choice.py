@@ -273,8 +273,8 @@ def probe(
     entry_s: float,
     device: torch.device,
 ) -> Collective[NetworkCosts]:
-    """The network as the slowest rank sees it; the same on every rank. About 22 MiB each way, and a
-    quarter or a sixteenth of that where links are slow.
+    """The network as the slowest rank sees it; the same on every rank. About 22 MiB each way, a
+    quarter or a sixteenth of that where links are slow, and more where they are long.
 
     Args:
         rank: this rank.

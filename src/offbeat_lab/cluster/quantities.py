@@ -78,6 +78,10 @@ def display_duration(duration_s: float) -> str:
     return f"{float(number):g} {unit}"
 
 
+def rounded(value: float, *, digits: int = 3) -> float:
+    return float(f"{value:.{digits}g}")
+
+
 def _split(given: object, where: str, allowed: str, *, fix: str) -> tuple[Decimal, str]:
     if isinstance(given, int | float) and not isinstance(given, bool):
         raise ConfigError(

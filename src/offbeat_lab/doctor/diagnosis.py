@@ -24,7 +24,7 @@ from offbeat.errors import ConfigError, OffbeatError
 from offbeat.run.coordination import LOOPBACK, serve_store
 from offbeat.transport.connect import launched
 from offbeat_lab.cluster import Cluster, LinkSpec
-from offbeat_lab.cluster.quantities import display_duration, display_rate
+from offbeat_lab.cluster.quantities import display_duration, display_rate, rounded
 from offbeat_lab.doctor.facts import Finding, find_all
 from offbeat_lab.doctor.measure import Measurement, measure
 from offbeat_lab.doctor.pairs import PairLink, slow_workers
@@ -222,17 +222,13 @@ def display_link(link: LinkCost) -> str:
     """`52 us a message, 940 Mbit/s`."""
     return (
         f"{display_seconds(link.alpha_s)} a message,"
-        f" {display_rate(_three_digits(8 / link.beta_s_per_byte))}"
+        f" {display_rate(rounded(8 / link.beta_s_per_byte))}"
     )
 
 
 def display_seconds(duration_s: float) -> str:
     """Three digits in a fitting unit."""
-    return display_duration(_three_digits(duration_s))
-
-
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")
+    return display_duration(rounded(duration_s))
 
 
 _APART: Final = 1.5
@@ -260,14 +256,11 @@ def cluster_of(measurement: Measurement) -> Cluster:
             "nothing was measured between workers; start this command on every host as you start"
             " training, or give --workers"
         )
-    by_worker = [
-        [pair.cost for pair in pairs if rank in (pair.first, pair.second)]
-        for rank in range(measurement.world_size)
-    ]
+    workers = range(measurement.world_size)
     dense_s_per_byte = measurement.network.dense.beta_s_per_byte
     computes_on_shared_cores = measurement.on_one_host and measurement.device == "cpu"
     is_gloo = measurement.device == "cpu" and not computes_on_shared_cores
-    rates = [1 / min(cost.beta_s_per_byte for cost in costs) for costs in by_worker]
+    rates = [1 / min(cost.beta_s_per_byte for cost in _costs(pairs, rank)) for rank in workers]
     # The all-reduce waits for the slowest worker, so it says something of that one alone.
     slowest = min(range(len(rates)), key=lambda rank: rates[rank])
     gloo_s_per_byte = max(0.0, dense_s_per_byte - 1 / rates[slowest])
@@ -279,16 +272,14 @@ def cluster_of(measurement: Measurement) -> Cluster:
     ]
     usual = median_low(rates)
     latencies_s = [
-        max(0.0, median_low(_alphas_s(measurement.pairs, rank)) - MESSAGE_S)
-        for rank in range(measurement.world_size)
+        max(0.0, median_low(cost.alpha_s for cost in _costs(measurement.pairs, rank)) - MESSAGE_S)
+        for rank in workers
     ]
     usual_s = median_low(latencies_s)
     common, *links = (
         LinkSpec(
-            rate_bit_per_s=_rounded(
-                8 * (usual if usual / _APART < rate < usual * _APART else rate)
-            ),
-            latency_s=_rounded(usual_s if latency_s < usual_s + _LATE_S else latency_s, digits=2),
+            rate_bit_per_s=rounded(8 * (usual if usual / _APART < rate < usual * _APART else rate)),
+            latency_s=rounded(usual_s if latency_s < usual_s + _LATE_S else latency_s, digits=2),
             window_bytes=measurement.window_bytes,
         )
         for rate, latency_s in [(usual, usual_s), *zip(rates, latencies_s, strict=True)]
@@ -298,14 +289,10 @@ def cluster_of(measurement: Measurement) -> Cluster:
         workers=measurement.world_size,
         link=common,
         links={rank: link for rank, link in enumerate(links) if link != common},
-        gloo_ns_per_byte=_rounded(1e9 * gloo_s_per_byte) if is_gloo else None,
+        gloo_ns_per_byte=rounded(1e9 * gloo_s_per_byte) if is_gloo else None,
         cores=measurement.hosts[0].num_cores if computes_on_shared_cores else None,
     )
 
 
-def _alphas_s(pairs: Sequence[PairLink], rank: int) -> list[float]:
-    return [pair.cost.alpha_s for pair in pairs if rank in (pair.first, pair.second)]
-
-
-def _rounded(value: float, *, digits: int = 3) -> float:
-    return float(f"{value:.{digits}g}")
+def _costs(pairs: Sequence[PairLink], rank: int) -> list[LinkCost]:
+    return [pair.cost for pair in pairs if rank in (pair.first, pair.second)]

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from offbeat.errors import ConfigError
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.cluster.quantities import display_rate
+from offbeat_lab.cluster.quantities import display_rate, rounded
 from offbeat_lab.emulation.commands import call_in
 from offbeat_lab.emulation.plan import EmulationName, data_address
 from offbeat_lab.records import LinkCheck
@@ -43,16 +44,6 @@ class Flow:
     receiver: int
     allowed_bit_per_s: float | None
     round_trip_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Timing:
-    """How long to send before measuring (TCP finds the rate, the bucket runs empty), and how long
-    to measure.
-    """
-
-    warm_s: float
-    measure_s: float
 
 
 def neighbours(cluster: Cluster) -> list[Flow]:
@@ -91,28 +82,27 @@ def check_links(name: EmulationName, cluster: Cluster) -> list[LinkCheck]:
         ConfigError: a link does not reach `LEAST_SHARE` of its rate even by itself.
     """
     try:
-        return _check(name, cluster, neighbours(cluster), _timing(cluster))
+        return _check(name, cluster, neighbours(cluster))
     except TimeoutError as error:
         raise ConfigError(
             "the links between the workers carry nothing; does a firewall drop what is forwarded?"
         ) from error
 
 
-def _check(
-    name: EmulationName, cluster: Cluster, flows: Sequence[Flow], timing: _Timing
-) -> list[LinkCheck]:
+def _check(name: EmulationName, cluster: Cluster, flows: Sequence[Flow]) -> list[LinkCheck]:
+    latency_s = max(cluster.link_of(worker).latency_s for worker in range(cluster.workers))
+    megabyte_s = 8e6 / min(cluster.limited_rates, default=float("inf"))
+    # Before what is measured TCP finds the rate, and the bucket runs empty.
+    best_of = partial(
+        _best_of, name, warm_s=0.15 + megabyte_s + 20 * latency_s, measure_s=0.3 + megabyte_s
+    )
     trips_s = _round_trips(name, flows)
-    rates = _best_of(name, flows, timing)
+    rates = best_of(flows)
     alone: set[Flow] = set()
     for flow in flows:
         if not _enough(flow, rates[flow]):
-            back = Flow(
-                sender=flow.receiver,
-                receiver=flow.sender,
-                allowed_bit_per_s=flow.allowed_bit_per_s,
-                round_trip_s=flow.round_trip_s,
-            )
-            pair = _best_of(name, [flow, back], timing)
+            back = replace(flow, sender=flow.receiver, receiver=flow.sender)
+            pair = best_of([flow, back])
             slower = min(pair.values())
             if not _enough(flow, slower):
                 raise ConfigError(_refusal(flow, slower))
@@ -148,12 +138,6 @@ def _summary(
     )
 
 
-def _timing(cluster: Cluster) -> _Timing:
-    latency_s = max(cluster.link_of(worker).latency_s for worker in range(cluster.workers))
-    megabyte_s = 8e6 / min(cluster.limited_rates, default=float("inf"))
-    return _Timing(warm_s=0.15 + megabyte_s + 20 * latency_s, measure_s=0.3 + megabyte_s)
-
-
 def _enough(flow: Flow, rate_bit_per_s: float) -> bool:
     return flow.allowed_bit_per_s is None or rate_bit_per_s >= LEAST_SHARE * flow.allowed_bit_per_s
 
@@ -162,19 +146,20 @@ def _refusal(flow: Flow, rate_bit_per_s: float) -> str:
     assert flow.allowed_bit_per_s is not None
     return (
         f"the link of worker {flow.sender} is to carry {display_rate(flow.allowed_bit_per_s)} to"
-        f" worker {flow.receiver} and carries {display_rate(float(f'{rate_bit_per_s:.3g}'))} both"
+        f" worker {flow.receiver} and carries {display_rate(rounded(rate_bit_per_s))} both"
         f" ways at once; allowed is {LEAST_SHARE:.0%} or more, or results would be of another"
         " cluster. Ask for a lower rate, or stop what else runs on this machine"
     )
 
 
-def _best_of(name: EmulationName, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, float]:
+def _best_of(
+    name: EmulationName, flows: Sequence[Flow], *, warm_s: float, measure_s: float
+) -> dict[Flow, float]:
     """Rates in bit/s, of the round in which the worst flow did best."""
     best: dict[Flow, float] = {}
     worst = -1.0
     for attempt in range(_ROUNDS):
-        measure_s = timing.measure_s * _LONGER**attempt
-        rates = _measure(name, flows, replace(timing, measure_s=measure_s))
+        rates = _measure(name, flows, warm_s, measure_s * _LONGER**attempt)
         share = min(
             (rates[flow] / flow.allowed_bit_per_s for flow in flows if flow.allowed_bit_per_s),
             default=1.0,
@@ -186,7 +171,9 @@ def _best_of(name: EmulationName, flows: Sequence[Flow], timing: _Timing) -> dic
     return best
 
 
-def _measure(name: EmulationName, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, float]:
+def _measure(
+    name: EmulationName, flows: Sequence[Flow], warm_s: float, measure_s: float
+) -> dict[Flow, float]:
     """Bits per second that each flow delivers while all run."""
     if not flows:
         return {}
@@ -200,7 +187,8 @@ def _measure(name: EmulationName, flows: Sequence[Flow], timing: _Timing) -> dic
         for near, _ in ends.values():
             pool.submit(_send, near, start, stop)
         receivers = {
-            flow: pool.submit(_receive, far, start, timing) for flow, (_, far) in ends.items()
+            flow: pool.submit(_receive, far, start, warm_s, measure_s)
+            for flow, (_, far) in ends.items()
         }
         return {flow: future.result() for flow, future in receivers.items()}
 
@@ -220,7 +208,9 @@ def _send(connection: socket.socket, start: threading.Barrier, stop: threading.E
             connection.sendall(_CHUNK)
 
 
-def _receive(connection: socket.socket, start: threading.Barrier, timing: _Timing) -> float:
+def _receive(
+    connection: socket.socket, start: threading.Barrier, warm_s: float, measure_s: float
+) -> float:
     buffer = bytearray(len(_CHUNK))
     start.wait()
     begun_s = time.perf_counter()
@@ -232,9 +222,9 @@ def _receive(connection: socket.socket, start: threading.Barrier, timing: _Timin
         now_s = time.perf_counter()
         if since_s is not None:
             total += num_bytes
-            if now_s - since_s >= timing.measure_s:
+            if now_s - since_s >= measure_s:
                 return total * 8 / (now_s - since_s)
-        elif now_s - begun_s >= timing.warm_s:
+        elif now_s - begun_s >= warm_s:
             since_s = now_s
 
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from offbeat.run.local_worker import Placement
 from offbeat_lab.cluster import Cluster
-from offbeat_lab.cluster.quantities import display_duration, display_rate
+from offbeat_lab.cluster.quantities import display_duration, display_rate, rounded
 from offbeat_lab.emulation import leftovers
 from offbeat_lab.emulation.base import (
     Emulation,
@@ -262,12 +262,10 @@ def _odd_trips(cluster: Cluster, checks: list[LinkCheck]) -> list[str]:
                 cluster.link_of(check.worker).latency_s + cluster.link_of(check.peer).latency_s
             )
             if abs(check.round_trip_s - asked_s) > max(asked_s / 4, 2 * PATH_S):
-                got, asked = (
-                    display_duration(float(f"{s:.2g}")) for s in (check.round_trip_s, asked_s)
-                )
                 odd.append(
-                    f"a round trip between workers {check.worker} and {check.peer} takes {got};"
-                    f" asked for is {asked}"
+                    f"a round trip between workers {check.worker} and {check.peer} takes"
+                    f" {display_duration(rounded(check.round_trip_s, digits=2))}; asked for is"
+                    f" {display_duration(rounded(asked_s, digits=2))}"
                 )
     return odd
 

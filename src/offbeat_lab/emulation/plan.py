@@ -76,8 +76,14 @@ class TokenBucket:
 
     rate_bit_per_s: float
     burst_bytes: int
-    worker_queue_bytes: int
-    hub_queue_bytes: int
+    queue_bytes: int
+
+    def __str__(self) -> str:
+        """For `tc`."""
+        return (
+            f"tbf rate {self.rate_bit_per_s:.0f}bit burst {self.burst_bytes}"
+            f" limit {self.queue_bytes}"
+        )
 
 
 def shape(link: LinkSpec, mtu: int) -> TokenBucket | None:
@@ -99,8 +105,7 @@ def shape(link: LinkSpec, mtu: int) -> TokenBucket | None:
     return TokenBucket(
         rate_bit_per_s=link.rate_bit_per_s * _payload_share(_ETHERNET_MTU) / _payload_share(mtu),
         burst_bytes=round(max(per_ms, 2 * (mtu + _FRAME))),
-        worker_queue_bytes=round(max(_QUEUED_MS * per_ms, least)),
-        hub_queue_bytes=round(max(_QUEUED_MS * per_ms, least)),
+        queue_bytes=round(max(_QUEUED_MS * per_ms, least)),
     )
 
 
@@ -225,9 +230,7 @@ def worker_queue(bucket: TokenBucket | None) -> str:
     """For `tc` in the worker's namespace. Without limit too there is a queue, because it counts
     bytes.
     """
-    if bucket is None:
-        return f"qdisc add dev {DATA} root pfifo limit 10000"
-    return f"qdisc add dev {DATA} root tbf {_bucket(bucket)} limit {bucket.worker_queue_bytes}"
+    return f"qdisc add dev {DATA} root {bucket or 'pfifo limit 10000'}"
 
 
 def hub_queues(worker: int, bucket: TokenBucket | None, netem_latency_s: float) -> list[str]:
@@ -240,14 +243,8 @@ def hub_queues(worker: int, bucket: TokenBucket | None, netem_latency_s: float) 
         )
         where = "parent 1:1"
     if bucket is not None:
-        lines.append(
-            f"qdisc add dev w{worker} {where} tbf {_bucket(bucket)} limit {bucket.hub_queue_bytes}"
-        )
+        lines.append(f"qdisc add dev w{worker} {where} {bucket}")
     return lines
-
-
-def _bucket(bucket: TokenBucket) -> str:
-    return f"rate {bucket.rate_bit_per_s:.0f}bit burst {bucket.burst_bytes}"
 
 
 def _mac(worker: int, end: int) -> str:

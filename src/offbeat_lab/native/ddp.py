@@ -34,6 +34,7 @@ from offbeat_lab.native.base import Native
 from offbeat_lab.native.session import CommunicationMeter, NativeSession
 
 Hook: TypeAlias = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
+TorchHook: TypeAlias = Callable[[dist.ProcessGroup, GradBucket], torch.futures.Future[torch.Tensor]]
 
 _ONE_BUCKET = "PowerSGD runs in one bucket: over gloo its hook allows no more"
 
@@ -79,6 +80,7 @@ class DDP(Native):
     name: ClassVar[str] = "ddp"
     resumable: ClassVar[bool] = True
     _bytes_per_element: ClassVar[int | None] = None
+    torch_hook: ClassVar[TorchHook] = default_hooks.allreduce_hook
 
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
@@ -98,12 +100,9 @@ class DDP(Native):
         def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
             meter.reduced(buffer.numel() * (self._bytes_per_element or buffer.element_size()))
-            return self._reduce(bucket)
+            return type(self).torch_hook(_everyone(), bucket)
 
         return hook
-
-    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return default_hooks.allreduce_hook(_everyone(), bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +111,7 @@ class Float16(DDP):
 
     name: ClassVar[str] = "ddp-fp16"
     _bytes_per_element: ClassVar[int | None] = 2
-
-    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return default_hooks.fp16_compress_hook(_everyone(), bucket)
+    torch_hook: ClassVar[TorchHook] = default_hooks.fp16_compress_hook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +122,7 @@ class BFloat16(DDP):
 
     name: ClassVar[str] = "ddp-bf16"
     _bytes_per_element: ClassVar[int | None] = 2
+    torch_hook: ClassVar[TorchHook] = default_hooks.bf16_compress_hook
 
     def _hook(self, meter: CommunicationMeter) -> Hook:
         try:
@@ -135,9 +133,6 @@ class BFloat16(DDP):
                 " ddp-fp16"
             ) from None
         return super()._hook(meter)
-
-    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return default_hooks.bf16_compress_hook(_everyone(), bucket)
 
 
 @dataclass(frozen=True, kw_only=True)

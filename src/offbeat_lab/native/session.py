@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ class CommunicationMeter:
         return taken
 
 
-class NativeSession:
+class NativeSession(AbstractContextManager["NativeSession"]):
     """What the lab asks of `offbeat.Session`, for one of torch's strategies. Closes itself as a
     context manager.
 
@@ -182,9 +182,6 @@ class NativeSession:
     def close(self) -> None:
         """Give back what was taken."""
         self._step_hook.remove()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,

@@ -317,16 +317,12 @@ def _with_check(
     if not found.judged:
         return model
     cluster = comparison.cluster
-    rates = [
-        math.inf if rate is None else rate
-        for rate in (cluster.link_of(w).rate_bit_per_s for w in range(cluster.workers))
-    ]
     name = directory.resolve().name
     checked = Checked(
         record=name,
         workers=cluster.workers,
-        least_rate_bit_per_s=min(rates),
-        most_rate_bit_per_s=max(rates),
+        least_rate_bit_per_s=min(cluster.limited_rates),
+        most_rate_bit_per_s=max(cluster.limited_rates),
         strategies=tuple(one.strategy for one in found.judged),
         median_error=found.median_error,
         worst_error=max(one.error for one in found.judged),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -73,11 +73,9 @@ def _time_steps(task: Task, steps: int) -> tuple[StepTimer, torch.optim.Optimize
     # On one thread computing is what the processor does, whoever else has it meanwhile.
     timer = StepTimer(steps, time.thread_time)
     timer.watch(list(model.parameters()))
-    samples = task.samples(seed=0, epoch=0, world_size=1)[:, 0]
-    number = 0
-    while not timer.is_done:
+    for samples in cycle(task.samples(seed=0, epoch=0, world_size=1)[:, 0]):
         timer.step_begins()
-        batch = task.training_batch(samples[number % len(samples)], seed=0, epoch=0)
+        batch = task.training_batch(samples, seed=0, epoch=0)
         optimizer.zero_grad()
         loss: Any = task.loss(model, batch)
         timer.backward_begins()
@@ -85,7 +83,8 @@ def _time_steps(task: Task, steps: int) -> tuple[StepTimer, torch.optim.Optimize
         timer.backward_ended()
         optimizer.step()
         timer.step_ended()
-        number += 1
+        if timer.is_done:
+            break
     return timer, optimizer
 
 
@@ -98,9 +97,8 @@ def _with_factors(profile: ModelProfile, task: Task, source: str) -> ModelProfil
     except ConfigError:
         return profile
     with attach_through(lambda driver: driver, model, optimizer, STRATEGY) as session:
-        samples = task.samples(seed=0, epoch=0, world_size=1)[:, 0]
-        for number in count():
-            batch = task.training_batch(samples[number % len(samples)], seed=0, epoch=0)
+        for samples in cycle(task.samples(seed=0, epoch=0, world_size=1)[:, 0]):
+            batch = task.training_batch(samples, seed=0, epoch=0)
             optimizer.zero_grad()
             loss: Any = task.loss(model, batch)
             loss.backward()

@@ -11,7 +11,7 @@ from typing import Final
 from offbeat.errors import ConfigError
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.cluster import Cluster, LinkSpec
-from offbeat_lab.cluster.quantities import display_rate
+from offbeat_lab.cluster.quantities import display_rate, rounded
 from offbeat_lab.plan.predictions import (
     StepPrediction,
     check_spec,
@@ -237,7 +237,7 @@ def _crossing(
         0.5 if limits or gaps[0] == gaps[1] else min(1.0, max(0.0, gaps[0] / (gaps[0] - gaps[1])))
     )
     rates = low[0].rate_bit_per_s, high[0].rate_bit_per_s
-    return float(f"{rates[0] * (rates[1] / rates[0]) ** share:.2g}")
+    return rounded(rates[0] * (rates[1] / rates[0]) ** share, digits=2)
 
 
 def _remarks(plan: Plan) -> list[str]:
@@ -264,7 +264,7 @@ def _remarks(plan: Plan) -> list[str]:
             whose = "" if cluster.link.window_bytes else " as Linux has it, which is assumed here,"
             remarks.append(
                 f"A window of {link.window_bytes} bytes{whose} lets a connection carry"
-                f" {display_rate(float(f'{8 * bytes_per_s:.3g}'))} of"
+                f" {display_rate(rounded(8 * bytes_per_s))} of"
                 f" {display_rate(link.rate_bit_per_s or math.inf)}: round trip x rate is more."
                 " A cluster file may say `window`; `offbeat doctor --write` measures it."
             )

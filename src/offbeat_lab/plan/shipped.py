@@ -255,8 +255,9 @@ def inception_v4() -> Network:
     return [*stem, *4 * a, *reduction_a, *7 * b, *reduction_b, *3 * c, _linear(1536, 1000)]
 
 
-def lstm_ptb(*, width: int = 1500, words: int = 10_000, steps: int = 35) -> Network:
+def lstm_ptb() -> Network:
     """Two LSTM layers between a table and a linear layer, the large model of arXiv 1409.2329."""
+    width, words, steps = 1500, 10_000, 35
     cell = NetworkLayer(a_dim=2 * width, g_dim=4 * width, num_positions=steps, bias=True)
     return [
         NetworkLayer(a_dim=words, g_dim=width, num_positions=0),
@@ -266,20 +267,17 @@ def lstm_ptb(*, width: int = 1500, words: int = 10_000, steps: int = 35) -> Netw
     ]
 
 
-def transformer(
-    *, words: int, positions: int, tokens: int, width: int = 768, depth: int = 12, head: bool
-) -> Network:
+def transformer(*, words: int, positions: int, tokens: int, head: bool) -> Network:
     """Blocks of attention and two linear layers between a table of words and one of positions.
 
     Args:
         words: rows of the table of words.
         positions: rows of that of positions.
         tokens: of a sample.
-        width: of a token's vector.
-        depth: blocks.
         head: whether a linear layer of its own stands before the output, which uses the table of
             words again.
     """
+    width, depth = 768, 12
     block = [
         _linear(width, 3 * width, tokens, norm=2 * width),
         _linear(width, width, tokens),

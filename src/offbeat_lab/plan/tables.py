@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from offbeat_lab.cluster.quantities import display_duration, display_rate
+from offbeat_lab.cluster.quantities import display_duration, display_rate, rounded
 from offbeat_lab.plan.plans import Plan, memory_text
 from offbeat_lab.plan.predictions import StepPrediction
 
@@ -79,7 +79,7 @@ def _cells(one: StepPrediction, plan: Plan) -> dict[str, str]:
     request = plan.request
     cells = {
         "strategy": one.strategy,
-        "step": f"{limit}{display_duration(_three_digits(one.step_s))}",
+        "step": f"{limit}{display_duration(rounded(one.step_s))}",
         "band": band_text(one),
     }
     if request.to_target is not None:
@@ -104,7 +104,7 @@ def _cells(one: StepPrediction, plan: Plan) -> dict[str, str]:
 
 def band_text(one: StepPrediction) -> str:
     """`7.07 to 9.6`, in the unit of the step."""
-    _, unit = display_duration(_three_digits(one.step_s)).split()
+    _, unit = display_duration(rounded(one.step_s)).split()
     factor = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
     return f"{_number(factor * one.low_s)} to {_number(factor * one.high_s)}"
 
@@ -119,7 +119,3 @@ def _time_text(seconds: float | None) -> str:
         return ""
     size, unit = next((one for one in _LONG if seconds >= one[0]), (1.0, "s"))
     return f"{_number(seconds / size)} {unit}"
-
-
-def _three_digits(value: float) -> float:
-    return float(f"{value:.3g}")

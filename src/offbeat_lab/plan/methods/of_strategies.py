@@ -191,29 +191,27 @@ def method_of(name: str, recipe: Any) -> StrategySteps:
     """
     match name:
         case "alone":
-            method: StrategySteps = _by_itself(SoloSteps())
+            return _by_itself(SoloSteps())
         case "ddp":
-            method = _by_itself(AllReduce())
+            return _by_itself(AllReduce())
         case "ddp-fp16" | "ddp-bf16":
-            method = _by_itself(HalfPrecisionSteps())
+            return _by_itself(HalfPrecisionSteps())
         case "ddp-powersgd":
             steps = LowRankSteps(rank=recipe.rank, start_step=recipe.start_step)
-            method = _by_itself(steps, by_tensor=True)
+            return _by_itself(steps, by_tensor=True)
         case "post-localsgd":
             local = {"start_step": recipe.start_step, "optimizer_state": "local"}
-            method = _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
+            return _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
         case "auto":
             raise ConfigError(
                 "auto chooses while it trains, so there is no step of its own to predict; plan for"
                 " those that it chooses among: allreduce, gtopk, powersgd, localsgd, wagma"
             )
         case "wagma" | "adpsgd" | "eagersgd":
-            method = BackgroundSteps(recipe)
-        case _ if isinstance(recipe, Strategy):
-            method = _by_itself(recipe)
-        case _:
-            raise ConfigError(f"{name} cannot be predicted; leave it out")
-    return method
+            return BackgroundSteps(recipe)
+    if isinstance(recipe, Strategy):
+        return _by_itself(recipe)
+    raise ConfigError(f"{name} cannot be predicted; leave it out")
 
 
 _EXTRA_BYTES: Final = {
