@@ -145,6 +145,7 @@ class OptimizerMomentum(GradientTransform):
                 " momentum_correction=None leaves it there"
             )
             self._take_buffers()
+        self._show_options()  # a step that raised was not followed by `on_after_step`
         groups = self._optimizer.param_groups
         self._options = [(float(group["momentum"]), bool(group["nesterov"])) for group in groups]
 
@@ -227,7 +228,6 @@ class OptimizerMomentum(GradientTransform):
     @override
     def on_before_update(self) -> None:
         """Hide from the optimizer what has been applied."""
-        self._show_options()  # a step that raised was not followed by `on_after_step`
         groups = self._optimizer.param_groups
         self._shown = [{name: group[name] for name in _HIDDEN} for group in groups]
         for group, has_decayed in zip(groups, self._decays, strict=False):
@@ -294,6 +294,7 @@ class OptimizerMomentum(GradientTransform):
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """What was loaded is what the user has set."""
+        self._shown = []
         self.take()
         self._take_buffers()
 
