@@ -34,9 +34,10 @@ from typing import Final
 import _benchmarks  # noqa: F401
 from _measure import Row, main
 from _results import Figure, ResultFile
+from band_fit import MeasuredCell, fit_band
 from offbeat_lab.cluster import Cluster, LinkSpec, RackSpec, from_flags
 from offbeat_lab.plan import bands
-from offbeat_lab.plan.bands import Band, Factor, MeasuredCell, fit_band
+from offbeat_lab.plan.bands import Band, Factor
 from offbeat_lab.plan.measure import measure_task
 from offbeat_lab.plan.predictions import StepPrediction, predict_step
 from offbeat_lab.plan.profile import ModelProfile

@@ -35,18 +35,6 @@ class AnalysedRun:
     steps: Steps
     evaluations: Sequence[Evaluation]
 
-    @property
-    def block_s(self) -> Sequence[float]:
-        """Seconds a step, in blocks of steps; a step takes as long as the mean of the ranks that
-        did it.
-        """
-        return self.steps.block_step_s()
-
-    @property
-    def block_samples_per_s(self) -> Sequence[float]:
-        """Samples a second of all workers together, in the same blocks."""
-        return self.steps.block_samples_per_s()
-
 
 def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) -> Comparison:
     """`comparison` with measures, differences, verdict and findings.
@@ -94,7 +82,7 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
         }
     )
     samples = {
-        label: [s for run in of if run is not None for s in run.block_s]
+        label: [s for run in of if run is not None for s in run.steps.block_step_s()]
         for label, of in runs.items()
     }
     analysed = analysed.model_copy(update={"differences": _differences(analysed, samples)})
@@ -142,9 +130,10 @@ def _measures(
     ceiling: Mapping[int, float],
 ) -> dict[Measure, Estimate]:
     reached = [reach(run, target, comparison.higher_is_better) for run in runs]
-    block_s = [s for run in runs if run is not None for s in run.block_s]
-    step_s = [None if run is None else float(np.median(run.block_s)) for run in runs]
-    block_rates = [rate for run in runs if run is not None for rate in run.block_samples_per_s]
+    steps = [None if run is None else run.steps for run in runs]
+    block_s = [s for one in steps if one is not None for s in one.block_step_s()]
+    step_s = [None if one is None else float(np.median(one.block_step_s())) for one in steps]
+    block_rates = [rate for one in steps if one is not None for rate in one.block_samples_per_s()]
     rates = [None if run is None else _samples_per_s(run) for run in runs]
     best = float(np.median(list(ceiling.values()))) if ceiling else None
     metrics = [None if run is None else run.summary.metric for run in runs]
@@ -186,7 +175,7 @@ def _measures(
 
 
 def _samples_per_s(run: AnalysedRun) -> float:
-    return float(np.median(run.block_samples_per_s))
+    return float(np.median(run.steps.block_samples_per_s()))
 
 
 def reach(

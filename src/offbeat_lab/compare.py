@@ -460,10 +460,11 @@ def run_comparison(
         ConfigError: the cluster cannot be emulated as asked.
     """
     request = plan.request
-    directory = plan.out if plan.out is not None else first_free(f"compare-{request.task}")
+    directory = plan.out or records.first_free(f"compare-{request.task}")
     check_free(directory)
     with emulate(request.cluster, mode=request.emulation) as emulation:
-        _make_directory(directory)
+        with records.naming_failed_file(directory, records.ELSEWHERE):
+            (directory / "runs").mkdir(parents=True, exist_ok=True)
         comparison = _begin(plan, emulation, command)
         write_comparison(directory, comparison)
         listener.begin(
@@ -519,23 +520,6 @@ def _with_metric_of_runs(directory: Path, comparison: Comparison) -> Comparison:
             "num_parameters": summary.num_parameters,
         }
     )
-
-
-def _make_directory(directory: Path) -> None:
-    try:
-        (directory / "runs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(
-            f"cannot write {directory}: {error.strerror}; choose another --out"
-        ) from None
-
-
-def first_free(name: str) -> Path:
-    """The first directory below runs/ of this name and a number that is not there yet."""
-    number = 1
-    while (path := Path("runs") / f"{name}-{number:03d}").exists():
-        number += 1
-    return path
 
 
 def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:

@@ -8,14 +8,12 @@ OUT/report.html            the page made of both
 
 from __future__ import annotations
 
-import os
 from pathlib import Path, PurePath
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, field_validator
 
-from offbeat.errors import RecordError
-from offbeat.run.records import read_versioned
+from offbeat.run.records import read_versioned, write_whole
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.records import EmulationReport, check_numbers
 from offbeat_lab.statistics import Estimate, Ratio
@@ -152,12 +150,4 @@ def _validated(content: object) -> Comparison:
 
 def write_comparison(directory: Path, comparison: Comparison) -> None:
     """Replace the comparison's file whole. Raises `RecordError` when the disk does not take it."""
-    temporary = directory / f".{FILE}.tmp"
-    try:
-        temporary.write_text(comparison.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, directory / FILE)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RecordError(
-            f"cannot write {directory / FILE}: {error.strerror}; make room, or choose another --out"
-        ) from None
+    write_whole(directory / FILE, comparison.model_dump_json(indent=1))

@@ -390,6 +390,8 @@ def _fork_and_report(
 def _become(message: dict[str, Any], descriptors: Sequence[int], printed: bytes) -> None:
     """Make this process what `message` orders."""
     os.setsid()
+    # The server ignores it where it was started in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     stdin, output = descriptors[:2]
     os.dup2(stdin, 0)
     os.dup2(output, 1)

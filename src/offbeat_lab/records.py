@@ -79,11 +79,6 @@ class LinkCheck:
     round_trip_s: float
     together: bool = True
 
-    @property
-    def measured_bit_per_s(self) -> float:
-        """The worse of the two directions."""
-        return min(self.sent_bit_per_s, self.received_bit_per_s)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulationReport:

@@ -265,7 +265,7 @@ def _measure_kept(run: TaskRun, recorder: TaskRecorder, at: Evaluation) -> None:
             seconds.append(float(kept.metadata()[_SECONDS]))
     model = copy.deepcopy(run.attached.model)
     model.load_state_dict(mean_of(states))
-    metric, others = _metrics(run, model)
+    metric, others = _metrics(run, recorder, model)
     recorder.write_evaluation(
         replace(at, metric=metric, others=others, without=missing, seconds=max(seconds))
     )
@@ -284,7 +284,7 @@ def _measure_at_once(run: TaskRun, recorder: TaskRecorder, *, apart: bool) -> No
         # its peers have none to send yet.
         model = run.attached.model if apart and not step else run.attached.averaged_model()
         if leads:
-            metric, others = _metrics(run, model)
+            metric, others = _metrics(run, recorder, model)
             without = run.attached.session.averaged_without
             recorder.write_evaluation(recorder.evaluation(metric, others, without=without))
             model.train()
@@ -293,12 +293,14 @@ def _measure_at_once(run: TaskRun, recorder: TaskRecorder, *, apart: bool) -> No
         coordinator.gather_living(f"measured/{step}", "", step=step)
 
 
-def _metrics(run: TaskRun, model: torch.nn.Module) -> tuple[float, dict[str, float]]:
+def _metrics(
+    run: TaskRun, recorder: TaskRecorder, model: torch.nn.Module
+) -> tuple[float, dict[str, float]]:
     """The metric of `model`, and whatever else the task measures."""
     model.eval()
     with run.attached.session.resting():
         metrics = run.task.metrics(model)
-    run.attached.session.log(**metrics)
+    recorder.logged(dict(metrics))
     return metrics.pop(run.task.metric_name), metrics
 
 

@@ -21,8 +21,8 @@ from offbeat.run.progress import (
 )
 from offbeat.run.recording import begun_by_first
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
-from offbeat.session.checkpoint import latest, remove_partial, verify
 from offbeat.transport.connect import Launch, launched
+from offbeat_lab.checkpoints import latest, remove_partial, verify
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request, cluster_of, resolve, resolve_resume, task_of
 from offbeat_lab.emulated_workers import EmulatedGroup

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, TypedDict, cast
@@ -25,18 +26,12 @@ from offbeat.run.progress import Joined, Reporter
 from offbeat.run.records import Summary
 from offbeat.run.run_summary import HANGS_S, Measured, gather_ends, write_end
 from offbeat.run.step_recorder import Position
-from offbeat.session.checkpoint import (
-    Manifest,
-    Tree,
-    latest,
-    naming_misfit,
-    read_shard,
-    write_checkpoint,
-)
+from offbeat.session.checkpoint import Tree, naming_misfit
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
 from offbeat.strategies.registry import ALONE
 from offbeat_lab.attaching import TaskModel, attach_recipe, link_delay, step_time
+from offbeat_lab.checkpoints import Manifest, latest, read_shard, write_checkpoint
 from offbeat_lab.config import recipe_of, task_of
 from offbeat_lab.native import NativeSession
 from offbeat_lab.pauses import Pauses, StepLimit, barrier
@@ -114,8 +109,7 @@ def train_rank(
         if coordinator.restart:
             coordinator.rejoin_at(position.step + 1)
             report(Joined(rank=coordinator.rank, step=position.step))
-        recorder = TaskRecorder(run, report)
-        try:
+        with closing(TaskRecorder(run, report)) as recorder:
             pauses = Pauses(
                 run,
                 recorder,
@@ -128,12 +122,10 @@ def train_rank(
             else:
                 train_on_claims(run, recorder, pauses, loader)
             coordinator.take_no_more_steps()
-        finally:
-            recorder.close()
-        session.finish()
-        if config.checkpoint_every is not None:
-            save(run, "end", patience_s=HANGS_S)
-        return _summarize(run, recorder)
+            session.finish()
+            if config.checkpoint_every is not None:
+                save(run, "end", patience_s=HANGS_S)
+            return _summarize(run, recorder)
 
 
 def _position(
@@ -344,7 +336,7 @@ def _summarize(run: TaskRun, recorder: TaskRecorder) -> Summary | None:
     if not stopped:
         final.eval()
         others = task.metrics(final)
-        session.log(**others)
+        recorder.logged(dict(others))
         metric = others.pop(task.metric_name)
         measured_at = recorder.evaluation(metric, others, without=session.averaged_without)
         if apart:  # What is measured was there when the last rank had finished.

@@ -32,7 +32,7 @@ from offbeat.membership.generations import GenerationHost
 from offbeat.membership.quorum import Quorum
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink
 from offbeat.simulation.virtual_driver import VirtualThread
-from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.driver import Counting, Driver, Stream
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
@@ -72,7 +72,7 @@ class Worker:
         )
         # So little patience: the virtual cluster has no generation to wait for.
         self.group = AtomicGroup(
-            store, count=lambda driver: driver, notify=self.notices.notify, patience_s=1e-3
+            store, count=self._count, notify=self.notices.notify, patience_s=1e-3
         )
         self.rule = OuterOptimizer({"x": self.x}, make=outer)
         self.exchange = MeanOfMembers(
@@ -85,6 +85,10 @@ class Worker:
         )
         self._context = context
         self._part: AverageOfMembers | None = None
+
+    def _count(self, driver: Driver) -> Driver:
+        self.counting = Counting(driver)
+        return self.counting
 
     @property
     def part(self) -> AverageOfMembers:
@@ -358,6 +362,27 @@ def test_a_late_member_is_left_out_and_its_change_counts_in_the_next() -> None:
     assert workers[0].value == pytest.approx(4.0 + 6.0)
     assert [worker.state for worker in workers] == [workers[0].state] * 3
     assert workers[2].numbers == workers[0].numbers
+
+
+def test_a_member_that_is_always_late_leaves_nothing_behind() -> None:
+    """Neither messages that nobody reads, nor entries of the store."""
+    workers = crew(3, quorum=QUORUM)
+
+    def punctual(worker: Worker, driver: VirtualThread) -> None:
+        steps(0, 0)(worker, driver)
+        for _ in range(30):
+            steps(1, 1, after_s=5.0)(worker, driver)
+
+    def late(worker: Worker, driver: VirtualThread) -> None:
+        steps(0, 0)(worker, driver)
+        for _ in range(4):
+            steps(1, 1, after_s=31.0)(worker, driver)
+
+    no_errors(together(workers, [punctual, punctual, late]))
+    traffic = [worker.counting.traffic for worker in workers]
+    sent = sum(each.messages_sent for each in traffic)
+    assert sent - sum(each.messages_received for each in traffic) < 20
+    assert cast(HashStore, workers[0].store).num_keys() < 10
 
 
 def test_one_within_the_grace_period_is_waited_for() -> None:

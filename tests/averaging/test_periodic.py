@@ -21,12 +21,11 @@ from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import (
     AveragingSchedule,
     Drift,
-    EncodedChanges,
     Everyone,
     GrowingPeriod,
     MeanOfAll,
     PeriodicAverage,
-    by_codec,
+    coded_changes,
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -90,7 +89,7 @@ class Composed(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         peers = Everyone(context.driver, context.new_stream())
         rule = OuterOptimizer(context.parameters, make=partial(torch.optim.SGD, lr=1.0))
-        changes = EncodedChanges(rule.anchor, by_codec(self.codec), peers) if self.codec else None
+        changes = coded_changes(context.parameters, self.codec, peers)
         mean = MeanOfAll(weights, peers, changes=changes, optimizer=context.optimizer, rule=rule)
         average = PeriodicAverage(mean, self.schedule)
         made.append(average)

@@ -27,11 +27,11 @@ from _models.kfac_published import (
     resnet50,
 )
 from offbeat.arithmetic.costs import Channel, LinkCost
+from offbeat.kfac.factors import num_packed
 from offbeat.kfac.placement import (
     SAME_LENGTH_FACTOR,
     InverseCosts,
     by_every_rank,
-    packed_elements,
     place_by_rule,
 )
 from offbeat_lab.plan.profile import Layer, PolynomialInversion
@@ -78,12 +78,8 @@ def test_resnet50_has_the_layers_it_is_known_for() -> None:
     assert sum(
         layer.num_positions * layer.a_dim * layer.g_dim for layer in layers
     ) / 1e9 == pytest.approx(4.089, abs=1e-3)
-    assert sum(packed_elements(layer.a_dim) for layer in layers) / 1e6 == pytest.approx(
-        62.3, abs=0.1
-    )
-    assert sum(packed_elements(layer.g_dim) for layer in layers) / 1e6 == pytest.approx(
-        14.6, abs=0.1
-    )
+    assert sum(num_packed(layer.a_dim) for layer in layers) / 1e6 == pytest.approx(62.3, abs=0.1)
+    assert sum(num_packed(layer.g_dim) for layer in layers) / 1e6 == pytest.approx(14.6, abs=0.1)
     shapes = [(layer.a_dim, layer.g_dim, layer.num_positions) for layer in layers]
     assert shapes[0] == (147, 64, 112**2)
     assert shapes[1:5] == [(a, g, 56**2) for a, g in ((64, 64), (576, 64), (64, 256), (64, 256))]

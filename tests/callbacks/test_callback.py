@@ -93,6 +93,24 @@ def test_a_session_gives_the_events_of_a_step_in_order() -> None:
     assert "on_before_step" not in heard
 
 
+def test_a_rank_rests_until_the_outermost_block_is_left() -> None:
+    part, heard = listening_part()
+
+    class Listen(Strategy):
+        name = "listen"
+
+        def build(self, context: Context) -> list[Callback]:
+            return [part]
+
+    net = torch.nn.Linear(2, 1)
+    with offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), Listen()) as session:
+        with session.resting():
+            with session.resting():
+                pass
+            assert heard == ["on_rest"]
+        assert heard == ["on_rest", "on_resume"]
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_forward_pass_says_whether_it_is_for_training(trains: bool) -> None:
     told: list[bool] = []

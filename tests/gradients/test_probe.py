@@ -46,11 +46,26 @@ def test_what_a_probe_sends_grows_with_the_links_until_it_takes_long(
     )
     assert networks[0].messages.alpha_s == pytest.approx(latency_s, rel=0.05)
     assert networks[0].messages.beta_s_per_byte == pytest.approx(1 / bytes_per_s, rel=0.05)
-    large_bytes = next((n for n in LARGE_BYTES[:-1] if n / bytes_per_s >= 0.02), LARGE_BYTES[-1])
-    # Each smaller one and that one, if it was tried; the message; a tensor of four.
-    tried = [n for n in LARGE_BYTES[:-1] if n <= large_bytes]
-    sent_s = REPEATS * (sum(tried) + large_bytes * (1 + 4 * 4 / 3)) / bytes_per_s
+    large_bytes = next(n for n in LARGE_BYTES if n / bytes_per_s >= 0.02)
+    # Each smaller one and that one; a tensor of four.
+    tried = [n for n in LARGE_BYTES if n <= large_bytes]
+    sent_s = REPEATS * (sum(tried) + large_bytes * 4 * 4 / 3) / bytes_per_s
     assert 0.9 * sent_s < cluster.now_s < 1.1 * (sent_s + 100 * latency_s)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(125e6, 0.05), (1.25e9, 0.01)])
+def test_latency_is_not_put_down_to_the_bytes_of_a_long_fat_link(
+    bytes_per_s: float, latency_s: float
+) -> None:
+    link = VirtualLink(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    cpu = torch.device("cpu")
+    (network, *_) = VirtualCluster(4, link=link).run(
+        [probe(rank, 4, select_s_per_element=0.0, entry_s=0.0, device=cpu) for rank in range(4)]
+    )
+    # Half of an all-reduce's bytes are under way while the others arrive.
+    for measured, within in ((network.messages, 0.05), (network.dense, 0.5)):
+        assert measured.alpha_s == pytest.approx(latency_s, rel=0.05)
+        assert measured.beta_s_per_byte == pytest.approx(1 / bytes_per_s, rel=within)
 
 
 @pytest.mark.parametrize("small_s", [0.0, 1e-3, 5e-3])

@@ -117,8 +117,8 @@ def test_projections_have_the_factors_of_linear_layers(kind: str, batch_first: b
             block, a, g = found[f"{name}_proj"]
             torch.testing.assert_close(g, layer[2])
         torch.testing.assert_close(a, layer[1])
-        matrix = block.gradient_matrix()
-        wanted = layer[0].gradient_matrix()
+        matrix = block.gradient().matrix()
+        wanted = layer[0].gradient().matrix()
         torch.testing.assert_close(matrix[slot : slot + 1] if "self" in kind else matrix, wanted)
     for side in (1, 2):
         torch.testing.assert_close(found["out_proj"][side], expected["layers.out"][side])
@@ -143,6 +143,24 @@ def test_being_watched_changes_nothing() -> None:
     assert type(layer.self_attn) is nn.MultiheadAttention
     torch.manual_seed(0)
     assert torch.equal(layer.train()(x, src_mask=mask), expected)
+
+
+class Named(nn.MultiheadAttention):
+    """An attention of somebody's own, which leaves the forward pass as it is."""
+
+    def name(self) -> str:
+        return f"attention with {self.num_heads} heads"
+
+
+def test_an_attention_of_a_class_of_its_own_keeps_it() -> None:
+    layer = Named(WIDTH, HEADS)
+    _, capture = capture_all(layer)
+    assert isinstance(layer, Named)
+    assert layer.name() == f"attention with {HEADS} heads"
+    assert repr(layer).startswith("Named(")
+    assert type(copy.deepcopy(layer)) is Named
+    capture.remove()
+    assert type(layer) is Named
 
 
 def test_a_decoder_and_an_unbatched_attention_are_seen() -> None:

@@ -212,8 +212,14 @@ def test_they_are_where_the_root_is_never_called() -> None:
                 output = layer(output)
             (output.square().sum(1).mean() / len(batches)).backward()
 
+    def train_after_an_error(*batches: torch.Tensor) -> None:
+        with pytest.raises(TypeError):
+            model()
+        train(*batches)
+
     expected = increments(model, lambda: train(x))
-    assert_same(increments(model, lambda: train(*x.split(2))), expected)
+    for run in (train, train_after_an_error):
+        assert_same(increments(model, lambda run=run: run(*x.split(2))), expected)
 
 
 @pytest.mark.parametrize("evaluates_first", [True, False])
@@ -244,6 +250,20 @@ def test_nothing_is_seen_without_gradients_or_between_steps() -> None:
     assert all(increment.weight > 0 for increment in take_all(capture, blocks))
     assert [increment.weight for increment in take_all(capture, blocks)] == [0, 0, 0, 0]
     capture.remove()
+
+
+def test_a_pass_through_a_model_that_is_frozen_for_another_ones_sake_is_not_seen() -> None:
+    model, x = small_net(), torch.randn(3, 2, 4, 4)
+
+    def train(*, generates: bool) -> None:
+        if generates:
+            model.requires_grad_(False)
+            model((2 * x).requires_grad_()).sum().backward()
+            model.requires_grad_(True)
+        model(x).square().sum(1).mean().backward()
+
+    expected = increments(model, lambda: train(generates=False))
+    assert_same(increments(model, lambda: train(generates=True)), expected)
 
 
 def test_steps_are_apart() -> None:
@@ -306,6 +326,22 @@ def test_a_layer_that_changes_its_shape_is_retired_with_a_warning() -> None:
     assert capture.retired == {"0"}
     assert [increment.weight for increment in found] == [0, 0, 5, 5]
     assert found[0].packed.shape == (1, 15)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1, 4, 4), (3, 2, 8, 8)])
+def test_a_batch_of_a_wrong_shape_raises_as_without_hooks_and_layers_are_watched_on(
+    shape: tuple[int, ...],
+) -> None:
+    model, x = small_net(), torch.randn(3, 2, 4, 4)
+    with pytest.raises(RuntimeError) as expected:
+        model(torch.randn(shape))
+    blocks, capture = capture_all(model)
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.randn(shape))
+    assert str(raised.value) == str(expected.value)
+    model(x).sum().backward()
+    assert all(increment.weight > 0 for increment in take_all(capture, blocks))
+    capture.remove()
 
 
 def test_copies_of_the_model_are_not_seen_and_hooks_come_out() -> None:

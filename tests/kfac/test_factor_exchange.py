@@ -125,6 +125,33 @@ def test_a_loss_in_another_unit_makes_grafted_steps_longer_alike(kind: type[KFAC
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
+class BothPrecisions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4).float(), nn.Linear(4, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x.float()).tanh().double())  # type: ignore[no-any-return]
+
+
+def test_owners_take_the_steps_of_all_in_both_precisions_and_with_a_bias_that_is_frozen() -> None:
+    x, nets = torch.randn(8, 3), []
+    for kind in (offbeat.SPDKFAC, offbeat.DPKFAC):
+        torch.manual_seed(0)
+        net = BothPrecisions()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with offbeat.attach(net, optimizer, kind()):
+            for step in range(4):
+                for bias in (net.first.bias, net.last.bias):
+                    bias.requires_grad_(step < 2)
+                net(x).square().sum(1).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        nets.append(net)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_of_the_samples_are_enough_if_each_is_there_twice(
     attached: Attach, kind: type[KFACStrategy]

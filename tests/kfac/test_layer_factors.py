@@ -165,12 +165,12 @@ def test_the_matrix_of_gradients_goes_with_the_factors(kind: str) -> None:
     capture.remove()
     (block,) = blocks
     seen = look(layer, x, losses)
-    matrix = block.gradient_matrix()
+    matrix = block.gradient().matrix()
     torch.testing.assert_close(matrix, torch.einsum("gnro,gnri->goi", seen.gradients, seen.inputs))
     before = [
         parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None
     ]
-    block.write_gradient_(2 * matrix)
+    block.gradient().write_(2 * matrix)
     for old, parameter in zip(before, layer.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, 2 * old)
 
@@ -188,7 +188,7 @@ def test_one_example_at_one_position_has_an_exact_fisher_matrix(kind: str) -> No
     losses(layer(x)).mean().backward()
     a, g = take_square(capture, blocks)
     capture.remove()
-    matrix = blocks[0].gradient_matrix()
+    matrix = blocks[0].gradient().matrix()
     torch.testing.assert_close(
         torch.kron(g[0], a[0]), torch.outer(matrix.flatten(), matrix.flatten())
     )

@@ -51,7 +51,7 @@ def trained(max_dim: int = 8192) -> tuple[nn.Module, list[Block], Capture]:
 
 
 def gradients_of(blocks: list[Block]) -> list[torch.Tensor]:
-    return [block.gradient_matrix().clone() for block in blocks]
+    return [block.gradient().matrix().clone() for block in blocks]
 
 
 def tasks_of(
@@ -288,6 +288,31 @@ def test_layers_without_a_gradient_or_of_another_shape_are_passed_over() -> None
     assert torch.equal(model[1].weight.grad, torch.ones(3, 5))
     torch.testing.assert_close(gradients_of(blocks[2:])[0], expected)
     precondition_([], [], lrs=[], kl_clip=1.0)
+
+
+@pytest.mark.parametrize("how", ["triangle", "inverse"])
+@pytest.mark.parametrize("max_dim", [4, 1, 8192])
+def test_a_bias_that_is_frozen_by_now_leaves_its_layer_the_inverse_without_it(
+    how: InverseForm, max_dim: int
+) -> None:
+    model, blocks, capture = trained(max_dim)
+    pairs = tasks_of(capture, blocks)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if "bias" in name:
+                parameter.requires_grad_(False).grad = None
+    expected = []
+    for block, (a_task, g_task) in zip(blocks, pairs, strict=True):
+        a, g = square(block, "input", a_task.packed), square(block, "output", g_task.packed)
+        damped = [each + DAMPING * torch.eye(each.shape[-1], dtype=each.dtype) for each in (a, g)]
+        num_inputs = block.matrix_shape[2] - block.has_bias
+        inputs, outputs = damped[0][:, :num_inputs, :num_inputs], damped[1]
+        gradient = block.gradient().matrix()[..., :num_inputs]
+        expected.append(torch.linalg.inv(outputs) @ gradient @ torch.linalg.inv(inputs))
+    precondition_(blocks, inverses(pairs, how), lrs=[0.1] * len(blocks), kl_clip=None)
+    for block, wanted in zip(blocks, expected, strict=True):
+        found = block.gradient().matrix()
+        torch.testing.assert_close(found[..., : wanted.shape[2]], wanted)
 
 
 def test_half_precision_gradients_are_preconditioned_in_float32() -> None:

@@ -242,6 +242,14 @@ def test_a_window_limits_what_a_connection_carries_in_a_round_trip() -> None:
     assert parse_cluster(cluster.to_toml(), "again") == cluster
 
 
+def test_a_window_limits_connections_between_racks_too() -> None:
+    racks = 'racks = {size = 2, rate = "1gbit", latency = "10ms"}'
+    text = f'link = {{rate = "1gbit", window = 125000}}\n{racks}'
+    cluster = parse_cluster(text, "lab.toml")
+    assert cluster.virtual_links()[0].bytes_per_s == 125_000 / 0.02
+    assert cluster.with_workers(2).virtual_links()[0].bytes_per_s == 125e6
+
+
 def test_workers_are_in_racks_in_turn_and_nothing_emulates_that() -> None:
     racks = 'racks = {size = 2, rate = "1gbit", latency = "20ms"}'
     cluster = parse_cluster(f'workers = 5\nlink = "10gbit/1ms"\n{racks}', "lab.toml")

@@ -74,17 +74,23 @@ def test_everybody_meets_everybody_once_and_partners_are_mutual(world_size: int)
     assert sorted(met) == [(a, b) for a in range(world_size) for b in range(world_size) if a != b]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_pairs_find_the_link_and_all_ranks_agree(world_size: int) -> None:
-    cluster = VirtualCluster(world_size, link=VirtualLink(latency_s=1e-4, bytes_per_s=125e6))
+@pytest.mark.parametrize(
+    ("world_size", "latency_s", "bytes_per_s"),
+    [(1, 1e-4, 125e6), (2, 1e-4, 125e6), (3, 1e-4, 125e6), (6, 1e-4, 125e6), (3, 0.04, 1.25e9)],
+)
+def test_pairs_find_the_link_and_all_ranks_agree(
+    world_size: int, latency_s: float, bytes_per_s: float
+) -> None:
+    link = VirtualLink(latency_s=latency_s, bytes_per_s=bytes_per_s)
+    cluster = VirtualCluster(world_size, link=link)
     lists = cluster.run([measure_pairs(rank, world_size) for rank in range(world_size)])
     assert all(pairs == lists[0] for pairs in lists)
-    assert [(link.first, link.second) for link in lists[0]] == sorted(
+    assert [(found.first, found.second) for found in lists[0]] == sorted(
         (first, second) for second in range(world_size) for first in range(second)
     )
-    for link in lists[0]:
-        assert link.cost.alpha_s == pytest.approx(1e-4, rel=0.05)
-        assert link.cost.beta_s_per_byte == pytest.approx(8e-9, rel=0.05)
+    for found in lists[0]:
+        assert found.cost.alpha_s == pytest.approx(latency_s, rel=0.05)
+        assert found.cost.beta_s_per_byte == pytest.approx(1 / bytes_per_s, rel=0.05)
 
 
 def test_the_worker_with_the_bad_cable_is_found() -> None:

@@ -38,7 +38,13 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    with closing(ForkServer(MODULE, environment(OF_THE_SERVER="1"))) as server:
+    """One that was started in the background of a shell."""
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        started = ForkServer(MODULE, environment(OF_THE_SERVER="1"))
+    finally:
+        signal.signal(signal.SIGINT, heard)
+    with closing(started) as server:
         yield server
 
 
@@ -107,6 +113,7 @@ def test_a_forked_process_is_what_a_fresh_one_would_be(
         assert len(seen["descriptors"]) == 5  # its standard ones, the pipe, and that of the listing
         assert seen["inheritable"] == [False]
         assert seen["stdin"] == "typed"
+        assert seen["hears_interrupts"]
         assert forked.process.wait() == forked.process.returncode == 5
     assert sorted(log.read_text().split()) == ["complained", "printed"]
 

@@ -22,7 +22,7 @@ from offbeat.errors import CheckpointError, PeerError, RecordError
 from offbeat.run.coordination import serve_store
 from offbeat.run.progress import WorkerProgress
 from offbeat.run.records import Summary
-from offbeat.session.checkpoint import latest, verify
+from offbeat_lab.checkpoints import latest, verify
 from offbeat_lab.cli import main as command_line
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.config import Request

@@ -15,8 +15,8 @@ import pytest
 from offbeat.errors import PeerError
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.records import Summary
-from offbeat.session.checkpoint import latest, verify
 from offbeat_lab.breakdown import read_steps
+from offbeat_lab.checkpoints import latest, verify
 from offbeat_lab.cluster import Cluster, ClusterFault
 from offbeat_lab.config import Request
 from offbeat_lab.records import Record

@@ -31,6 +31,7 @@ class Recorder:
         self.step = 0
         self.step_s = step_s
         self.written: list[Evaluation] = []
+        self.told: list[dict[str, float]] = []
 
     def evaluation(self, metric: float, others: dict[str, float]) -> Evaluation:
         return Evaluation(
@@ -46,6 +47,9 @@ class Recorder:
         self.written.append(evaluation)
 
     def restart_clock(self) -> None: ...
+
+    def logged(self, values: dict[str, float]) -> None:
+        self.told.append(values)
 
 
 class Sum:
@@ -70,7 +74,7 @@ def rank_of(rank: int, directory: Path, store: Any) -> Any:
     return SimpleNamespace(
         attached=SimpleNamespace(
             model=model,
-            session=SimpleNamespace(averages_alone=True, resting=nullcontext, log=lambda **_: None),
+            session=SimpleNamespace(averages_alone=True, resting=nullcontext),
         ),
         coordinator=Coordinator(store, rank, 2, supervised=True),
         schedule=SimpleNamespace(position=SimpleNamespace(step=0)),
@@ -109,6 +113,7 @@ def test_what_is_measured_is_the_mean_after_as_many_steps_of_each_rank(
 
     assert measured(recorders[0]) == [(n, 2 * (5.0 + n), 3.0 * n) for n in (1, 2, 3)]
     assert [(one.others, one.without) for one in recorders[0].written] == [({"also": 1.0}, [])] * 3
+    assert [one["sum"] for one in recorders[0].told] == [12.0, 14.0, 16.0]
     assert recorders[1].written == []
     assert list(tmp_path.iterdir()) == []
 

@@ -13,8 +13,8 @@ import offbeat
 from offbeat.errors import CheckpointError
 from offbeat.run.coordination import Coordinator
 from offbeat.run.records import begin_attempt
-from offbeat.session.checkpoint import latest, read_shard
 from offbeat_lab.attaching import attach_recipe
+from offbeat_lab.checkpoints import latest, read_shard
 from offbeat_lab.config import Request, task_of
 from offbeat_lab.records import Record
 from offbeat_lab.train import plan, train

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -38,6 +39,7 @@ def describe(order: Order) -> int:
         "inheritable": [os.get_inheritable(descriptor) for descriptor in order.descriptors],
         "network": str(Path("/proc/self/ns/net").readlink()),
         "stdin": typed,
+        "hears_interrupts": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "imported": sorted({"colorsys", "this"} & set(sys.modules)),
     }
     print("printed")

@@ -167,6 +167,15 @@ def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
     assert sorted(seen) == list(range(40))
 
 
+def test_a_loop_that_stops_after_the_last_batch_is_through_with_the_epoch(attached: Make) -> None:
+    """As `islice(loader, len(loader))` does: every second epoch was empty."""
+    _, _, session = attached(offbeat.AllReduce())
+    loader = session.loader(numbers(20), batch_size=4)
+    for epoch in range(3):
+        assert loader.epoch == epoch
+        assert len(list(islice(loader, len(loader)))) == 5
+
+
 @pytest.mark.parametrize("stop", range(9))
 @pytest.mark.parametrize(
     "how", [{"rule": "published", "warmup": 0}, {"rule": "published"}, {"overlap": True}]

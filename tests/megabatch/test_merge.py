@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +27,7 @@ from offbeat.megabatch.batch_sizes import merge_weights, normalised, perturbed
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
 from offbeat.megabatch.coded_merge import MergedChanges
 from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
-from offbeat.megabatch.merge_momentum import MergeMomentum, with_momentum
+from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport, agreed_kind
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.atomic_group import AtomicGroup, GroupWork
@@ -880,21 +879,21 @@ def test_large_replicas_and_equal_weights_are_left_alone() -> None:
 
 
 @given(st.floats(-10, 10), st.floats(0, 0.99))
-def test_a_model_that_nobody_trains_stays_what_it_is(model: float, gamma: float) -> None:
-    assert with_momentum(model, model, None, gamma=gamma) == model
-    assert with_momentum(model, model, model, gamma=gamma) == model
+def test_momentum_goes_on_in_the_last_direction_from_the_second_merge_on(
+    model: float, gamma: float
+) -> None:
+    parameter = torch.nn.Parameter(torch.full((2,), model, dtype=torch.float64))
+    momentum = MergeMomentum({"w": parameter}, gamma=gamma)
+    momentum.begin()
 
+    def merged(at: float) -> torch.Tensor:
+        (moved,) = momentum.added_to([torch.full_like(parameter, at)])
+        return moved
 
-def test_a_buffer_that_was_never_written_nearly_doubles_the_model() -> None:
-    assert with_momentum(1.0, 1.0, 0.0) == 1.9
-    assert with_momentum(1.0, 1.0, None) == 1.0
-
-
-def test_momentum_goes_on_in_the_last_direction() -> None:
-    moved = with_momentum(
-        np.array([2.0, 0.0]), np.array([1.0, 0.0]), np.array([0.0, 0.0]), gamma=0.5
-    )
-    np.testing.assert_allclose(moved, [2.5, 0.0])
+    assert torch.equal(merged(model), parameter)
+    assert torch.equal(merged(model + 1), torch.full_like(parameter, model + 1))
+    momentum.move_to([torch.full_like(parameter, model + 1)])
+    torch.testing.assert_close(merged(3.0), torch.full_like(parameter, 3 + gamma))
 
 
 def momentum_of(num_merges: int, dtypes: list[torch.dtype]) -> MergeMomentum:

@@ -12,14 +12,8 @@ from typing import Any
 
 import pytest
 
-from offbeat_lab.plan.bands import (
-    COVERAGE,
-    FASTER,
-    Band,
-    MeasuredCell,
-    band_of,
-    fit_band,
-)
+from band_fit import COVERAGE, FASTER, MeasuredCell, fit_band, holds
+from offbeat_lab.plan.bands import Band, band_of
 
 
 def made(sets: int = 8, cells: int = 40, *, slower: float = 0.3) -> list[MeasuredCell]:
@@ -48,7 +42,7 @@ def test_a_band_holds_what_is_asked_for_of_sets_that_it_was_not_fitted_to() -> N
     seen, unseen = made()[: 6 * 40], made()[6 * 40 :]
     band, held = fit_band(seen, is_shifted=True)
     assert sum(one.inside / one.cells for one in held) / len(held) >= COVERAGE
-    assert sum(map(band.holds, unseen)) >= 0.7 * len(unseen)
+    assert sum(holds(band, one) for one in unseen) >= 0.7 * len(unseen)
 
 
 def test_the_middle_follows_what_overlaps_and_leaves_exposed_exchanges_as_simulated() -> None:

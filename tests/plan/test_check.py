@@ -93,6 +93,15 @@ def test_a_strategy_of_which_nothing_was_repeated_is_not_judged(tmp_path: Path) 
     assert (one.repeats_differ, one.is_judged) == (None, False)
 
 
+def test_long_links_that_the_lab_made_carry_their_rate(tmp_path: Path) -> None:
+    """Hosts as they come would let a connection carry half of it."""
+    long = from_flags(workers=2, link="1gbit", latency="25ms")
+    recorded(tmp_path, {"ddp": [0.5] * STEPS}, cluster=long)
+    (one,) = check_comparison(tmp_path, MODEL).steps
+    whole = Setting(profile=MODEL, cluster=long)
+    assert one.predicted_s == pytest.approx(predict_step("ddp", whole).step_s)
+
+
 SLOWER = MODEL.with_step(batch_size=8, forward_backward_s=0.6, device="none")
 
 

@@ -190,9 +190,18 @@ def test_words_give_a_shape_and_what_they_leave_out_is_said() -> None:
         device_named("h1000")
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "of_experts",
+    [{"num_local_experts": 8}, {"moe_num_experts": 64}, {"ffn_config": {"moe_num_experts": 16}}],
+)
+def test_a_mixture_of_experts_is_refused(of_experts: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mixture of experts"):
-        read_shape(written(tmp_path, LLAMA | {"num_local_experts": 8}))
+        read_shape(written(tmp_path, LLAMA | of_experts))
+
+
+def test_a_configuration_with_a_size_for_each_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="intermediate cannot be so"):
+        read_shape(written(tmp_path, LLAMA | {"intermediate_size": [11_008] * 32}))
 
 
 def test_a_gate_keeps_twice_as_many_activations_of_feed_forward_layers() -> None:

@@ -21,7 +21,7 @@ from offbeat.strategies.dear import DeAR
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.registry import REGISTRY, SCHEDULES, WEIGHT_CODECS
 from offbeat_lab.cli.main import app
-from offbeat_lab.cluster import Cluster, LinkSpec, from_flags, with_deaths
+from offbeat_lab.cluster import Cluster, LinkSpec, from_flags
 from offbeat_lab.options import build_strategy, parse_spec, strategy_type
 from offbeat_lab.plan.bands import Band
 from offbeat_lab.plan.plans import PlanRequest, make_plan, plan_as_json
@@ -444,6 +444,14 @@ def test_samples_a_second_are_those_of_all_ranks_each_at_its_own_pace() -> None:
     assert late.samples_per_s == pytest.approx(4 * 10 / (0.3 + 0.3 / 4))
 
 
+@pytest.mark.parametrize("delay", ["1x2s:1%", "1x2s:30%", "rank1x1s:5%,rank2x1s:5%", "1x10s:0.2%"])
+def test_a_delay_that_is_rare_is_in_the_mean_step_of_those_who_wait(delay: str) -> None:
+    where = setting("8gbit", delay=delay)
+    mean_s = {"1x2s:1%": 0.02, "1x2s:30%": 0.6, "1x10s:0.2%": 0.02}.get(delay, 0.1)
+    undisturbed_s = predict_step("allreduce", setting("8gbit")).step_s
+    assert predict_step("allreduce", where).step_s == pytest.approx(undisturbed_s + mean_s)
+
+
 def test_a_straggler_holds_up_all_but_those_who_wait_for_nobody() -> None:
     late = setting("8gbit", workers=8, delay="1x320ms")
     synchronous, waiting_for_nobody = (predict_step(s, late) for s in ("ddp", "adpsgd"))
@@ -614,6 +622,17 @@ def test_a_task_is_profiled_as_it_trains() -> None:
     assert profile.tensors[-1].ready < profile.tensors[0].ready <= 1
 
 
+def test_accumulated_batches_have_factors_each() -> None:
+    """ResNet-50's take 211 ms of 32 images."""
+    fast = from_flags(workers=1, link="1000gbit")
+    seconds = [
+        predict_step("spdkfac:factor_interval=1", Setting(profile=each, cluster=fast)).step_s
+        - predict_step("alone", Setting(profile=each, cluster=fast)).step_s
+        for each in (few_layers(), few_layers().accumulated(4))
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 0.211)
+
+
 def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> None:
     twice = replace(
         MODEL, batches=(TimedBatch(batch_size=5, forward_s=0.06, backward_s=0.12), *MODEL.batches)
@@ -653,7 +672,7 @@ def test_what_deaths_cost_counts_in_the_recommendation() -> None:
     """A death ends a run with DDP, and not with WAGMA, whose steps take longer here."""
     cluster = from_flags(workers=16, link="100gbit")
     for deaths, best in ((0.0, "ddp"), (3.0, "wagma")):
-        clusters = [with_deaths(cluster, deaths)]
+        clusters = [cluster.changed(deaths_per_hour=deaths)]
         strategies = ("ddp", "wagma")
         profile = shipped_profile("resnet50")
         plan = make_plan(PlanRequest(profile=profile, clusters=clusters, strategies=strategies))

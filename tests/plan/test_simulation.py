@@ -139,7 +139,7 @@ def test_messages_that_take_no_time_take_no_cores_either(strategy: str) -> None:
 )
 def test_a_closed_form_takes_as_long_as_it_says(more: dict[str, object]) -> None:
     cluster = Cluster(**{**from_flags(workers=4, link="1gbit/1ms").fields(), **more})
-    run = Run(setting_of(MODEL, cluster), method_of("alone", offbeat.AllReduce()))
+    run = Run(setting_of(MODEL, cluster), method_of("alone", offbeat.AllReduce()), 4)
     run.cluster.run([run.closed_form(0.5, 0.0) for _ in range(4)])
     assert run.cluster.now_s == pytest.approx(0.5, abs=1e-4)
 

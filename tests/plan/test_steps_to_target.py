@@ -78,6 +78,19 @@ def test_a_time_is_there_for_what_was_measured_alike_and_reached_the_target(
     assert "target" in heads.split()
 
 
+def test_what_deaths_cost_is_in_the_time_to_a_target_and_its_price(tmp_path: Path) -> None:
+    record(tmp_path, {"ddp": [100.0, 100.0]})
+    arguments = ["plan", "--profile", "resnet20", "--link", "1gbit", "--workers", "4", "--json"]
+    arguments += ["--strategies", "ddp", "--steps-from", str(tmp_path), "--price", "3.60"]
+    result = CliRunner().invoke(app, [*arguments, "--deaths", "0.5"])
+    (one,) = json.loads(result.output)["predictions"]
+    assert one["lost_to_deaths"] > 0.01
+    assert one["time_to_target_s"] * one["samples_per_s"] == pytest.approx(
+        100 * 4 * 128 / (1 - one["lost_to_deaths"])
+    )
+    assert one["cost"] == pytest.approx(4 * one["time_to_target_s"] / 1000)
+
+
 def test_who_comes_to_the_target_first_is_said_where_it_is_not_who_takes_the_shortest_steps(
     tmp_path: Path,
 ) -> None:

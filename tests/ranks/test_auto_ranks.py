@@ -52,7 +52,7 @@ def choosing(to: str, *, back: bool = False) -> Iterator[None]:
     predicted_s = {to: 1e-12} | ({"allreduce": 1e-9} if back else {})
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        return Predicted(predicted_s.get(strategy.name, 1e3), 0, 1.0)
+        return Predicted(predicted_s.get(strategy.name, 1e3), 1.0)
 
     with (
         patch.object(auto, "predict", predicted),

@@ -1,5 +1,5 @@
-"""Workers that die while a run begins, and what the next session of those who live is told, as real
-processes.
+"""Workers that die while a run begins, what the next session of those who live is told, and whose
+record it is, as real processes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import os
 import signal
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -185,3 +186,21 @@ def test_who_attaches_anew_after_a_death_hears_of_it_at_once(
         assert "new_group([0, 1], use_local_synchronization=True)" in heard["heard"]
         assert heard["world_size"] == 2
     assert results[0]["mean"] == results[1]["mean"]
+
+
+def recorded_by_some(rank: int, world_size: int, *, directory: str) -> int:
+    if rank == world_size - 1:
+        return 0
+    net = make_net()
+    some = dist.new_group(list(range(world_size - 1)), use_local_synchronization=True)
+    recorder = offbeat.Recorder(directory)
+    with offbeat.attach(net, sgd(net), offbeat.AllReduce(), group=some, recorder=recorder) as one:
+        return one.world_size
+
+
+def test_a_record_is_of_the_ranks_of_its_session_and_waits_for_no_others(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert run_ranks(recorded_by_some, 3, directory=str(tmp_path / "record")) == [2, 2, 0]
+    found = {path.name for path in (tmp_path / "record").glob("*.json*")}
+    assert found == {"config.json", "events-rank-0.jsonl", "events-rank-1.jsonl", "summary.json"}

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat import Session
 from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
+from offbeat.run.config import ScriptCommand, script_run
+from offbeat.run.coordination import Coordinator
 from offbeat.run.coupling import (
     STATE_KEY,
     CarriedStates,
@@ -32,10 +35,13 @@ from offbeat.run.coupling import (
     share_of,
 )
 from offbeat.run.recipes import StrategyRecipe
+from offbeat.run.recording import OpenRecord, ScriptRecorder
+from offbeat.run.records import RunDirectory, begin_attempt, create
 from offbeat.run.step_recorder import ExchangeSession
 from offbeat.run.worker import patched_for
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver
+from offbeat_lab.records import Record
 from thread_support.world import results_of, session_on
 
 
@@ -48,7 +54,7 @@ class Sessions(ModelListener):
         self.losses: list[float] = []
         self.num_samples: list[int] = []
 
-    def samples_seen(self, args: Sequence[Any]) -> None:
+    def samples_seen(self, model: nn.Module, args: Sequence[Any]) -> None:
         self.num_samples.append(len(args[0]))
 
     def attached(
@@ -128,6 +134,27 @@ def test_samples_are_seen_that_are_given_by_name_too(stack: ExitStack) -> None:
     ddp(X)
     ddp(input=X)
     assert script.heard.num_samples == [4, 4]
+
+
+def test_of_several_models_the_samples_of_the_recorded_one_count(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    config = script_run(ScriptCommand(path="gan.py"), "allreduce", {}, workers=1)
+    path = create(tmp_path / "record", config)
+    begin_attempt(path, config, start_step=0)
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    recipe = StrategyRecipe(offbeat.AllReduce())
+    sessions = ScriptSessions(recipe, recorder)
+    stack.enter_context(patched_for(recipe, sessions))
+    generator, critic = (DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+    for _ in range(3):
+        step(generator, optimizers[0])
+        step(critic, optimizers[1])
+    sessions.close(None)
+    recorder.end()
+    assert [event.batch_size for event in Record(path).events(0)] == [4, 4, 4]
 
 
 def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStack) -> None:

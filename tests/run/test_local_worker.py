@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run import step_recorder
+from offbeat.run.coordination import Coordinator
 from offbeat.run.local_worker import description_of_end
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.progress import Failure, Report
 from offbeat.run.recipes import recipe_for
-from offbeat.run.recording import ScriptRecorder, higher_is_better
+from offbeat.run.recording import OpenRecord, ScriptRecorder, higher_is_better
+from offbeat.run.records import RunDirectory, begin_attempt, create, events_path
 from offbeat.run.run_summary import digest
 from offbeat.run.step_recorder import phases
 from offbeat.run.worker import ScriptRun
+from offbeat.session.metrics import listening
+from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat_lab.records import Record
 from offbeat_lab.report.page import write_report
+from thread_support.world import ThreadDriver, results_of, session_on
 
 # What is said of a worker that has ended before its time: one sentence, and where to look.
 
@@ -184,6 +192,112 @@ def test_a_session_writes_a_record(tmp_path: Path) -> None:
     assert summary.higher_is_better
     assert record.config.strategy_options["density"] == 0.5
     assert "Accuracy 0.5" in write_report(record.path).read_text()
+
+
+def recorded_run(directory: Path, name: str = "script") -> Path:
+    script = directory / f"{name}.py"
+    script.touch()
+    config = script_config(script_command([str(script)]), "allreduce", workers=2)
+    path = create(directory / name, config)
+    begin_attempt(path, config, start_step=0)
+    return path
+
+
+def test_a_session_that_takes_the_place_of_another_goes_on_with_its_record(tmp_path: Path) -> None:
+    path, store = recorded_run(tmp_path), dist.HashStore()
+
+    def run(driver: ThreadDriver) -> None:
+        opened = OpenRecord(
+            record=RunDirectory(path), coordinator=Coordinator(store, driver.rank, 2)
+        )
+        recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+        model = nn.Linear(2, 1)
+        for phase in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with session_on(driver, model, optimizer, offbeat.AllReduce()) as session:
+                recorder.attached(session, model, optimizer)
+                for _ in range(4):
+                    model(torch.ones(5, 2)).sum().backward()
+                    optimizer.step()
+                session.log(accuracy=phase / 2)
+        recorder.end()
+
+    results_of(2, run)
+    record = Record(path)
+    summary = record.summary()
+    assert summary is not None
+    assert summary.steps_per_s == pytest.approx(8 / summary.seconds)
+    sent = [event.bytes_sent for event in record.events(0)]
+    assert [e.bytes_sent for e in record.evaluations()] == [sum(sent[:4]), sum(sent)]
+    assert summary.bytes_sent_per_step == sum(sent) / 8
+
+
+def test_samples_are_counted_where_a_loop_calls_parts_of_the_model_as_lightning_does(
+    tmp_path: Path,
+) -> None:
+    model = nn.ModuleDict({"net": nn.Linear(2, 3), "head": nn.Linear(3, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = offbeat.Recorder(tmp_path / "mine")
+    with offbeat.attach(model, optimizer, offbeat.AllReduce(), recorder=recorder):
+        for num_batches in (1, 2):
+            for _ in range(num_batches):
+                with torch.no_grad():
+                    model["net"](torch.ones(7, 2))
+                model["head"](model["net"](torch.ones(5, 2))).sum().backward()
+            optimizer.step()
+    assert [e.batch_size for e in Record(tmp_path / "mine").events(0)] == [5, 10]
+
+
+def test_a_session_ends_well_though_the_disk_takes_no_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = offbeat.Recorder(tmp_path / "mine")
+    with offbeat.attach(model, optimizer, offbeat.AllReduce(), recorder=recorder) as session:
+        train(session, model, optimizer)
+        (tmp_path / "mine" / ".summary.json.tmp").mkdir()
+    assert "the record is not complete: cannot write" in caplog.text
+
+
+def test_loggers_hear_what_a_script_measures_when_its_session_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[object] = []
+    logger = SimpleNamespace(
+        log=lambda values, step: heard.append((values, step)), close=lambda: heard.append("closed")
+    )
+    monkeypatch.setattr(step_recorder, "named_loggers", lambda names, record: [logger])
+    opened = OpenRecord(
+        record=RunDirectory(recorded_run(tmp_path)), coordinator=Coordinator(dist.HashStore(), 0, 1)
+    )
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with listening(recorder):
+        with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+            recorder.attached(session, model, optimizer)
+            for _ in range(3):
+                model(torch.ones(5, 2)).sum().backward()
+                optimizer.step()
+            offbeat.log(accuracy=0.5)
+        offbeat.log(accuracy=0.75)
+    recorder.end()
+    assert heard == [({"accuracy": 0.5}, 3), ({"accuracy": 0.75}, 3), "closed"]
+
+
+def test_a_worker_that_comes_back_leaves_the_record_of_its_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = recorded_run(tmp_path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        monkeypatch.setenv(RETURN_VARIABLE, "1")
+        offbeat.Recorder(path).begin(session, model, optimizer)
+        train(session, model, optimizer)
+    assert not events_path(path, 0).exists()
+    assert "came back to a run whose record has begun without it" in caplog.text
 
 
 def test_a_directory_in_use_is_refused_and_nothing_stays_attached(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ from offbeat.strategies import auto, choice
 choice.FIRST_LOOK, choice.LEAST_SEEN, choice.LEAST_MARGIN = 6, 1, float("-inf")
 choice.Candidate.on_processors_s = lambda self, step_s, *_, **__: step_s
 auto.predict = lambda strategy, *_, **__: Predicted(
-    1e-12 if strategy.name == "wagma" else 1e3, 0, 1.0
+    1e-12 if strategy.name == "wagma" else 1e3, 1.0
 )
 """,
         strategy="auto",

@@ -15,6 +15,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.strategies.base import Strategy
+from thread_support.world import ThreadDriver, results_of, session_on
 
 
 class Recording(Callback):
@@ -69,6 +70,15 @@ def test_a_session_is_closed_once() -> None:
     assert heard == ["finish", "close"]
 
 
+def test_a_block_that_is_entered_again_is_refused() -> None:
+    """As in a loop over epochs with the block inside: each rank would go on alone."""
+    session, _ = attached()
+    with session:
+        pass
+    with pytest.raises(ConfigError, match="attach again, or leave the block once"), session:
+        pass
+
+
 def test_an_exception_in_the_block_abandons_the_run() -> None:
     session, heard = attached()
 
@@ -80,6 +90,21 @@ def test_an_exception_in_the_block_abandons_the_run() -> None:
         train()
     session.close()
     assert heard == ["ValueError: no data", "close"]
+
+
+def test_a_rank_that_closes_within_an_except_clause_is_told_what_its_model_is() -> None:
+    def job(driver: ThreadDriver) -> list[str]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = session_on(driver, model, optimizer, offbeat.LocalSGD())
+        try:
+            next(iter(()))
+        except StopIteration:
+            session.close()
+        return session.notices
+
+    for notices in results_of(2, job):
+        assert "closed while StopIteration is handled" in notices[-1]
 
 
 def test_so_does_one_that_a_finally_clause_closes_on_the_way_out() -> None:

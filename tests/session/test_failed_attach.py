@@ -11,6 +11,7 @@ import torch
 import offbeat
 from offbeat.errors import ConfigError, PeerError
 from offbeat.session import attach as attach_module
+from offbeat.session.agreement import describe
 from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Driver, Ticket, Wrapper
 from offbeat.transport.operations import DenseOperation, Operation, Recv
@@ -56,6 +57,15 @@ def test_a_slower_rank_hears_whose_fault_it_was(
     with pytest.raises(PeerError) as raised:
         slower.start(Recv(2), 0).wait()
     assert raised.value.rank == VICTIM
+
+
+def test_ranks_whose_rates_are_on_devices_of_their_own_agree() -> None:
+    net = torch.nn.Linear(2, 1)
+    said = []
+    for rate in (torch.tensor(0.5), 0.5):
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+        said.append(describe(net, optimizer, offbeat.TopK(), session={}))
+    assert said[0] == said[1]
 
 
 def test_a_strategy_may_be_named_as_on_the_command_line() -> None:

@@ -151,9 +151,9 @@ def test_loggers_outlast_a_session_that_another_may_follow() -> None:
     for before in (0, 20):
         model, optimizer = made()
         with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
-            live = LiveMetrics(session, [logger], steps_before=before, ends_with_session=False)
-            session.observers.append(live)
-            train(session, model, optimizer)
+            live = LiveMetrics(session, [logger], steps_before=before)
+            for step in range(1, 21):
+                live.step_ended(step)
         assert not logger.is_closed
     live.end()
     assert logger.is_closed
@@ -184,6 +184,35 @@ def test_a_run_that_the_script_began_is_used_and_left_open(
         logger.close()
     ends = ([], []) if has_run else (["finished"], ["ended"])
     assert heard == [{"loss": 1.0, "offbeat/step": 3}, *ends[0], ({"loss": 1.0}, 3), *ends[1]]
+
+
+def test_a_logger_serves_one_session_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[object]] = []
+
+    class Run(list[object]):
+        def log(self, values: object) -> None:
+            assert "finished" not in self
+            self.append(values)
+
+        def finish(self) -> None:
+            self.append("finished")
+
+    def init() -> Run:
+        runs.append(run := Run())
+        return run
+
+    wandb = ModuleType("wandb")
+    vars(wandb).update(run=None, init=init)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(
+        loggers_module, "find_spec", lambda name: ModuleSpec(name, None, origin="any/__init__.py")
+    )
+    logger = WandbLogger()
+    for loss in (1.0, 2.0):
+        logger.log({"loss": loss}, 3)
+        logger.close()
+    logger.close()
+    assert runs == [[{"loss": loss, "offbeat/step": 3}, "finished"] for loss in (1.0, 2.0)]
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

@@ -83,12 +83,15 @@ def test_a_warning_that_no_event_has_issued_is_issued_at_the_end() -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("drops", [True, False])
-def test_dropping_what_a_sparse_strategy_has_exchanged_is_said_once(
-    drops: bool, to_none: bool
+@pytest.mark.parametrize(
+    "strategy", [offbeat.GTopK(density=0.5, collective="tree"), offbeat.SPDKFAC(kl_clip=None)]
+)
+def test_dropping_what_a_strategy_has_exchanged_and_needs_is_said_once(
+    strategy: Strategy, drops: bool, to_none: bool
 ) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with offbeat.attach(model, optimizer, offbeat.GTopK(density=0.5, collective="tree")) as session:
+    with offbeat.attach(model, optimizer, strategy) as session:
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
             if drops:

@@ -144,7 +144,8 @@ def asked_in_average(num_parameters: int, *, fragment_bytes: int) -> int:
     with Asked() as asked, AskedForMany() as asked_for_many, pytest.MonkeyPatch.context() as patch:
         patch.setattr("offbeat.weights.model_weights.FRAGMENT_BYTES", fragment_bytes)
         asked.counts = True
-        exchange.merge(measures_drift=True)
+        exchange.measures_drift = True
+        exchange.merge()
     torch.testing.assert_close([*parameters.values()], before, rtol=0, atol=0)
     assert asked.num_seen > num_parameters
     return asked.num_asked + asked_for_many.num_asked

@@ -14,6 +14,7 @@ from offbeat.gradients.collective_choice import probe_pairs
 from offbeat.simulation.measured import MeasuredRun, Ports, predict, unlike_ports
 from offbeat.simulation.training import TensorProfile
 from offbeat.simulation.virtual import VirtualCluster, VirtualLink, VirtualRacks
+from offbeat.strategies.base import Strategy
 
 RATE = 125e6
 
@@ -73,6 +74,16 @@ def test_averages_beside_training_come_as_often_as_links_carry_them() -> None:
     assert found[0] > 0.9
     assert found[1] < found[0] / 2
     assert found[2] < found[1] / 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "period"), [(offbeat.AllReduce(), 1), (offbeat.LocalSGD(period=10), 10)]
+)
+def test_exchanges_are_counted_from_the_step_on_with_which_a_prediction_begins(
+    strategy: Strategy, period: int
+) -> None:
+    found = predict(strategy, run_of([[0.2] * 4] * 20), period=period).exchanges
+    assert found == pytest.approx(1 / period, rel=0.5)
 
 
 # Unlike links

@@ -223,7 +223,7 @@ def choosing(
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         is_beginning = strategy == offbeat.LocalSGD(period=1)
         assert period == (1 if is_beginning else CANDIDATES[strategy.name].period)
-        return Predicted(costs("beginning" if is_beginning else strategy.name, run), 0, 1.0)
+        return Predicted(costs("beginning" if is_beginning else strategy.name, run), 1.0)
 
     monkeypatch.setattr(auto, "predict", predicted)
     # However little of a step is waiting.
@@ -376,7 +376,7 @@ def test_exchanges_go_on_beside_the_last_of_the_passes_that_accumulate(
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
         seen.append((run.forward_s, run.backward_s))
-        return Predicted(1.0, 0, 1.0)
+        return Predicted(1.0, 1.0)
 
     monkeypatch.setattr(auto, "predict", predicted)
     monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
@@ -501,7 +501,7 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
             return made, copy.deepcopy(session.state_dict())
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 0, 1.0)
+        return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 1.0)
 
     monkeypatch.setattr(auto, "predict", predicted)
     monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))

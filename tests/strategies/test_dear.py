@@ -221,6 +221,26 @@ def test_an_optimizer_that_has_stepped_before_goes_on() -> None:
     assert_close(list(nets[0].parameters()), list(nets[1].parameters()))
 
 
+def test_steps_after_finish_are_whole_on_every_rank_too() -> None:
+    def job(driver: ThreadDriver) -> tuple[Found, list[int]]:
+        net = attended()
+        optimizer = OPTIMIZERS["adam"](list(net.parameters()))
+        num_states = []
+        with session_on(driver, net, optimizer, offbeat.DeAR()) as session:
+            for step in range(3):
+                loss_of(net, driver.rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.finish()
+                num_states.append(len(optimizer.state_dict()["state"]))
+        return [p.detach().clone() for p in net.parameters()], num_states
+
+    (first, num_states), (second, _) = results_of(2, job)
+    assert_close(first, second)
+    assert num_states == [num_states[0]] * 3
+    assert num_states[0] > 0
+
+
 def test_state_that_lacks_a_rank_is_refused() -> None:
     def job(driver: ThreadDriver) -> Any:
         net = attended()

@@ -221,6 +221,23 @@ def test_what_is_frozen_meanwhile_stays_and_what_is_written_into_parameters_is_k
         assert 0 < written < 0.1
 
 
+def test_what_no_rank_uses_does_not_fade_and_the_user_hears_how_much_that_is() -> None:
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, list[str]]:
+        net = torch.nn.ModuleList([Net(), Net()])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+        strategy = offbeat.ZeroOneAdam(freeze_step=5, period=2)
+        with session_on(driver, net, optimizer, strategy) as session:
+            for step in range(8):
+                (net[0].weight * gradient_of(driver.rank, step)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return net[1].weight.detach().clone(), session.notices
+
+    for unused, notices in results_of(2, job):
+        assert torch.equal(unused, Net().weight)
+        assert any("30 of 60 elements have had no gradient" in each for each in notices)
+
+
 def test_what_adam_has_gathered_before_is_gone_on_with() -> None:
     def moved(*, attached: bool) -> torch.Tensor:
         net = Net()

@@ -11,19 +11,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.periodic import (
-    Drift,
-    EncodedChanges,
-    Everyone,
-    WeightExchange,
-    by_codec,
-)
+from offbeat.averaging.periodic import EncodedChanges, Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
-from offbeat.codec.topk_codec import WeightCodec
 from offbeat.collectives.dense import dense_all_reduce
-from offbeat.errors import CheckpointError
 from offbeat.transport.driver import Pending
-from offbeat.weights.model_weights import ModelWeights, Pack, real, require_finite
+from offbeat.weights.model_weights import ModelWeights, Pack, real, require_finite, restore_
 
 
 class CentralModel(WeightExchange):
@@ -31,13 +23,14 @@ class CentralModel(WeightExchange):
     average model z.
 
     x is what the step began with, so that the sum travels beside the step. Of statistics, z is the
-    plain mean over ranks, and a rank's own becomes (1 - alpha) x + alpha z.
+    plain mean over ranks, and a rank's own becomes (1 - alpha) x + alpha z. What is frozen is not
+    drawn step by step: x and z become the plain mean.
 
     Args:
         weights: what is drawn together.
         peers: all ranks.
         alpha: how far, in (0, 1].
-        codec: how differences travel, without a decay or clipping; None: whole.
+        changes: how differences travel, by a codec without a decay or clipping; None: whole.
     """
 
     state_key = "central_model"
@@ -49,79 +42,84 @@ class CentralModel(WeightExchange):
         peers: Everyone,
         *,
         alpha: float,
-        codec: WeightCodec | None = None,
+        changes: EncodedChanges | None = None,
     ) -> None:
         self._weights, self._peers = weights, peers
-        self._alpha = alpha
+        self._alpha, self._coded = alpha, changes
         self._pack = Pack(weights.tensors())
         self._central: list[torch.Tensor] = []
+        # What one average leaves for its end:
+        self._frozen: list[int] = []
         self._corrections: list[torch.Tensor] = []
         self._sums: list[Pending[torch.Tensor]] = []
-        self._coded: EncodedChanges | None = None
-        if codec is not None:
-            views = self._pack.views(self._pack.vectors(weights.tensors()))
-            likes = zip(weights.parameters, views, strict=False)
-            anchor = {name: torch.nn.Parameter(view) for name, view in likes}
-            self._coded = EncodedChanges(anchor, by_codec(codec), peers)
 
     @override
     def begin(self) -> None:
         if not self._central:
             self._central = self._pack.vectors(self._weights.tensors())
 
+    @property
+    def _plain(self) -> list[int]:
+        """The positions of tensors of which the plain mean is taken."""
+        return [*self._frozen, *self._weights.positions_of_statistics()]
+
     @override
     def launch(self, number: int) -> None:
-        begin_s = time.perf_counter()
-        tensors = self._weights.tensors()
+        tensors, parameters = self._weights.tensors(), self._weights.parameters.values()
         vectors = self._pack.vectors(tensors)
         require_finite(vectors, rank=self._peers.driver.rank)
+        self._frozen = [place for place, each in enumerate(parameters) if not each.requires_grad]
         self._corrections = [
             vector.sub_(central).mul_(self._alpha)
             for vector, central in zip(vectors, self._central, strict=True)
         ]
-        travelling = [correction.clone() for correction in self._corrections]
-        sums = self._pack.views(travelling)
-        statistics = self._weights.positions_of_statistics()
-        for position in statistics:
-            sums[position].copy_(tensors[position].detach())
-        if self._coded is not None:
-            self._coded.launch(sums[: statistics.start])
-            whole = [sums[position] for position in statistics]
-            travelling = Pack(whole).vectors(whole)
+        corrections = self._pack.views(self._corrections)
+        for position in self._plain:
+            corrections[position].zero_()
+        if self._coded is None:
+            travelling = [correction.clone() for correction in self._corrections]
+            sums = self._pack.views(travelling)
+            for position in self._plain:
+                sums[position].copy_(real(tensors[position]))
+        else:
+            self._coded.launch(corrections[: len(parameters)])
+            plain = [tensors[position] for position in self._plain]
+            travelling = Pack(plain).vectors(plain)
         self._sums = [self._peers.launch(dense_all_reduce(total)) for total in travelling]
-        self.encode_s += time.perf_counter() - begin_s
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         totals = [pending.wait() for pending in self._sums]
         if self._coded is not None:
             totals = self._decoded(self._coded, totals)
         begin_s = time.perf_counter()
-        tensors = self._weights.tensors()
-        self._draw_statistics(tensors, totals)
-        for central, total in zip(self._central, totals, strict=True):
-            central.add_(total)
-        views = self._pack.views(self._corrections)
-        for name, tensor, view in zip(self._weights.names, tensors, views, strict=True):
-            parameter = self._weights.parameters.get(name)
-            if parameter is None or parameter.requires_grad:
-                real(tensor).sub_(view.to(real(tensor).dtype))
+        tensors, statistics = self._weights.tensors(), self._weights.positions_of_statistics()
+        central, sums = self._pack.views(self._central), self._pack.views(totals)
+        for position in self._plain:
+            tensor, centre = real(tensors[position]), central[position]
+            mean = sums[position] / self._peers.driver.world_size
+            # All terms are plain means, which stay in range.
+            drawn = (1 - self._alpha) * tensor.to(centre.dtype) + self._alpha * centre
+            tensor.copy_(drawn if position in statistics else mean)
+            centre.copy_(mean)
+            sums[position].zero_()
+        for vector, total in zip(self._central, totals, strict=True):
+            vector.add_(total)
+        for tensor, correction in zip(tensors, self._pack.views(self._corrections), strict=True):
+            real(tensor).sub_(correction.to(real(tensor).dtype))
+        self._sums, self._corrections = [], []
         self.encode_s += time.perf_counter() - begin_s
-        return Drift()
 
-    def _decoded(
-        self, coded: EncodedChanges, statistics: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _decoded(self, coded: EncodedChanges, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The sums, in vectors of all that is averaged. In the corrections there is left what has
         travelled of this rank's.
 
         Args:
             coded: brings the mean over ranks of corrections of parameters.
-            statistics: the sums of these.
+            plain: the sums of what travels as it is.
         """
         totals = [torch.empty_like(vector) for vector in self._corrections]
-        sums, place = self._pack.views(totals), self._weights.positions_of_statistics()
-        spent_s = coded.encode_s
+        sums, spent_s = self._pack.views(totals), coded.encode_s
         means = coded.mean()
         self.encode_s += coded.encode_s - spent_s
         for total, mean in zip(sums, means, strict=False):
@@ -130,26 +128,10 @@ class CentralModel(WeightExchange):
         for correction, owed in zip(corrections, coded.owed(), strict=False):
             correction.sub_(owed)
             owed.zero_()
-        whole = Pack([sums[position] for position in place])
-        for position, view in zip(place, whole.views(statistics), strict=True):
+        whole = Pack([sums[position] for position in self._plain])
+        for position, view in zip(self._plain, whole.views(plain), strict=True):
             sums[position].copy_(view)
         return totals
-
-    def _draw_statistics(
-        self, tensors: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]
-    ) -> None:
-        """Draw statistics to their central values, replace these by the means, and leave no change
-        of either in `totals` and the corrections. All terms are plain means, which stay in range.
-        """
-        central, sums, corrections = (
-            self._pack.views(vectors) for vectors in (self._central, totals, self._corrections)
-        )
-        for position in self._weights.positions_of_statistics():
-            tensor, centre = tensors[position], central[position]
-            tensor.copy_((1 - self._alpha) * tensor.to(centre.dtype) + self._alpha * centre)
-            centre.copy_(sums[position] / self._peers.driver.world_size)
-            for difference in (sums[position], corrections[position]):
-                difference.zero_()
 
     @override
     def state(self) -> CallbackState:
@@ -169,12 +151,7 @@ class CentralModel(WeightExchange):
         if not kept:
             return
         self.begin()
-        live = self.state()["replicated"]
-        if {k: v.shape for k, v in kept.items()} != {k: v.shape for k, v in live.items()}:
-            self._central = []
-            raise CheckpointError("the central model was saved with another model or strategy")
-        for key, tensor in live.items():
-            tensor.copy_(kept[key])
+        restore_(self.state()["replicated"], kept, "the central model")
 
     @override
     def close(self) -> None:

@@ -5,7 +5,6 @@ graph, or targets and sources of push-sum.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.arithmetic.topologies import GossipPeers
-from offbeat.averaging.periodic import Drift, Everyone, WeightExchange
+from offbeat.averaging.periodic import Everyone, ExchangeWithPeers, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.dense_wire import DenseWire
@@ -22,13 +21,12 @@ from offbeat.codec.residual import add_owed
 from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import AllChanges, WeightCodec
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum, swap
-from offbeat.errors import CheckpointError
-from offbeat.transport.driver import Pending
-from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
+from offbeat.transport.operations import Collective
+from offbeat.weights.model_weights import ModelWeights, Pack, require_finite, restore_
 from offbeat.weights.statistics import merge_statistics
 
 
-class NeighbourMean(WeightExchange):
+class NeighbourMean(ExchangeWithPeers[list[Block]]):
     """Adds to the weights how far their neighbours' mean lay from them when the step began.
     Statistics take the mean itself.
 
@@ -45,29 +43,20 @@ class NeighbourMean(WeightExchange):
     leaves_at = "backward"
 
     def __init__(self, weights: ModelWeights, peers: Everyone, *, row: Mapping[int, float]) -> None:
-        self._weights, self._peers, self._row = weights, peers, row
+        super().__init__(peers)
+        self._weights, self._row = weights, row
         self._pack = Pack(weights.tensors())
         self._sent: list[torch.Tensor] = []
-        self._pending: Pending[list[Block]] | None = None
 
     @override
-    def launch(self, number: int) -> None:
-        begin_s = time.perf_counter()
+    def _leave(self, number: int) -> Collective[list[Block]]:
         self._sent = self._pack.vectors(self._weights.tensors())
         rank = self._peers.driver.rank
-        self._pending = self._peers.launch(
-            neighbour_mean(rank, blocks_of(self._sent, rank), self._row)
-        )
-        self.encode_s += time.perf_counter() - begin_s
+        return neighbour_mean(rank, blocks_of(self._sent, rank), self._row)
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
-        assert self._pending is not None, "nothing was launched"
-        blocks = self._pending.wait()
-        begin_s = time.perf_counter()
-        means = [
-            vector_of(block, sent.device) for block, sent in zip(blocks, self._sent, strict=True)
-        ]
+    def _take(self, came: list[Block]) -> None:
+        means = vectors_of(came, self._pack)
         changes = [mean - sent for mean, sent in zip(means, self._sent, strict=True)]
         tensors = self._weights.tensors()
         before, mean_views, change_views = map(self._pack.views, (self._sent, means, changes))
@@ -77,13 +66,6 @@ class NeighbourMean(WeightExchange):
             tensors[position].copy_(merge_statistics(now, mean_views[position], before[position]))
         self._pack.add_(changes, tensors)
         self._sent = []
-        self.encode_s += time.perf_counter() - begin_s
-        return Drift()
-
-    @override
-    def close(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
 
 
 class _ChangeWire:
@@ -164,7 +146,7 @@ def push_round(rank: int, peers: GossipPeers) -> ChangesRound:
     return ChangesRound(told=told, heard=heard, pairs=pairs)
 
 
-class NeighbourChanges(WeightExchange):
+class NeighbourChanges(ExchangeWithPeers[dict[str, list[Message]]]):
     """A mean with peers of which only encoded changes of parameters travel (CHOCO-SGD, arXiv
     1902.00340).
 
@@ -204,8 +186,9 @@ class NeighbourChanges(WeightExchange):
         in_round: Callable[[int], ChangesRound],
         codec: WeightCodec,
     ) -> None:
+        super().__init__(peers)
         self._statistics, self._in_round = statistics, in_round
-        self._parameters, self._peers, self._codec = parameters, peers, codec
+        self._parameters, self._codec = parameters, codec
         self._pack = Pack([*parameters.values()])
         # Coarse changes would feed their own errors back in whole steps, the more the fewer travel.
         is_fine = codec.density == 1 and codec.entries.values.bits >= 4
@@ -216,7 +199,6 @@ class NeighbourChanges(WeightExchange):
         self._round = ChangesRound({}, {}, [])
         self._exact = [_ChangeWire(None, vector) for vector in self._vectors()]
         self._messages: dict[str, list[Message]] = {}
-        self._pending: Pending[dict[str, list[Message]]] | None = None
 
     def _vectors(self) -> list[torch.Tensor]:
         return self._pack.vectors([*self._parameters.values()])
@@ -230,10 +212,9 @@ class NeighbourChanges(WeightExchange):
         self._wires[link] = [_ChangeWire(self._codec, vector) for vector in vectors]
 
     @override
-    def launch(self, number: int) -> None:
+    def _leave(self, number: int) -> Collective[dict[str, list[Message]]]:
         if self._statistics is not None:
             self._statistics.launch(number)
-        begin_s = time.perf_counter()
         vectors, self._round = self._vectors(), self._in_round(number)
         require_finite(vectors, rank=self._peers.driver.rank)
         zeros = [torch.zeros_like(vector) for vector in vectors]
@@ -251,15 +232,17 @@ class NeighbourChanges(WeightExchange):
             for link, peers in self._round.told.items()
             for peer in peers
         ]
-        self._pending = self._peers.launch(swap(told, self._round.heard, len(vectors)))
-        self.encode_s += time.perf_counter() - begin_s
+        return swap(told, self._round.heard, len(vectors))
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
-        assert self._pending is not None, "nothing was launched"
-        messages = self._pending.wait() | self._messages
-        begin_s = time.perf_counter()
-        for link, theirs in messages.items():
+    def merge(self) -> None:
+        super().merge()
+        if self._statistics is not None:
+            self._statistics.merge()
+
+    @override
+    def _take(self, came: dict[str, list[Message]]) -> None:
+        for link, theirs in (came | self._messages).items():
             wires = self._wires_of(link)
             if link not in self._known:
                 self._open(link)
@@ -272,10 +255,6 @@ class NeighbourChanges(WeightExchange):
                 change.add_(theirs_known - own, alpha=self._gamma * weight)
         self._pack.add_(changes, [*self._parameters.values()])
         self._messages = {}
-        self.encode_s += time.perf_counter() - begin_s
-        if self._statistics is not None:
-            self._statistics.merge(measures_drift=False)
-        return Drift()
 
     @override
     def state(self) -> CallbackState:
@@ -298,15 +277,8 @@ class NeighbourChanges(WeightExchange):
         saved = {key: value for key, value in local.items() if key.startswith("known/")}
         for link in {key.split("/")[1] for key in saved}:
             self._open(link)
-        needed = {
-            f"known/{link}/{name}": view
-            for link, vectors in self._known.items()
-            for name, view in zip(self._parameters, self._pack.views(vectors), strict=True)
-        }
-        if {k: v.shape for k, v in saved.items()} != {k: v.shape for k, v in needed.items()}:
-            raise CheckpointError("what neighbours hold was saved with another model or strategy")
-        for key, view in needed.items():
-            view.copy_(saved[key])
+        live = {k: v for k, v in self.state()["local"].items() if k.startswith("known/")}
+        restore_(live, saved, "what neighbours hold")
         for link, wires in self._wires.items():
             for place, wire in enumerate(wires):
                 for key in wire.selector_state:
@@ -315,10 +287,9 @@ class NeighbourChanges(WeightExchange):
 
     @override
     def close(self) -> None:
+        super().close()
         if self._statistics is not None:
             self._statistics.close()
-        if self._pending is not None:
-            self._pending.cancel()
 
 
 class PushedChanges(NeighbourChanges):
@@ -328,7 +299,7 @@ class PushedChanges(NeighbourChanges):
     leaves_at = "end"
 
 
-class PushSum(WeightExchange):
+class PushSum(ExchangeWithPeers[tuple[list[Block], float]]):
     """A round of push-sum over weights x and their weight w; the model holds z = x / w.
 
     The optimizer moves z, and x moves by as much. What x has beyond z is kept apart; it is nothing
@@ -350,14 +321,13 @@ class PushSum(WeightExchange):
         *,
         in_round: Callable[[int], GossipPeers],
     ) -> None:
-        self._weights, self._peers, self._in_round = weights, peers, in_round
+        super().__init__(peers)
+        self._weights, self._in_round = weights, in_round
         self._pack = Pack(weights.tensors())
         self._beyond: list[torch.Tensor] | None = None
-        self._pending: Pending[tuple[list[Block], float]] | None = None
 
     @override
-    def launch(self, number: int) -> None:
-        begin_s = time.perf_counter()
+    def _leave(self, number: int) -> Collective[tuple[list[Block], float]]:
         x = self._pack.vectors(self._weights.tensors())
         views = self._pack.views(x)
         statistics = [
@@ -370,25 +340,18 @@ class PushSum(WeightExchange):
         for view, weighted in statistics:
             view.copy_(weighted)
         blocks = blocks_of(x, self._peers.driver.rank)
-        self._pending = self._peers.launch(push_sum(self._in_round(number), blocks, self.weight))
-        self.encode_s += time.perf_counter() - begin_s
+        return push_sum(self._in_round(number), blocks, self.weight)
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
-        assert self._pending is not None, "nothing was launched"
-        blocks, self.weight = self._pending.wait()
-        begin_s = time.perf_counter()
-        tensors = self._weights.tensors()
-        devices = [piece.device for piece in self._pack.pieces]
-        x = [vector_of(block, device) for block, device in zip(blocks, devices, strict=True)]
+    def _take(self, came: tuple[list[Block], float]) -> None:
+        blocks, self.weight = came
+        tensors, x = self._weights.tensors(), vectors_of(blocks, self._pack)
         self._pack.write_(x if self.weight == 1 else [each / self.weight for each in x], tensors)
         self._beyond = None
         if self.weight != 1 or not self._pack.exact:
             z = self._pack.vectors(tensors)
             beyond = [vector - shown for vector, shown in zip(x, z, strict=True)]
             self._beyond = beyond if any(bool(vector.any()) for vector in beyond) else None
-        self.encode_s += time.perf_counter() - begin_s
-        return Drift()
 
     @override
     def state(self) -> CallbackState:
@@ -408,22 +371,14 @@ class PushSum(WeightExchange):
         1.
         """
         beyond = {key: value for key, value in state["local"].items() if key.startswith("beyond/")}
-        zeros = [torch.zeros_like(vector) for vector in self._pack.vectors(self._weights.tensors())]
-        views = {
-            f"beyond/{name}": view
-            for name, view in zip(self._weights.names, self._pack.views(zeros), strict=True)
-        }
-        if beyond and {k: v.shape for k, v in beyond.items()} != {
-            k: v.shape for k, v in views.items()
-        }:
-            raise CheckpointError(
-                "the weights of push-sum were saved with another model or strategy"
-            )
+        vectors = self._pack.vectors(self._weights.tensors())
+        names, views = self._weights.names, self._pack.views(vectors)
+        if beyond:
+            live = {f"beyond/{name}": view for name, view in zip(names, views, strict=True)}
+            restore_(live, beyond, "what push-sum has beyond the weights")
         same_world = state["replicated"]["world_size"] == self._peers.driver.world_size
         self.weight = float(state["local"]["weight"]) if same_world else 1.0
-        self._beyond = zeros if same_world and beyond else None
-        for key, value in beyond.items():
-            views[key].copy_(value)
+        self._beyond = vectors if same_world and beyond else None
 
 
 def blocks_of(vectors: list[torch.Tensor], rank: int) -> list[Block]:
@@ -433,8 +388,9 @@ def blocks_of(vectors: list[torch.Tensor], rank: int) -> list[Block]:
     return [vector if vector.is_meta else vector.cpu().numpy() for vector in vectors]  # type: ignore[misc]  # as arithmetic they are alike
 
 
-def vector_of(block: Block, device: torch.device) -> torch.Tensor:
-    """A block that has travelled, as a vector on `device`."""
-    if isinstance(block, torch.Tensor):
-        return block
-    return torch.from_numpy(block).to(device)
+def vectors_of(blocks: Sequence[Block], pack: Pack) -> list[torch.Tensor]:
+    """What has travelled, as vectors of `pack`."""
+    return [
+        block if isinstance(block, torch.Tensor) else torch.from_numpy(block).to(piece.device)
+        for block, piece in zip(blocks, pack.pieces, strict=True)
+    ]

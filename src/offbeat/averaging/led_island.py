@@ -140,6 +140,11 @@ def _gradients(weights: ModelWeights) -> list[torch.Tensor]:
     return [p.grad for p in weights.parameters.values() if p.grad is not None]
 
 
+def _trains(weights: ModelWeights) -> list[torch.Tensor]:
+    """Which parameters are not frozen, in one tensor, shape (any,)."""
+    return [torch.tensor([p.requires_grad for p in weights.parameters.values()], dtype=torch.uint8)]
+
+
 def _used(weights: ModelWeights) -> list[bool]:
     return [p.grad is not None for p in weights.parameters.values()]
 
@@ -328,7 +333,11 @@ class LedIsland(Callback):
     def _act(self, event: Callable[[], None]) -> None:
         """The first rank acts on `event` with the whole replica, and the others take the result."""
         self._is_published = True
-        self._island.collect(self._of_shards(_all_of))
+        trains = self._of_shards(_trains)
+        self._island.collect({n: [*_all_of(each), *trains[n]] for n, each in self._shards.items()})
+        for number, mirror in () if self._island.rank else self._shards.items():
+            for parameter, its in zip(mirror.parameters.values(), *trains[number], strict=True):
+                parameter.requires_grad_(bool(its))
         event()
         self._island.spread(self._of_shards(_all_of))
         self._tell()

@@ -42,12 +42,11 @@ from typing_extensions import override
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.averaging.periodic import (
     AveragingSchedule,
-    Drift,
     EncodedChanges,
     Everyone,
     PeriodicAverage,
     WeightExchange,
-    by_codec,
+    coded_changes,
 )
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
@@ -212,27 +211,24 @@ class MeanOfMembers(WeightExchange):
         self.average: Average | None = None
         self._stagings: dict[int, Staging] = {}  # by the number of tensors
         self._within, self._is_encoded = _Within(self._rank), False
-        self._codec = None
-        if codec is not None:
-            peers = Everyone(self._within, Stream(0))
-            self._codec = EncodedChanges(rule.anchor, by_codec(codec), peers)
+        peers = Everyone(self._within, Stream(0))
+        self._codec = coded_changes(context.parameters, codec, peers)
 
     @override
     def begin(self) -> None:
         self.rule.begin()
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         average, self.average = self.average, None
         assert average is not None, "members have met"
         self.write_buffers(average, self.weights)
-        changes, are_whole = average.changes, average.changes is not None
+        changes = average.changes
         if changes is None:
             assert self._codec is not None, "it has encoded them"
             changes, self._is_encoded = self._codec.mean(), False
-        self.rule.merge_(changes, are_whole=are_whole)
+        self.rule.merge_(changes)
         self.samples = self.steps = 0
-        return Drift()
 
     def meet(self, purpose: Purpose, number: int) -> Average:
         """Come together with the other members. Collective; changes no weights.

@@ -31,7 +31,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.outer import OuterOptimizer
-from offbeat.averaging.periodic import Drift, Everyone, WeightExchange
+from offbeat.averaging.periodic import Everyone, WeightExchange
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.codec.tensor_bytes import to_bytes
@@ -115,11 +115,10 @@ class StoreMean(WeightExchange):
         self._number = number
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         changes = [*self._rule.changes()]
         means = self._meet(f"{self._number:08d}", changes, self._weights)
-        self._rule.merge_(means, are_whole=True)
-        return Drift()
+        self._rule.merge_(means)
 
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:

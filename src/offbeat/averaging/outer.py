@@ -97,15 +97,12 @@ class OuterOptimizer(TakeMean):
         )
 
     @override
-    def merge_(self, changes: Sequence[torch.Tensor] | None, *, are_whole: bool = False) -> None:
-        """Replace the parameters by where the outer optimizer takes them.
-
-        A parameter that was frozen meanwhile stays at the mean, and is moved by nothing that was
-        owed to it: where changes are in a code, it goes back to the anchor.
+    def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
+        """Replace the parameters by where the outer optimizer takes them, and those that were
+        frozen meanwhile by the mean.
 
         Args:
             changes: the mean of them; None: the parameters hold the mean.
-            are_whole: whether nothing of changes is ever owed.
         """
         for place, (name, anchor) in enumerate(self.anchor.items()):
             parameter = self._parameters[name]
@@ -117,7 +114,7 @@ class OuterOptimizer(TakeMean):
                 )
             elif changes is None:
                 anchor.detach().copy_(parameter.detach())  # without a gradient it is not stepped
-            elif are_whole:
+            else:
                 anchor.detach().add_(changes[place])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)  # a gradient weighs as much as the model

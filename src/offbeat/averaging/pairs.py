@@ -19,20 +19,19 @@ pair's mean, and counters stay local.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import override
 
 from offbeat.arithmetic.topologies import random_partner
-from offbeat.averaging.gossip import blocks_of, vector_of
-from offbeat.averaging.periodic import Drift, Everyone, TakeMean, WeightExchange
+from offbeat.averaging.gossip import blocks_of, vectors_of
+from offbeat.averaging.periodic import Everyone, ExchangeWithPeers, TakeMean
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
 from offbeat.collectives.gossip import Block, neighbour_mean
 from offbeat.errors import ConfigError
-from offbeat.transport.driver import Pending
+from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import ModelWeights, Pack
 
 
@@ -49,7 +48,7 @@ class Pairs(OptionValue):
         self.seed = seed
 
 
-class PairMean(WeightExchange):
+class PairMean(ExchangeWithPeers[list[Block]]):
     """The weights of a random pair become what each rank's `rule` makes of their mean.
 
     Args:
@@ -64,40 +63,28 @@ class PairMean(WeightExchange):
     def __init__(
         self, weights: ModelWeights, peers: Everyone, *, pairs: Pairs, rule: TakeMean | None = None
     ) -> None:
-        self._weights, self._peers, self._seed = weights, peers, pairs.seed
+        super().__init__(peers)
+        self._weights, self._seed = weights, pairs.seed
         self._rule = rule or TakeMean()
         self._pack = Pack(weights.tensors())
-        self._pending: Pending[list[Block]] | None = None
 
     @override
     def begin(self) -> None:
         self._rule.begin()
 
     @override
-    def launch(self, number: int) -> None:
-        begin_s = time.perf_counter()
+    def _leave(self, number: int) -> Collective[list[Block]]:
         rank, world_size = self._peers.driver.rank, self._peers.driver.world_size
         partner = random_partner(rank, world_size, seed=self._seed, round_number=number)
         members = {rank, partner}
         blocks = blocks_of(self._pack.vectors(self._weights.tensors()), rank)
         # Of two summands the order does not matter, so that both ranks have the same bits.
-        shares = dict.fromkeys(members, 1 / len(members))
-        self._pending = self._peers.launch(neighbour_mean(rank, blocks, shares))
-        self.encode_s += time.perf_counter() - begin_s
+        return neighbour_mean(rank, blocks, dict.fromkeys(members, 1 / len(members)))
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
-        assert self._pending is not None, "nothing was launched"
-        blocks = self._pending.wait()
-        begin_s = time.perf_counter()
-        means = [
-            vector_of(block, piece.device)
-            for block, piece in zip(blocks, self._pack.pieces, strict=True)
-        ]
-        self._pack.write_(means, self._weights.tensors())
+    def _take(self, came: list[Block]) -> None:
+        self._pack.write_(vectors_of(came, self._pack), self._weights.tensors())
         self._rule.merge_(None)
-        self.encode_s += time.perf_counter() - begin_s
-        return Drift()
 
     @override
     def state(self) -> CallbackState:
@@ -106,8 +93,3 @@ class PairMean(WeightExchange):
     @override
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._rule.load(state["local"])
-
-    @override
-    def close(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()

@@ -24,7 +24,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -142,23 +142,32 @@ class Everyone:
 
 
 class EncodedChanges:
-    """The mean over ranks of how far their parameters have moved. What does not travel is owed, as
-    what is not sent of gradients is.
+    """The mean over ranks of how far their parameters have moved, in float32 or float64. What does
+    not travel is owed, as what is not sent of gradients is; to one that is frozen, until it trains
+    again.
 
     Args:
-        anchor: from where, by name: float32 or float64.
+        parameters: by name.
         reduce_by: says how the changes in a bucket travel, such as `by_codec`.
         peers: who takes part.
     """
 
     def __init__(
         self,
-        anchor: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, torch.nn.Parameter],
         reduce_by: Callable[[Bucket, Everyone], Reduction],
         peers: Everyone,
     ) -> None:
-        self._rank, self._names = peers.driver.rank, tuple(anchor)
-        self._buckets = make_buckets(anchor, cap_bytes=None)
+        self._rank, self._names = peers.driver.rank, tuple(parameters)
+        wide = {
+            name: torch.nn.Parameter(
+                torch.empty_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32))
+            )
+            for name, p in parameters.items()
+        }
+        self._buckets = make_buckets(wide, cap_bytes=None)
+        for bucket in self._buckets:
+            bucket.parameters = [parameters[name] for name in bucket.names]  # which may be frozen
         self.reductions = [reduce_by(bucket, peers) for bucket in self._buckets]
         self._places = {
             index: (bucket, position)
@@ -167,14 +176,21 @@ class EncodedChanges:
         }
 
     def launch(self, changes: Iterable[torch.Tensor], *, weight: float = 1.0) -> None:
-        """Let `changes` of each parameter, in the order of the anchor, leave, with this rank's
+        """Let `changes` of each parameter, in the model's order, leave, with this rank's
         `weight`, whose mean over ranks is 1. Collective.
         """
         for index, change in enumerate(changes):
             bucket, position = self._places[index]
             bucket.copy_in({position: change})
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
-            used = np.ones(len(bucket.indices), dtype=np.bool_)
+            # Codes of few bits have no zero.
+            used = np.array(
+                [
+                    parameter.requires_grad or bool(change.any())
+                    for parameter, change in zip(bucket.parameters, bucket.views, strict=True)
+                ],
+                dtype=np.bool_,
+            )
             # What is owed has its weight already, so that ranks count alike.
             tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
             reduction.launch(bucket.flat, tally, weight=weight, grad_scale=1.0)
@@ -234,6 +250,13 @@ def _another_codec() -> CheckpointError:
     )
 
 
+def coded_changes(
+    parameters: Mapping[str, torch.nn.Parameter], codec: WeightCodec | None, peers: Everyone
+) -> EncodedChanges | None:
+    """Changes that travel by `codec`; None: there is none, and weights travel whole."""
+    return None if codec is None else EncodedChanges(parameters, by_codec(codec), peers)
+
+
 def by_codec(codec: WeightCodec | None) -> Callable[[Bucket, Everyone], Reduction]:
     """How changes travel that `codec` writes; None: as they are."""
     return partial(_coded_reduction, codec)
@@ -264,7 +287,7 @@ class TakeMean:
         anchor: where the last average left the parameters, by name; empty where nobody needs it.
     """
 
-    anchor: Mapping[str, torch.nn.Parameter]
+    anchor: Mapping[str, torch.Tensor]
 
     def __init__(self) -> None:
         self.anchor = {}
@@ -293,6 +316,8 @@ class WeightExchange:
     Attributes:
         weight: this rank's in the mean of all models.
         encode_s: seconds spent on laying vectors out and writing results, without the waiting.
+        measures_drift: whether `drift` is wanted.
+        drift: of the last average, where that can be known.
     """
 
     state_key: ClassVar[str]
@@ -307,12 +332,15 @@ class WeightExchange:
 
     weight: float = 1.0
     encode_s: float = 0.0
+    measures_drift: bool = False
+    drift: Drift = Drift()
 
     def begin(self) -> None:
         """Ranks are about to move apart. Called before each local step."""
 
     def launch(self, number: int) -> None:
-        """Let weights leave as they are at `leaves_at`. They change until `merge`.
+        """Let weights leave as they are at `leaves_at`, and wait for nobody. They change until
+        `merge`.
 
         Args:
             number: of averages before this one.
@@ -324,7 +352,7 @@ class WeightExchange:
         return False
 
     @abstractmethod
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         """Wait for what `launch` began, and change the weights. After the optimizer's step."""
 
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
@@ -342,6 +370,44 @@ class WeightExchange:
 
     def close(self) -> None:
         """Give up what `launch` began. The weights stay as they are: the user's."""
+
+
+class ExchangeWithPeers(WeightExchange, Generic[T]):
+    """One whose weights travel in one collective.
+
+    Args:
+        peers: carries it out.
+    """
+
+    def __init__(self, peers: Everyone) -> None:
+        self._peers = peers
+        self._pending: Pending[T] | None = None
+
+    @abstractmethod
+    def _leave(self, number: int) -> Collective[T]:
+        """What carries the weights, as they are now. As of `launch`."""
+
+    @abstractmethod
+    def _take(self, came: T) -> None:
+        """Change the weights by what has come."""
+
+    @override
+    def launch(self, number: int) -> None:
+        self._pending = self._peers.launch(self._leave(number))
+
+    @override
+    def merge(self) -> None:
+        pending, self._pending = self._pending, None  # what has come is as large as the model
+        assert pending is not None, "nothing was launched"
+        came = pending.wait()
+        begin_s = time.perf_counter()
+        self._take(came)
+        self.encode_s += time.perf_counter() - begin_s
+
+    @override
+    def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
 
 
 class MeanSquares:
@@ -500,10 +566,11 @@ class MeanOfAll(WeightExchange):
         self._number = number + 1
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         driver, stream = self._peers.driver, self._peers.stream
         tensors, changes = self._weights.tensors(), None
-        before = self._copies() if measures_drift else []
+        parameters = self._weights.parameters.values() if self.measures_drift else ()
+        before = [parameter.detach().clone() for parameter in parameters]
         if self._codec is not None:
             spent_s = self._codec.encode_s
             self._codec.launch(self.rule.changes())
@@ -514,12 +581,12 @@ class MeanOfAll(WeightExchange):
         if tensors:
             self.encode_s += average_(tensors, tensors, driver=driver, stream=stream, weight=1.0)
         self._weights.average_counters_(driver, stream)
-        drift = self._drift(before, changes) if measures_drift else Drift()
+        if self.measures_drift:
+            self.drift = self._drift(before, changes)
         begin_s = time.perf_counter()
         self.rule.merge_(changes)
         self.encode_s += time.perf_counter() - begin_s
         self._average_state()
-        return drift
 
     def _average_state(self) -> None:
         averages, due = self._averages_state, None
@@ -538,9 +605,6 @@ class MeanOfAll(WeightExchange):
             )
             if self._squares is not None:
                 self._squares.correct_()
-
-    def _copies(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self._weights.parameters.values()]
 
     def _drift(
         self, before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor] | None
@@ -608,6 +672,7 @@ class PeriodicAverage(Callback):
         self.averages_unconnected = exchange.averages_models
         self.averages_models = self.averages_models or exchange.averages_models
         self._schedule, self._schedule_state = schedule, dict(schedule.initial_state())
+        exchange.measures_drift = schedule.measures_drift
         self._start_step = self._averaged_at_step = start_step
         self._num_steps = self._num_averages = 0
         self._launched_for: int | None = None  # the step after which the average is due
@@ -664,7 +729,8 @@ class PeriodicAverage(Callback):
         if self._launched_for is None:
             return
         launched_for, self._launched_for = self._launched_for, None  # what fails is given up
-        drift = self.exchange.merge(measures_drift=self._schedule.measures_drift)
+        self.exchange.merge()
+        drift = self.exchange.drift
         if self._schedule.measures_drift:
             drift = drift._replace(squared=sum(self._island.gather(drift.squared)))
         self._averaged_at_step = launched_for
@@ -679,7 +745,9 @@ class PeriodicAverage(Callback):
         )
 
     def _launch(self, due: int) -> None:
+        begin_s = time.perf_counter()
         self.exchange.launch(self._num_averages)
+        self.exchange.encode_s += time.perf_counter() - begin_s
         self._launched_for = due
 
     @override

@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import (
-    Drift,
     EncodedChanges,
     Everyone,
     WeightExchange,
@@ -95,16 +94,16 @@ class _Fragment:
     ) -> None:
         self.parameters = parameters
         self.rule = OuterOptimizer(parameters, make=outer)
-        self._make_changes = partial(EncodedChanges, reduce_by=by_codec(codec), peers=peers)
+        self._make_changes = partial(EncodedChanges, parameters, by_codec(codec), peers)
         # Without a codec nothing is owed, so memory for changes is held only while they travel.
         self.owes = codec is not None
-        self.changes = self._make_changes(self.rule.anchor) if self.owes else None
+        self.changes = self._make_changes() if self.owes else None
         self.begun: list[torch.Tensor] = []
         self.means: list[torch.Tensor] = []  # once they have come, for a state that is saved
 
     def launch(self) -> None:
         self.begun = [each.detach().clone() for each in self.parameters.values()]
-        self.changes = self.changes or self._make_changes(self.rule.anchor)
+        self.changes = self.changes or self._make_changes()
         self.changes.launch(self.rule.changes())
 
     def arrived(self) -> list[torch.Tensor]:
@@ -160,13 +159,11 @@ class StreamingMean(WeightExchange):
 
     @override
     def launch(self, number: int) -> None:
-        begin_s = time.perf_counter()
         self._under_way = number % len(self._fragments)
         self._fragments[self._under_way].launch()
-        self.encode_s += time.perf_counter() - begin_s
 
     @override
-    def merge(self, *, measures_drift: bool) -> Drift:
+    def merge(self) -> None:
         place, driver, stream = self._under_way, self._peers.driver, self._peers.stream
         assert place is not None, "nothing was launched"
         if not place:
@@ -182,21 +179,17 @@ class StreamingMean(WeightExchange):
         begin_s = time.perf_counter()
         own = [each.detach().clone() for each in fragment.parameters.values()]
         # The parameters hold the anchor afterwards.
-        fragment.rule.merge_(means, are_whole=not fragment.owes)
+        fragment.rule.merge_(means)
         for parameter, mine, begun in zip(
             fragment.parameters.values(), own, fragment.begun, strict=True
         ):
-            is_frozen = not parameter.requires_grad
-            if is_frozen and fragment.owes:  # it stays where it is
-                parameter.detach().copy_(mine)
-            elif is_frozen or self._mix is None:
+            if self._mix is None or not parameter.requires_grad:
                 parameter.detach().add_(mine.sub_(begun))
             else:
                 parameter.detach().lerp_(mine, self._mix)
         fragment.forget()
         self._under_way = None
         self.encode_s += time.perf_counter() - begin_s
-        return Drift()
 
     @override
     def state(self) -> CallbackState:

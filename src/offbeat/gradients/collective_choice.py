@@ -59,10 +59,13 @@ an entry.
 """
 
 SMALL_BYTES: Final = 64
-LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20)
-"""Of the messages that are measured. The larger one is the first whose bytes take `_LONG_S`: with
-fewer, latency hides what bytes cost, and more would take as long as many steps.
+LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Of the messages that are measured. The larger one is the first whose bytes take `_LONG_S`, and as
+long as the latency: with fewer, latency hides what bytes cost, and more would take as long as many
+steps. More than `_USUAL_BYTES` are sent only where bytes take less than the latency even so, as on
+links between continents.
 """
+_USUAL_BYTES: Final = 1 << 20
 _LONG_S: Final = 0.02
 _LARGER_TENSOR: Final = 4
 """The larger tensor has so many times the larger message's bytes. Gradients do not fit into a
@@ -280,16 +283,14 @@ def probe(
         device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of
             CPU tensors.
     """
-    message_bytes = SMALL_BYTES, (yield from _large_bytes(rank, world_size))
-    tensor_bytes = SMALL_BYTES, _LARGER_TENSOR * message_bytes[1]
-    small_s, large_s = yield from _timed(
-        partial(_pass_on, rank, world_size, n) for n in message_bytes
-    )
-    messages = fit_cost(small_s, large_s, *message_bytes)
-    small_s, large_s = yield from _timed(partial(_reduce, n, device) for n in tensor_bytes)
+    passes = partial(_pass_on, rank, world_size)
+    large_bytes, small_s, large_s = yield from _timed_until_long(passes, LARGE_BYTES)
+    messages = fit_cost(small_s, large_s, SMALL_BYTES, large_bytes)
+    tensors = [n for size in LARGE_BYTES if (n := _LARGER_TENSOR * size) > large_bytes]
+    tensor_bytes, small_s, large_s = yield from _timed_until_long(partial(_reduce, device), tensors)
     hops = max(2 * (world_size - 1), 1)
     reduced = fit_cost(
-        small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in tensor_bytes)
+        small_s / hops, large_s / hops, SMALL_BYTES / world_size, tensor_bytes / world_size
     )
     mine = [*astuple(messages), *astuple(reduced), select_s_per_element, entry_s]
     slowest = list(map(max, zip(*(yield from dense.gather_values(mine)), strict=True)))
@@ -301,14 +302,19 @@ def probe(
     )
 
 
-def _large_bytes(rank: int, world_size: int) -> Collective[int]:
-    """Of the larger message that is measured, the same on every rank."""
-    for num_bytes in LARGE_BYTES[:-1]:
-        tried = (SMALL_BYTES, num_bytes)
-        small_s, large_s = yield from _timed(partial(_pass_on, rank, world_size, n) for n in tried)
-        if max((yield from dense.gather_values(large_s - small_s))) >= _LONG_S:
-            return num_bytes
-    return LARGE_BYTES[-1]
+def _timed_until_long(
+    make: Callable[[int], Collective[None]], sizes: Iterable[int]
+) -> Collective[tuple[int, float, float]]:
+    """The first of `sizes`, ascending, whose bytes take long enough, the same on every rank; and
+    the seconds that `SMALL_BYTES` and so many take.
+    """
+    for num_bytes in sizes:
+        small_s, large_s = yield from _timed(partial(make, n) for n in (SMALL_BYTES, num_bytes))
+        reports = yield from dense.gather_values([large_s - small_s, small_s])
+        bytes_s, latency_s = map(max, zip(*reports, strict=True))
+        if bytes_s >= latency_s and (bytes_s >= _LONG_S or num_bytes >= _USUAL_BYTES):
+            break
+    return num_bytes, small_s, large_s
 
 
 def probe_pairs(rank: int, world_size: int) -> Collective[dict[int, LinkCost]]:
@@ -316,10 +322,11 @@ def probe_pairs(rank: int, world_size: int) -> Collective[dict[int, LinkCost]]:
     it. Every rank receives one from as far away at once. The rest is as of `probe`.
     """
     found = dict[int, LinkCost]()
-    sizes = SMALL_BYTES, (yield from _large_bytes(rank, world_size))
+    passes = partial(_pass_on, rank, world_size)
+    large_bytes, _, _ = yield from _timed_until_long(passes, LARGE_BYTES)
+    sizes = SMALL_BYTES, large_bytes
     for distance in (1 << bit for bit in range((world_size - 1).bit_length())):
-        passes = [partial(_pass_on, rank, world_size, n, distance) for n in sizes]
-        small_s, large_s = yield from _timed(passes)
+        small_s, large_s = yield from _timed(partial(passes, n, distance) for n in sizes)
         found[(rank - distance) % world_size] = fit_cost(small_s, large_s, *sizes)
     return found
 
@@ -348,7 +355,7 @@ def _pass_on(rank: int, world_size: int, num_bytes: int, distance: int = 1) -> C
         yield Recv((rank - distance) % world_size)
 
 
-def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
+def _reduce(device: torch.device, num_bytes: int) -> Collective[None]:
     total = yield AllReduceTensor(torch.zeros(num_bytes // 4, device=device))
     float(total[0])  # on a GPU the sum is over only when the host can read it
 

@@ -628,20 +628,27 @@ class GradientExchange(Callback):
         return used
 
     def _look_for_dropped(self, *, was_dropped: bool) -> None:
-        """Say it once if the loop has dropped a result, of which the residual keeps the rest."""
+        """Say it once if the loop has dropped a result, of which the residual keeps the rest, or
+        with which listeners have sent what the step will use.
+        """
         if (
             was_dropped
-            and self._may_keep_entries
+            and (self._may_keep_entries or self._listeners)
             and self._exchanged_since_step
             and not self.counts.skipped_in_a_row
             and not self._has_told_of_dropped
         ):
             self._has_told_of_dropped = True
+            remains = (
+                "What was not sent of them is owed, and comes with later steps"
+                if self._may_keep_entries
+                else "K-FAC's factors are of their pass"
+            )
             self._notify(
                 "zero_grad() has dropped gradients that were exchanged and that no step has used."
-                " What was not sent of them is owed, and comes with later steps. If they are of"
-                " another model's loss, as of a generator's, call requires_grad_(False) on this one"
-                " before that pass, and requires_grad_(True) after it"
+                f" {remains}. If they are of another model's loss, as of a generator's, call"
+                " requires_grad_(False) on this one before that pass, and requires_grad_(True)"
+                " after it"
             )
 
     def _stash(self, b: int) -> bool:

@@ -48,15 +48,19 @@ def checksum(parameters: Sequence[torch.Tensor]) -> int:
 
 _USUAL_REASONS: Final = (
     "their optimizers have the same options: does every rank run the same code and library versions"
-    " on the same kind of device, and does nothing but the optimizer change parameters?"
+    " on the same kind of device, does nothing but the optimizer change parameters, and did all"
+    " optimizers begin with the same state? After a session that averages weights each rank's has"
+    " its own: begin with new ones."
 )
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """What `optimizer` steps with now, as text; functions have none that processes share."""
+    """What `optimizer` steps with now, as text; functions have none that processes share, and each
+    rank has a device of its own.
+    """
     return [
         {
-            name: str(value)
+            name: str(value.tolist() if isinstance(value, torch.Tensor) else value)
             for name, value in group.items()
             if name != "params" and not callable(value)
         }

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Required, TypeAlias, TypedDict, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from typing_extensions import override
 
@@ -117,22 +118,27 @@ class BlockGradient(NamedTuple):
     Attributes:
         weight: shape (groups, outputs, inputs without bias), inputs maybe in several dimensions.
         bias: shape (groups, outputs, 1); None where there is none.
+        fixes_bias: whether there is a bias that has no gradient, as it is frozen by now.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    fixes_bias: bool = False
 
     def matrix(self) -> torch.Tensor:
-        """Both side by side, in float32 or float64: a view where it can be one."""
+        """Both side by side, of the block's `matrix_shape`, in float32 or float64: a view where it
+        can be one.
+        """
         weight = as_real(self.weight).flatten(2)
         if self.bias is None:
-            return weight
+            return F.pad(weight, (0, 1)) if self.fixes_bias else weight
         return torch.cat([weight, as_real(self.bias)], dim=2)
 
     def write_(self, matrix: torch.Tensor) -> None:
         """The inverse of `matrix`."""
         if self.bias is not None:
             self.bias.copy_(matrix[..., -1:])
+        if self.bias is not None or self.fixes_bias:
             matrix = matrix[..., :-1]
         shape = self.weight.shape[2:]
         self.weight.copy_(matrix if len(shape) == 1 else matrix.unflatten(-1, shape))
@@ -277,13 +283,13 @@ class Block(ABC):
         )
 
     def has_gradient(self) -> bool:
-        """Whether all parameters have gradients, of the shapes that the block was made for."""
-        bias = self.bias
-        return (
-            self.keeps_shape()
-            and self.weight.grad is not None
-            and (bias is None or bias.grad is not None)
-        )
+        """Whether the weight has one, and parameters the shapes that the block was made for."""
+        return self.keeps_shape() and self.weight.grad is not None
+
+    @property
+    def fixes_bias(self) -> bool:
+        """As of `BlockGradient`."""
+        return self.bias is not None and self.bias.grad is None
 
     def gradient(self) -> BlockGradient:
         """Views of the gradient. `has_gradient` must hold."""
@@ -291,19 +297,9 @@ class Block(ABC):
         if self.rows != EVERYTHING:
             weight = weight[self.rows]
         matrix = self.to_matrix(weight)
-        if bias is None:
-            return BlockGradient(matrix, None)
+        if bias is None or self.fixes_bias:
+            return BlockGradient(matrix, None, self.fixes_bias)
         return BlockGradient(matrix, gradient_of(bias)[self.bias_rows].view(*matrix.shape[:2], 1))
-
-    def gradient_matrix(self) -> torch.Tensor:
-        """The gradient, of `matrix_shape`, in float32 or float64: a view where it can be one.
-        `has_gradient` must hold.
-        """
-        return self.gradient().matrix()
-
-    def write_gradient_(self, matrix: torch.Tensor) -> None:
-        """The inverse of `gradient_matrix`."""
-        self.gradient().write_(matrix)
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """A view of `weight`, or of its gradient, as (groups, outputs, inputs without bias), inputs
@@ -328,9 +324,9 @@ class LayerBlock(Block):
     def uses(self) -> Sequence[Use]:
         return (Use(self, (self.module,), (self.name,)),)
 
-    @abstractmethod
     def fits(self, inputs: torch.Tensor) -> bool:
         """Whether the layer has the shape that the block was made for."""
+        return self.keeps_shape()
 
     @abstractmethod
     def example_dim(self, inputs: torch.Tensor) -> int | None:

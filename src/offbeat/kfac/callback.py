@@ -330,14 +330,14 @@ class KFACCallback(Callback):
         replicated = state["replicated"]
         saved = {**replicated, **state.get("owned", {})}
         self.preconditioner.check_state(saved)  # before anything is changed
-        keeps_plan = replicated[
-            "world_size"
-        ] == self._context.driver.world_size and self.scheduler.is_planned_by(replicated)
-        if keeps_plan:
-            self._adopt(self.scheduler.saved_plan(replicated))
+        plan = None
+        if replicated["world_size"] == self._context.driver.world_size:
+            plan = self.scheduler.saved_plan(replicated)
+        if plan is not None:
+            self._adopt(plan)
         self.averages.load_state_dict(saved)
         self.preconditioner.load_state_dict(saved)
-        self.scheduler.load_state_dict(replicated, keeps_plan=keeps_plan)
+        self.scheduler.load_state_dict(replicated, keeps_plan=plan is not None)
         if lacking := self.averages.lacking(saved):
             self._context.notices.notify(
                 f"the checkpoint has nothing of K-FAC's factors {_listed(lacking)}: their layers"
@@ -391,14 +391,6 @@ class RunningFactor:
     def average(self) -> torch.Tensor:
         """The average, packed; zeros as long as there is none."""
         return self.weighted_sum / _or_one(self.mass)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"sum": self.weighted_sum, "mass": self.mass}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_dict`."""
-        self.weighted_sum.copy_(state["sum"])
-        self.mass.copy_(state["mass"])
 
 
 def update_all_(
@@ -562,7 +554,7 @@ class FactorAverages:
         return {
             f"{self._slots[slot].key}/{name}": tensor
             for slot, factor in self.factors.items()
-            for name, tensor in factor.state_dict().items()
+            for name, tensor in (("sum", factor.weighted_sum), ("mass", factor.mass))
         }
 
     def lacking(self, saved: Mapping[str, Any]) -> list[str]:
@@ -578,7 +570,8 @@ class FactorAverages:
         for slot, factor in self.factors.items():
             key = self._slots[slot].key
             if f"{key}/sum" in saved:
-                factor.load_state_dict({name: saved[f"{key}/{name}"] for name in ("sum", "mass")})
+                factor.weighted_sum.copy_(saved[f"{key}/sum"])
+                factor.mass.copy_(saved[f"{key}/mass"])
 
 
 def joined_factors(

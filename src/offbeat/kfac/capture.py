@@ -28,9 +28,10 @@ What is counted, and what is not:
   factors keep their scale.
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
   from then on.
-- Passes without gradients are not seen. Of one that no backward pass follows, as of an evaluation
-  that leaves gradients on, inputs count, and no terms of the loss. `torch.autograd.grad` and second
-  passes through a retained graph cannot be told from training and are counted.
+- Passes without gradients are not seen, nor those in which all that is covered is frozen. Of one
+  that no backward pass follows, as of an evaluation that leaves gradients on, inputs count, and no
+  terms of the loss. `torch.autograd.grad` and second passes through a retained graph cannot be told
+  from training and are counted.
 
 `nn.MultiheadAttention` calls its projections as functions and not as modules. PyTorch's own forward
 pass runs, to the bit: its code is executed with the name `linear` bound to an observer that calls
@@ -49,6 +50,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -271,7 +273,8 @@ class Capture:
         """Use `place` is about to be called with `inputs`, which belong to `num_terms` terms of
         the loss; None: the block counts them.
         """
-        if self._listens(place, inputs) and not _inside_backward():
+        fits = self._listens(place) and self._uses[place].block.fits(inputs)
+        if fits and not _inside_backward():
             if self._has_gradient and not self._is_in_root:
                 self._begin_pass()
             self._add_inputs(place, inputs, num_terms)
@@ -296,12 +299,21 @@ class Capture:
             select: picks the block's part of the output's gradient.
             layer: the name of the layer that was called; None: the block's.
         """
-        if not self._listens(place, inputs) or not output.requires_grad:
+        if not self._listens(place) or not output.requires_grad:
+            return
+        block = self._uses[place].block
+        if not block.fits(inputs):  # and yet the layer has not raised
+            _, rows, columns = block.matrix_shape
+            self.retire_use(
+                place,
+                f"its shape has changed to inputs of {tuple(inputs.shape)} and a weight of"
+                f" {tuple(block.weight.shape)}, from a matrix of {rows} x {columns}",
+            )
             return
         # A checkpointed forward pass runs again inside the backward pass. What its hooks recorded
         # the first time must not be recorded twice; a re-entrant checkpoint ran without gradients
         # then, so its inputs are recorded when the gradient comes.
-        recomputing, block = _inside_backward(), self._uses[place].block
+        recomputing = _inside_backward()
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or block.masks_outputs else None
         dim, number = block.example_dim(inputs), self._pass
@@ -337,19 +349,15 @@ class Capture:
         """Whether block `index` is watched no longer."""
         return self._blocks[index].name in self.retired
 
-    def _listens(self, place: int, inputs: torch.Tensor) -> bool:
-        index, block = self._uses[place].block_index, self._uses[place].block
-        if self.phase is None or not torch.is_grad_enabled() or self.is_retired(index):
-            return False
-        if not block.fits(inputs):
-            _, rows, columns = block.matrix_shape
-            self.retire(
-                index,
-                f"its shape has changed to inputs of {tuple(inputs.shape)} and a weight of"
-                f" {tuple(block.weight.shape)}, from a matrix of {rows} x {columns}",
-            )
-            return False
-        return True
+    def _listens(self, place: int) -> bool:
+        index = self._uses[place].block_index
+        return (
+            self.phase is not None
+            and torch.is_grad_enabled()
+            and not self.is_retired(index)
+            # Else the pass is for another model's sake, as a generator's through its critic is.
+            and any(each.weight.requires_grad for each in self._blocks)
+        )
 
     def _watch_loss(self, output: Any) -> None:
         """Count the terms of this pass when the gradient of the model's output comes. Of several
@@ -473,7 +481,7 @@ class Capture:
 
         return [
             model.register_forward_pre_hook(ModuleHook(model, begins)),
-            model.register_forward_hook(ModuleHook(model, ends)),
+            model.register_forward_hook(ModuleHook(model, ends), always_call=True),
         ]
 
     def _watch(self, module: nn.MultiheadAttention) -> None:
@@ -530,7 +538,7 @@ _watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, Projections]] = WeakK
 
 
 class _WatchedAttention(nn.MultiheadAttention):
-    """The class of an attention while it is watched."""
+    """The class of an attention while it is watched, with the class that it had as further base."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watched = _watched.get(self)
@@ -541,12 +549,14 @@ class _WatchedAttention(nn.MultiheadAttention):
         observer.finished()
         return output
 
-    def _get_name(self) -> str:
-        return nn.MultiheadAttention.__name__
-
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        # Copies, and what is pickled, are attentions of PyTorch's class.
-        return object.__new__, (nn.MultiheadAttention,), vars(self).copy()
+        # Copies, and what is pickled, are not watched.
+        return object.__new__, (type(self).__bases__[1],), vars(self).copy()
+
+
+@cache
+def _watched_kind(kind: type[nn.MultiheadAttention]) -> type[nn.MultiheadAttention]:
+    return type(kind.__name__, (_WatchedAttention, kind), {})
 
 
 def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
@@ -571,13 +581,13 @@ def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
         rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
         observer,
     )
-    module.__class__ = _WatchedAttention
+    module.__class__ = _watched_kind(type(module))
 
 
 def unwatch(module: nn.MultiheadAttention) -> None:
     """The inverse of `watch`."""
-    _watched.pop(module, None)
-    module.__class__ = nn.MultiheadAttention
+    del _watched[module]
+    module.__class__ = type(module).__bases__[1]
 
 
 def rebound(function: Any, names: dict[str, Any]) -> FunctionType:

@@ -59,19 +59,9 @@ def device_kind(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda} {torch.__version__}"
-    kind = platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()
-    return " ".join(
-        map(
-            str,
-            (
-                *kind,
-                has_avx512_bfloat16(),
-                torch.get_num_threads(),
-                torch.__version__,
-                lapack_version(),
-            ),
-        )
-    )
+    capability = torch.backends.cpu.get_cpu_capability(), has_avx512_bfloat16()
+    versions = torch.get_num_threads(), torch.__version__, lapack_version()
+    return " ".join(map(str, (platform.machine(), platform.processor(), *capability, *versions)))
 
 
 def gather_plan_inputs(
@@ -138,12 +128,6 @@ def _invert_sample(form: InverseForm, matrix: torch.Tensor) -> None:
         valid=damping > 0,
     )
     Inverter(lambda _: None, form).invert([task])
-
-
-def slowest_ready_s(driver: Driver, stream: Stream, ready_s: Sequence[float]) -> list[float]:
-    """For each factor, when the last rank has it. Collective."""
-    answers = driver.run(gather_values(list(ready_s)), stream.next())
-    return [max(times) for times in zip(*answers, strict=True)]
 
 
 def measure(

@@ -125,8 +125,6 @@ class KFACSettings:
 
     Attributes:
         damping: as of `kfac.callback.damping_of`, > 0.
-        bfloat16: whether inverses are kept in bfloat16; None: where that costs nothing
-            (`kfac.inverses.form_of`).
         kl_clip: limit of a step's predicted change, > 0; None: no limit.
         grafting: whose length a layer's preconditioned gradient has.
         factor_interval: from one step with factors to the next, >= 1.
@@ -135,7 +133,6 @@ class KFACSettings:
     """
 
     damping: float
-    bfloat16: bool | None
     kl_clip: float | None
     grafting: Grafting
     factor_interval: int

@@ -215,23 +215,18 @@ def _is_copied_by_rows(tensor: torch.Tensor, dim: int) -> bool:
     )
 
 
-def diagonal(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """The diagonals, shape (groups, dim), of `packed`, shape (groups, dim (dim + 1) / 2)."""
-    return packed.index_select(1, _diagonal(dim, packed.device))
-
-
 def diagonal_of(
     packed: torch.Tensor, shape: FactorShape, *, becomes: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The diagonals of a factor, shape (groups, dim), which may be the packed factor itself; first
     overwritten by `becomes` if that is given.
     """
+    if shape.is_diagonal:
+        return packed if becomes is None else packed.copy_(becomes)
+    places = _diagonal(shape.dim, packed.device)
     if becomes is not None:
-        if shape.is_diagonal:
-            packed.copy_(becomes)
-        else:
-            packed.index_copy_(1, _diagonal(shape.dim, packed.device).long(), becomes)
-    return packed if shape.is_diagonal else diagonal(packed, shape.dim)
+        packed.index_copy_(1, places.long(), becomes)
+    return packed.index_select(1, places)
 
 
 def products_of_roots(diagonals: torch.Tensor, shape: FactorShape) -> torch.Tensor:

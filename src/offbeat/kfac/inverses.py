@@ -334,8 +334,8 @@ def form_of(
     """
     device = slots[0].device
     usual = usual_form(device, settings.inverse_interval)
-    rounds = settings.bfloat16
-    if rounds is None:
+    rounds = settings.curvature.inverse_dtype == "bfloat16"
+    if settings.curvature.inverse_dtype == "auto":
         rounds = (
             same_devices
             and usual == "inverse"

@@ -30,13 +30,13 @@ from offbeat.kfac.factors import FactorShape, factor_shape, moment_of, packed_pi
 
 
 class RowsBlock(LayerBlock):
-    """A layer that maps the last dimension of its inputs, or several, and treats all positions
+    """A layer that maps the last dimensions of its inputs, or each number, and treats all positions
     alike.
 
     Args:
         curvature: as for all blocks.
         batch_dim: which dimension of the input counts examples.
-        num_mapped: how many dimensions it maps, >= 1.
+        num_mapped: how many dimensions it maps, >= 0.
     """
 
     def __init__(
@@ -60,16 +60,19 @@ class RowsBlock(LayerBlock):
 
     def num_positions(self, inputs: torch.Tensor) -> int:
         dim = self.example_dim(inputs)
-        if dim is None:
-            return 1
-        return inputs.shape[: -self._num_mapped].numel() // max(inputs.shape[dim], 1)
+        return 1 if dim is None else self._num_rows(inputs) // max(inputs.shape[dim], 1)
 
     def num_terms(self, inputs: torch.Tensor) -> int:
-        return (
-            inputs.shape[: -self._num_mapped].numel()
-            if self._curvature.loss_terms == "position"
-            else super().num_terms(inputs)
-        )
+        is_each = self._curvature.loss_terms == "position"
+        return self._num_rows(inputs) if is_each else super().num_terms(inputs)
+
+    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
+        rows = _rows(gradient)
+        grouped = rows.unflatten(1, self.matrix_shape[:2]).movedim(1, 0)
+        return Moment(moment_of(grouped, self.outputs), rows.shape[0])
+
+    def _num_rows(self, inputs: torch.Tensor) -> int:
+        return inputs.shape[: inputs.ndim - self._num_mapped].numel()
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,11 +124,6 @@ class LinearBlock(RowsBlock):
         rows = _rows(inputs)
         return Moment(moment_of(rows[None], self.inputs, ones=self.has_bias), rows.shape[0])
 
-    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = _rows(gradient)
-        grouped = rows.unflatten(1, self.matrix_shape[:2]).movedim(1, 0)
-        return Moment(moment_of(grouped, self.outputs), rows.shape[0])
-
     def _upright(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.mT if self._is_transposed else weight
 
@@ -149,16 +147,9 @@ class BiasBlock(RowsBlock):
         )
         self._lay_out(1, self._weight_shape[0], 1, curvature.max_dim, shares_inputs=True)
 
-    def fits(self, inputs: torch.Tensor) -> bool:
-        return self.keeps_shape()
-
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         rows = _rows(inputs)
         return Moment(rows.new_full((1, 1), rows.shape[0]), rows.shape[0])
-
-    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = _rows(gradient)
-        return Moment(moment_of(rows[None], self.outputs), rows.shape[0])
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         return weight[None, :, None]
@@ -199,7 +190,8 @@ class ConvBlock(LayerBlock):
             self.inputs = FactorShape(groups=groups * self._taps[0], dim=in_a_row)
 
     def fits(self, inputs: torch.Tensor) -> bool:
-        return self.keeps_shape() and inputs.shape[-1 - self._num_axes] == self._num_channels
+        channels = inputs.shape[: -self._num_axes][-1:]  # none of a wrong input, which raises later
+        return self.keeps_shape() and channels == (self._num_channels,)
 
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return None if inputs.ndim == 1 + self._num_axes else 0
@@ -265,7 +257,7 @@ class ConvBlock(LayerBlock):
         return super().to_matrix(images).permute(0, 1, 3, 4, 2)
 
 
-class EmbeddingBlock(LayerBlock):
+class EmbeddingBlock(RowsBlock):
     """An Embedding, whose input is one-hot, so that A is the diagonal matrix of the rows'
     frequencies.
 
@@ -273,8 +265,8 @@ class EmbeddingBlock(LayerBlock):
     """
 
     def __init__(self, name: str, module: nn.Embedding, curvature: Curvature) -> None:
-        super().__init__(name, module, bias_name=None)
-        self._curvature = curvature
+        batch_dim = curvature.batch_dim
+        super().__init__(name, module, curvature, batch_dim=batch_dim, num_mapped=0, bias_name=None)
         self._padding = module.padding_idx
         self.masks_outputs = self._padding is not None
         num_rows, num_outputs = self._weight_shape
@@ -284,23 +276,6 @@ class EmbeddingBlock(LayerBlock):
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.mT[None]
-
-    def fits(self, inputs: torch.Tensor) -> bool:
-        return self.keeps_shape()
-
-    def example_dim(self, inputs: torch.Tensor) -> int | None:
-        return None if inputs.ndim == 0 else min(self._curvature.batch_dim, inputs.ndim - 1)
-
-    def num_positions(self, inputs: torch.Tensor) -> int:
-        dim = self.example_dim(inputs)
-        return 1 if dim is None else inputs.numel() // max(inputs.shape[dim], 1)
-
-    def num_terms(self, inputs: torch.Tensor) -> int:
-        return (
-            inputs.numel()
-            if self._curvature.loss_terms == "position"
-            else super().num_terms(inputs)
-        )
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
@@ -313,10 +288,9 @@ class EmbeddingBlock(LayerBlock):
         return Moment(counts[None], inputs.numel())
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = _rows(gradient)
         if inputs is not None and self._padding is not None:
-            rows = rows * (inputs != self._padding).reshape(-1, 1)
-        return Moment(moment_of(rows[None], self.outputs), rows.shape[0])
+            gradient = _rows(gradient) * (inputs != self._padding).reshape(-1, 1)
+        return super().output_moment(gradient, inputs)
 
 
 LAST_DIMS = nn.LayerNorm, nn.RMSNorm

@@ -29,6 +29,7 @@ from typing import Protocol, TypeAlias
 
 from offbeat.arithmetic.costs import Channel, LinkCost
 from offbeat.errors import ConfigError
+from offbeat.kfac.factors import num_packed
 from offbeat.kfac.overlap import fuse_for_earliest_end
 
 Owner: TypeAlias = int | None
@@ -40,17 +41,9 @@ BYTES_PER_ELEMENT = 4
 """Inverses travel as float32."""
 
 
-def packed_elements(dim: int) -> int:
-    """Elements of a triangle, diagonal included, of a symmetric matrix of `dim` rows.
-
-    >>> packed_elements(3)
-    6
-    """
-    return dim * (dim + 1) // 2
-
-
 def packed_bytes(dim: int) -> int:
-    return BYTES_PER_ELEMENT * packed_elements(dim)
+    """Of an inverse of `dim` rows."""
+    return BYTES_PER_ELEMENT * num_packed(dim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -157,11 +157,6 @@ class Preconditioner:
         gradients. Collective where owners send them.
         """
         began_s = time.perf_counter()
-        self._precondition(retired)
-        self.precondition_s += time.perf_counter() - began_s
-
-    def _precondition(self, retired: Collection[int]) -> None:
-        kl_clip = self._settings.kl_clip
         lr_of = {
             id(parameter): float(group["lr"])
             for group in self._optimizer.param_groups
@@ -173,23 +168,19 @@ class Preconditioner:
             if index not in retired
         ]
         if self._plan.by_owner:
-            self.last_nu = self._precondition_by_owners(live, kl_clip=kl_clip)
+            self.last_nu = self._precondition_by_owners(live)
         else:
             self.last_nu = precondition_(
                 [each.block for each in live],
                 [each.inverse for each in live if each.inverse is not None],
                 lrs=[each.lr for each in live],
-                kl_clip=kl_clip,
+                kl_clip=self._settings.kl_clip,
                 grafting=self._settings.grafting,
             )
+        self.precondition_s += time.perf_counter() - began_s
 
     @torch.no_grad()
-    def _precondition_by_owners(
-        self,
-        live: Sequence[_Member],
-        *,
-        kl_clip: float | None,
-    ) -> torch.Tensor | None:
+    def _precondition_by_owners(self, live: Sequence[_Member]) -> torch.Tensor | None:
         """Replace the gradients of blocks, the same on all ranks, by preconditioned gradients.
         Collective.
 
@@ -199,7 +190,6 @@ class Preconditioner:
 
         Args:
             live: the blocks. Those without gradient are passed over.
-            kl_clip: as of `precondition_`.
 
         Returns:
             As of `precondition_`.
@@ -222,7 +212,7 @@ class Preconditioner:
             pending.append(self._driver.launch(broadcast, self._stream.next()))
         for sent in pending:
             sent.wait()
-        nu = None
+        nu, kl_clip = None, self._settings.kl_clip
         if kl_clip is not None and messages:
             changes = (message.change.to("cpu", torch.float64) for message in messages)
             nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
@@ -317,18 +307,21 @@ class _GradientMessage:
         look_up([each.inverse for each in self._members if each.inverse is not None])
         for number, (block, inverse, lr, _) in enumerate(self._members):
             assert inverse is not None, "the owner has them"
-            preconditioned, gradient = self._preconditioned[number], block.gradient_matrix()
+            preconditioned, gradient = self._preconditioned[number], block.gradient().matrix()
             if not inverse.exists:
                 continue
             self._exists[number] = 1.0
-            preconditioned.copy_(inverse.apply(gradient, block.inputs, block.outputs))
-            self.change.add_(torch.dot(preconditioned.flatten(), gradient.flatten()) * lr**2)
+            found = inverse.apply(
+                gradient, block.inputs, block.outputs, fixes_bias=block.fixes_bias
+            )
+            self.change.add_(torch.dot(found.flatten(), gradient.flatten()) * lr**2)
+            preconditioned.copy_(found)
             graft_(preconditioned, gradient, grafting)
 
     def show(self, scale: float) -> None:
         for number, (block, *_) in enumerate(self._members):
-            scaled, plain = self._preconditioned[number] * scale, block.gradient_matrix()
-            block.write_gradient_(torch.where(self._exists[number] > 0, scaled, plain))
+            gradient, scaled = block.gradient(), self._preconditioned[number] * scale
+            gradient.write_(torch.where(self._exists[number] > 0, scaled, gradient.matrix()))
 
 
 class InverseExchange:
@@ -482,24 +475,41 @@ class InversePair:
     exists: bool | None = None
 
     def apply(
-        self, gradient: torch.Tensor, inputs: FactorShape, outputs: FactorShape
+        self,
+        gradient: torch.Tensor,
+        inputs: FactorShape,
+        outputs: FactorShape,
+        *,
+        fixes_bias: bool = False,
     ) -> torch.Tensor:
         """Precondition `gradient`, of the `matrix_shape` of a block of such factors. The result
         means nothing where there is no inverse.
+
+        With `fixes_bias` its last column is of zeros, and A is what is left of it without its last
+        row and column: the inverse of that is X - b b^T / c, for A^-1 with blocks X, b and c.
         """
         _, num_outputs, num_inputs = gradient.shape
         matrices = padded(gradient.to(self.inputs.dtype), outputs, inputs)
-        if inputs.is_diagonal:
-            half = matrices * self.inputs[:, None, :]
-        else:
-            squares, form = self._squares(self.inputs, inputs)
-            half = multiply_columns(matrices, inputs, lambda some: _from_right(some, squares, form))
+        half = self._times_inputs(matrices, inputs)
+        if fixes_bias:
+            last = slice(num_inputs - 1, num_inputs)
+            unit = torch.zeros_like(matrices[:, :1])
+            unit[..., last] = 1
+            row = self._times_inputs(unit, inputs)
+            half = half - half[..., last] * (row / row[..., last])
         if outputs.is_diagonal:
             whole = half * self.outputs[:, :, None]
         else:
             squares, form = self._squares(self.outputs, outputs)
             whole = multiply_rows(half, outputs, lambda some: _from_left(squares, some, form))
         return whole[:, :num_outputs, :num_inputs].to(gradient.dtype)
+
+    def _times_inputs(self, matrices: torch.Tensor, inputs: FactorShape) -> torch.Tensor:
+        """`matrices`, with columns as `padded` makes them, times A^-1."""
+        if inputs.is_diagonal:
+            return matrices * self.inputs[:, None, :]
+        squares, form = self._squares(self.inputs, inputs)
+        return multiply_columns(matrices, inputs, lambda some: _from_right(some, squares, form))
 
     def _squares(self, kept: torch.Tensor, shape: FactorShape) -> tuple[torch.Tensor, InverseForm]:
         dim, form = shape.dim, form_for(self.form, shape)
@@ -655,13 +665,14 @@ def _apply_each(live: Sequence[_Live], *, joins: bool) -> Iterator[_Applied]:
     norms: dict[object, list[_Live]] = {}
     for each in live:
         block, inverse, lr = each
-        if block.inputs.is_tiny and block.outputs.is_tiny:
+        if block.inputs.is_tiny and block.outputs.is_tiny and not block.fixes_bias:
             kind = block.matrix_shape[1:], block.has_bias, block.weight.dtype, block.weight.device
             norms.setdefault((*kind, lr), []).append(each)
             continue
         gradient = block.gradient()
         matrix = gradient.matrix()
-        yield lr, gradient, matrix, inverse.apply(matrix, block.inputs, block.outputs)
+        found = inverse.apply(matrix, block.inputs, block.outputs, fixes_bias=gradient.fixes_bias)
+        yield lr, gradient, matrix, found
     for some in norms.values():
         first, inverse, lr = some[0]
         gradients = JoinedGradients([block.gradient() for block, _, _ in some])

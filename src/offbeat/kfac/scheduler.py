@@ -18,7 +18,7 @@ ranks, because each message says which layers its sender has retired.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any, NamedTuple
 
@@ -31,13 +31,12 @@ from offbeat.codec.device_copies import put
 from offbeat.codec.tally import Tally, is_finite
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.coded_sum import coded_sum
-from offbeat.collectives.dense import dense_all_reduce
+from offbeat.collectives.dense import dense_all_reduce, gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeListener, LaunchOrder
 from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.blocks import Block, FactorSlot, Side
 from offbeat.kfac.capture import Capture, Increment
-from offbeat.kfac.costs import slowest_ready_s
 from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import diagonal_of, products_of_roots
 from offbeat.kfac.plans import FactorPlan, launch_sequence
@@ -95,8 +94,6 @@ class FactorScheduler(ExchangeListener):
         is_training_pass: whether the pass that began last, forward or backward, is one for
             training. In other passes no message leaves early.
         messages: the messages of the plan, in the order in which they are launched.
-        own_increments: where no factors are sent, this step's factors that this rank averages by
-            itself, by slot; empty until the last bucket of gradients is sealed.
         retired: indices of the blocks that all ranks have given up.
         capture: the hooks on the model.
         watched: for each block that this rank observes, its index in `capture`.
@@ -120,7 +117,7 @@ class FactorScheduler(ExchangeListener):
         self.is_good = True
         self.num_exchanges = 0
         self.is_training_pass = False
-        self.own_increments: dict[int, Increment] = {}
+        self._own_increments: dict[int, Increment] = {}
         self.retired: set[int] = set()
         self._blocks, self._slots = blocks, slots
         self._settings, self._measures = settings, measures
@@ -200,7 +197,7 @@ class FactorScheduler(ExchangeListener):
             for message in self.messages:
                 message.wait()
         self._has_sent = False
-        self.own_increments = {}
+        self._own_increments = {}
 
     def _is_complete(self, slot: int) -> bool:
         """Whether a factor has been added to as often as it ever was in one step."""
@@ -262,7 +259,7 @@ class FactorScheduler(ExchangeListener):
             if not is_handed_over:
                 self._hand_over(message, failed=failed)
         if not self.plan.groups:
-            self.own_increments = {
+            self._own_increments = {
                 slot: self._take(slot)
                 for slot in range(len(self._slots))
                 if self.plan.is_kept_by(self._driver.rank, slot)
@@ -301,8 +298,10 @@ class FactorScheduler(ExchangeListener):
         return has_sent
 
     def pop_own_increments(self) -> dict[int, Increment]:
-        """The factors that this rank averages by itself, for the caller to take in now."""
-        increments, self.own_increments = self.own_increments, {}
+        """Where no factors are sent, those that this rank averages by itself, for the caller to
+        take in now.
+        """
+        increments, self._own_increments = self._own_increments, {}
         return increments
 
     def complete_(self, slot: int, packed: torch.Tensor) -> None:
@@ -338,7 +337,8 @@ class FactorScheduler(ExchangeListener):
         mine = [
             sorted(times)[len(times) // 2] for times in zip(*self._ready_s_of_steps, strict=True)
         ]
-        return slowest_ready_s(self._driver, self._stream, mine)
+        answers = self._driver.run(gather_values(mine), self._stream.next())
+        return [max(times) for times in zip(*answers, strict=True)]
 
     def is_retired_here(self, slot: int) -> bool:
         """Whether this rank has given up the layer of a factor."""
@@ -369,23 +369,15 @@ class FactorScheduler(ExchangeListener):
             "num_profiled": self._num_profiled,
         }
 
-    def is_planned_by(self, state: Mapping[str, Any]) -> bool:
-        """Whether the plan in `state` is of as many factors: other layers may be covered by now.
-        Where ranks look at what they own alone, it must have the same owners, too.
+    def saved_plan(self, state: Mapping[str, Any]) -> FactorPlan | None:
+        """The plan that `state` holds; None if it is not of as many factors, since other layers are
+        covered by now. Where ranks look at what they own alone, it must have the same owners, too.
         """
-        owners = list(state["owners"])
-        return len(owners) == len(self._slots) and (
-            not self.plan.by_owner or owners == list(self.plan.owners)
-        )
-
-    def saved_plan(self, state: Mapping[str, Any]) -> FactorPlan:
-        """The plan that `state` holds."""
-        return FactorPlan(
-            groups=tuple(tuple(group) for group in state["groups"]),
-            streamed=self.plan.streamed,
-            owners=tuple(state["owners"]),
-            by_owner=bool(state["by_owner"]),
-        )
+        owners = tuple(state["owners"])
+        if len(owners) != len(self._slots) or (self.plan.by_owner and owners != self.plan.owners):
+            return None
+        groups = tuple(map(tuple, state["groups"]))
+        return replace(self.plan, groups=groups, owners=owners, by_owner=bool(state["by_owner"]))
 
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_plan: bool) -> None:
         """Inverse of `state_dict`, with the plan adopted already.
@@ -443,9 +435,8 @@ class FactorMessage:
         self._views = [
             part.view(slot.shape.packed) for part, slot in zip(parts, slots, strict=True)
         ]
-        self._sums: list[Pending[torch.Tensor]] = []
+        self._pending: Sequence[Pending[Any]] = ()
         self._rounded: torch.Tensor | None = None  # while it travels
-        self._coded: Pending[None] | None = None  # likewise
 
     @property
     def num_bytes(self) -> int:
@@ -486,14 +477,13 @@ class FactorMessage:
         put(torch.tensor(numbers, dtype=self._tail.dtype), self._tail)
         # Weights and numbers of ranks would no longer be exact in fewer bits.
         if self._codec == "float32":
-            self._sums = launch_sums(driver, stream, self._flat)
+            self._pending = launch_sums(driver, stream, self._flat)
         elif self._codec == "bfloat16":
             self._rounded = self._factors.bfloat16()
-            self._sums = launch_sums(driver, stream, self._rounded, self._tail)
+            self._pending = launch_sums(driver, stream, self._rounded, self._tail)
         else:
-            work = self._sum_coded(driver.rank, driver.world_size)
-            self._coded = driver.launch(work, stream.next())
-            self._sums = launch_sums(driver, stream, self._tail)
+            coded = driver.launch(self._sum_coded(driver.rank, driver.world_size), stream.next())
+            self._pending = [*launch_sums(driver, stream, self._tail), coded]
 
     def _sum_coded(self, rank: int, world_size: int) -> Collective[None]:
         """Sum diagonals as they are, and the factors in codes that stand for shares of the roots of
@@ -524,20 +514,16 @@ class FactorMessage:
 
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""
-        has_codes = self._coded is None or self._coded.poll()
-        return has_codes and all(pending.poll() for pending in self._sums)
+        return all(pending.poll() for pending in self._pending)
 
     def wait(self) -> None:
         """Until the sums are there."""
-        for pending in self._sums:
+        for pending in self._pending:
             pending.wait()
-        self._sums = []
+        self._pending = ()
         if self._rounded is not None:
             self._factors.copy_(self._rounded)
             self._rounded = None
-        if self._coded is not None:
-            self._coded.wait()
-            self._coded = None
 
     def read(self) -> list[SummedFactor]:
         """The sums of each slot, which must have been waited for. May be called once: means are

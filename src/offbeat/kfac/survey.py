@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from torch import nn
 
 from offbeat.errors import ConfigError, nearest
-from offbeat.kfac.blocks import EVERYTHING, Block, LayerBlock, TiedBlock, Use
+from offbeat.kfac.blocks import EVERYTHING, Block, Covered, LayerBlock, TiedBlock, Use
 from offbeat.kfac.curvature import Curvature
 from offbeat.kfac.layers import (
     LAST_DIMS,
@@ -392,39 +392,28 @@ def _attention_blocks(
     """Self-attention's three projections share an A; others have one each. Then the output
     projection.
     """
-    prefix = f"{name}." if name else ""
+
+    def block(which: str, holder: nn.Module, **options: Any) -> LinearBlock:
+        own_name = f"{name}.{which}_proj".removeprefix(".")
+        return LinearBlock(own_name, holder, curvature, batch_dim=1, **options)
+
     bias, packed = _trained(module, "in_proj_bias"), _trained(module, "in_proj_weight")
     if packed is not None and not is_cross:
-        num = len(PROJECTIONS)
-        yield LinearBlock(
-            f"{prefix}in_proj",
-            module,
-            curvature,
-            weight_name=packed,
-            bias_name=bias,
-            batch_dim=1,
-            groups=num,
-        )
+        groups = len(PROJECTIONS)
+        yield block("in", module, weight_name=packed, bias_name=bias, groups=groups)
     else:
         for position, which in enumerate(PROJECTIONS):
             weight_name = packed or _trained(module, f"{which}_proj_weight")
             places = slice(position * module.embed_dim, (position + 1) * module.embed_dim)
             if weight_name is not None:
-                yield LinearBlock(
-                    f"{prefix}{which}_proj",
-                    module,
-                    curvature,
-                    weight_name=weight_name,
-                    bias_name=bias,
-                    rows=EVERYTHING if packed is None else places,
-                    bias_rows=places,
-                    batch_dim=1,
+                rows = EVERYTHING if packed is None else places
+                covered = Covered(
+                    weight_name=weight_name, bias_name=bias, rows=rows, bias_rows=places
                 )
+                yield block(which, module, **covered)
     out = module.out_proj
     if _trained(out, "weight") is not None:
-        yield LinearBlock(
-            f"{prefix}out_proj", out, curvature, bias_name=_trained(out, "bias"), batch_dim=1
-        )
+        yield block("out", out, bias_name=_trained(out, "bias"))
 
 
 def _own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:

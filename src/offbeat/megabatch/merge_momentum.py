@@ -7,39 +7,18 @@ written to.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
-import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from numpy.typing import NDArray
 
 from offbeat.codec.tensor_bytes import to_bytes
 from offbeat.errors import CheckpointError, WireError
 from offbeat.transport.operations import Payload
 
-ModelT = TypeVar("ModelT", float, NDArray[np.float64], torch.Tensor)
-
 GAMMA: Final = 0.9
 """Of the momentum of merges."""
-
-
-def with_momentum(
-    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = GAMMA
-) -> ModelT:
-    """sum_i alpha_i w_i + gamma (w - w_before).
-
-    Args:
-        merged: the weighted mean of the replicas.
-        latest: the model that they began this mega-batch with.
-        before: the model that they began the last one with; None in the first.
-        gamma: in [0, 1).
-
-    >>> with_momentum(3.0, 2.0, 1.0, gamma=0.5), with_momentum(3.0, 2.0, None)
-    (3.5, 3.0)
-    """
-    return merged if before is None or not gamma else merged + gamma * (latest - before)
 
 
 class MergeMomentum:
@@ -75,8 +54,8 @@ class MergeMomentum:
         are computed. One that was frozen meanwhile stays at the mean.
         """
         return [
-            with_momentum(mean, self._latest[name], self._before.get(name), gamma=self._gamma)
-            if parameter.requires_grad
+            mean + self._gamma * (self._latest[name] - self._before[name])
+            if parameter.requires_grad and self._before
             else mean
             for (name, parameter), mean in zip(self._parameters.items(), merged, strict=False)
         ]

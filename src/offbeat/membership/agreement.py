@@ -194,7 +194,7 @@ class Membership:
             raise MismatchError(
                 "another rank founded this run with another model, strategy or number of ranks"
             )
-        return self._put(Generation.of_founders(world_size))
+        return self.propose(Generation.of_founders(world_size))
 
     def description(self) -> str | None:
         """What the run trains; None when no founder has begun it."""
@@ -225,7 +225,15 @@ class Membership:
         Returns:
             The generation that has this number, which may be the proposal of another member.
         """
-        return self._put(generation)
+        key = f"generation/{generation.number}"
+        entry = _dump(
+            members=[[member.rank, member.ticket] for member in generation.members],
+            newcomers=sorted(generation.newcomers),
+            tickets=generation.tickets,
+        )
+        # The first proposal wins: the store keeps the entry that is there and returns it.
+        stored = self._store.compare_set(key, "", entry)
+        return _generation(generation.number, stored)
 
     def request(self, rank: int) -> int:
         """Ask to join as `rank`. Returns the number of the request."""
@@ -294,17 +302,6 @@ class Membership:
     def is_over(self) -> bool:
         """Whether a member has called `end_run`."""
         return self._store.check([_OVER_KEY])
-
-    def _put(self, generation: Generation) -> Generation:
-        key = f"generation/{generation.number}"
-        entry = _dump(
-            members=[[member.rank, member.ticket] for member in generation.members],
-            newcomers=sorted(generation.newcomers),
-            tickets=generation.tickets,
-        )
-        # The first proposal wins: the store keeps the entry that is there and returns it.
-        stored = self._store.compare_set(key, "", entry)
-        return _generation(generation.number, stored)
 
     def _read(self, number: int) -> Generation | None:
         raw = self._peek(f"generation/{number}")

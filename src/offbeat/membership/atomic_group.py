@@ -270,9 +270,10 @@ class _ActiveGeneration:
     is_new: bool
 
     def __post_init__(self) -> None:
-        self._channels, self._arriving = Stream(1), Stream(2)
+        self._channels, self._arriving = Stream(1), Stream(2).next()
         self._num_attempts = 0
-        self._entries: list[str] = []  # of the store, that this member has to delete
+        # Of the store, that this member has to delete: the number of the attempt, and who may ask.
+        self._entries: dict[str, tuple[int, Sequence[int]]] = {}
         self._arrivals: Arrivals | None = None
 
     def begun_as_new_after(self, generation: Generation) -> bool:
@@ -283,7 +284,7 @@ class _ActiveGeneration:
         # All members count attempts alike, so that the same number names the same work. All of
         # them have begun the attempt before this one, so that none asks for older verdicts.
         self._num_attempts += 1
-        self._delete(store, self._entries[:-1])
+        self._delete(store, list(self._entries)[:-1])
         return self._settle(work, store, range(self.generation.size), self._channels.next())
 
     def attempt_with_quorum(
@@ -295,21 +296,33 @@ class _ActiveGeneration:
         if not self._num_attempts:
             return self.attempt(work, store)
         size = self.generation.size
-        self._arrivals = self._arrivals or Arrivals(store, self.generation.number)
+        self._arrivals = arrivals = self._arrivals or Arrivals(store, self.generation.number)
         here: Sequence[int] = ()
         while self.position not in here:
-            number = self._arrivals.next_number()
-            while self._num_attempts <= number:  # the work done without it has channels, too
-                arriving, channel = self._arriving.next(), self._channels.next()
+            number = arrivals.next_number()
+            while self._num_attempts <= number:  # the work done without it has a channel, too
+                channel = self._channels.next()
                 self._num_attempts += 1
             arrived = first_to_arrive(
-                self.position, size, quorum, counts=counts, propose=self._arrivals.propose
+                self.position,
+                size,
+                quorum,
+                number=number,
+                counts=counts,
+                heard=arrivals.heard,
+                propose=arrivals.propose,
             )
-            begun, here = self.driver.run(arrived, arriving)
+            begun, here = self.driver.run(arrived, self._arriving)
             if begun > number:
                 here = ()
-        if len(here) == size:
-            self._delete(store, self._entries)  # nobody is at an earlier work any more
+        # Whoever has come to a later work asks for no verdict of an earlier one.
+        at = {peer: heard for peer, (heard, _) in arrivals.heard.items()} | {self.position: number}
+        over = [
+            entry
+            for entry, (attempt, asking) in self._entries.items()
+            if all(at.get(peer, 0) > attempt for peer in asking)
+        ]
+        self._delete(store, over)
         return self._settle(work, store, here, channel)
 
     def _settle(self, work: GroupWork[T], store: Store, here: Sequence[int], channel: int) -> T:
@@ -324,7 +337,7 @@ class _ActiveGeneration:
                 newcomers=frozenset(map(here.index, generation.newcomers.intersection(here))),
             )
         if not place:
-            self._entries.append(key)
+            self._entries[key] = self._num_attempts - 1, here
 
         def verdict(*, done: bool) -> bool:
             # The first word stands: the entry is written once, and whoever comes later reads it.
@@ -340,7 +353,7 @@ class _ActiveGeneration:
         """This keeps the store from growing."""
         for entry in entries:
             store.delete_key(entry)
-        self._entries = self._entries[len(entries) :]
+            del self._entries[entry]
 
 
 class CommitEntry(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_COUNTS, _WAITS = b"1", b"0"
+_ARRIVAL = struct.Struct("<Q?")
 
 
 class Quorum(OptionValue):
@@ -70,36 +71,46 @@ def first_to_arrive(
     size: int,
     quorum: Quorum,
     *,
+    number: int,
     counts: bool,
+    heard: dict[int, tuple[int, bool]],
     propose: Callable[[Sequence[int]], T],
 ) -> Collective[T]:
     """What comes of proposing those who have arrived.
 
-    Cost: an empty message to each peer, and whatever `propose` takes.
+    All works of a generation have one channel for this, so that every message is read some time,
+    also those of members that came too late.
+
+    Cost: a short message to each peer, and whatever `propose` takes.
 
     Args:
         position: of this member, which arrives.
         size: number of members.
         quorum: how many must arrive, and how long the others are waited for.
+        number: of the work.
         counts: whether this member is one of the quorum. One that is not, such as one that only
             joins, is waited for like all others, and lets none be left out sooner.
+        heard: by position, at which work that member was when it was heard of last, and its
+            `counts`. The same one for all works of a generation.
         propose: proposes the positions of those who have arrived, ascending.
     """
     peers = frozenset(range(size)) - {position}
     for peer in sorted(peers):
-        yield Send(peer, _COUNTS if counts else _WAITS)
-    here, num_counting = {position}, int(counts)
+        yield Send(peer, _ARRIVAL.pack(number, counts))
     deadline_s: float | None = None
-    while len(here) < size:
-        if deadline_s is None and num_counting >= quorum.fraction * size:
+    while True:
+        here = {peer: word for peer, (at, word) in heard.items() if at == number}
+        here[position] = counts
+        if len(here) == size or any(at > number for at, _ in heard.values()):
+            break  # the work of whoever is past it was begun
+        if deadline_s is None and sum(here.values()) >= quorum.fraction * size:
             deadline_s = (yield Now()) + quorum.grace_s
         left_s = None if deadline_s is None else max(0.0, deadline_s - (yield Now()))
         try:
             peer, word = yield RecvAny(peers, left_s)
         except PeerTimeoutError:
             break
-        here.add(peer)
-        num_counting += bytes(word) == _COUNTS
+        heard[peer] = _ARRIVAL.unpack(word)
     return propose(sorted(here))
 
 
@@ -135,6 +146,9 @@ class Arrivals:
     Args:
         store: the run's.
         generation: its number.
+
+    Attributes:
+        heard: of `first_to_arrive`.
     """
 
     # One entry for all work, each proposal of which names the one before: so a late member cannot
@@ -143,6 +157,7 @@ class Arrivals:
     def __init__(self, store: Store, generation: int) -> None:
         self._store, self._key = store, f"arrived/{generation}"
         self._latest = b""
+        self.heard: dict[int, tuple[int, bool]] = {}
 
     def next_number(self) -> int:
         """Of the first work that nobody has begun, as far as the store knows."""

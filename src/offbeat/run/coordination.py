@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import Final
 
 import torch.distributed as dist
@@ -36,7 +35,6 @@ PATIENCE: Final = timedelta(minutes=30)
 _PREFIX: Final = "offbeat-run"
 _LONGEST_PAUSE_S: Final = 0.02
 _never: Final = threading.Event()
-_numbers: Final = count()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -312,13 +310,9 @@ def supervised_coordinator() -> Coordinator:
     )
 
 
-def group_coordinator() -> Coordinator:
-    """One of the ranks of torch.distributed's default group, or of this process alone; a new one at
-    each call, which all ranks make in the same order.
-    """
+def group_store(key: str) -> Store:
+    """Of torch.distributed's default group, or of this process alone; each `key` has its own."""
     if not dist.is_initialized():
-        return Coordinator(dist.HashStore(), 0, 1)
+        return dist.HashStore()
     assert dist.group.WORLD is not None
-    store = dist.group.WORLD.get_group_store()
-    own = dist.PrefixStore(f"offbeat-record-{next(_numbers)}", store)
-    return Coordinator(own, dist.get_rank(), dist.get_world_size())
+    return dist.PrefixStore(f"offbeat-record-{key}", dist.group.WORLD.get_group_store())

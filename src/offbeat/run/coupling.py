@@ -91,8 +91,8 @@ class ModelListener:
     def backward_ended(self) -> None:
         """What `loss_seen` announced is over."""
 
-    def samples_seen(self, args: Sequence[Any]) -> None:
-        """A forward pass for training begins with these arguments."""
+    def samples_seen(self, model: torch.nn.Module, args: Sequence[Any]) -> None:
+        """A forward pass of `model` for training begins with these arguments."""
 
     def evaluates(self) -> None:
         """The script puts a model out of training mode."""
@@ -321,7 +321,7 @@ class ScriptSessions(ScriptListener):
     ) -> None:
         if not torch.is_grad_enabled() or isinstance(ddp.module, DistributedDataParallel):
             return  # of several wrappers around each other the innermost one has the model
-        self._listener.samples_seen(args)
+        self._listener.samples_seen(ddp.module, args)
         coupled = next((each for each in self._coupled if each.ddp() is ddp), None)
         older, newer = self._optimizers[: self._num_older], self._optimizers[self._num_older :]
         living = (reference() for reference in newer + older)

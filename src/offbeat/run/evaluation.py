@@ -15,7 +15,8 @@ Where the mean comes from:
 
 - strategies whose ranks average alone, such as WAGMA, are asked for it when it is needed;
 - with LocalSGD all ranks hold the same after each average, which is kept;
-- with the others all ranks average for it every `MEAN_EVERY` steps, together.
+- with the others all ranks average for it every `MEAN_EVERY` steps, together, and in the first of
+  these after 1, 2, 4, ... steps: else a short run would save one rank's model.
 
 So what is evaluated and saved is up to one period, or `MEAN_EVERY` steps, old.
 """
@@ -92,7 +93,7 @@ class EvaluationWeights(SessionObserver):
             self._mean = None
         elif session.replicas_agree:
             self._mean = self._copies()
-        elif num_steps % MEAN_EVERY == 0:
+        elif not num_steps % MEAN_EVERY or (num_steps < MEAN_EVERY and num_steps.bit_count() == 1):
             self._mean = session.averaged_tensors()
 
     def mode_changed(self, *, training: bool) -> None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +29,7 @@ from typing_extensions import override
 from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.run.config import RunConfig, ScriptCommand, script_run
-from offbeat.run.coordination import Coordinator, group_coordinator
+from offbeat.run.coordination import Coordinator, group_store
 from offbeat.run.coupling import ModelListener
 from offbeat.run.progress import Joined, Reporter
 from offbeat.run.records import Evaluation, RunDirectory, begin_attempt, create
@@ -43,7 +45,7 @@ from offbeat.session.metrics import SessionObserver
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.by_name import strategy_values
-from offbeat.torch_private import tensors_in
+from offbeat.torch_private import is_compiled_module, tensors_in
 from offbeat.transport.connect import is_returning
 
 TRAINING_LOSS: Final = "training loss"
@@ -176,10 +178,11 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._training_begins(self._recorder)
         self._recorder.restart_clock()
 
-    def samples_seen(self, args: Sequence[Any]) -> None:
-        """A forward pass for training begins."""
-        tensors = tensors_in(args)
-        self._num_samples += len(tensors[0]) if tensors and tensors[0].dim() else 0
+    def samples_seen(self, model: torch.nn.Module, args: Sequence[Any]) -> None:
+        """A forward pass of `model` for training begins."""
+        if self._recorder is None or self._recorder.run.attached.model is model:
+            tensors = tensors_in(args)
+            self._num_samples += len(tensors[0]) if tensors and tensors[0].dim() else 0
         self._begin_step()
 
     def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
@@ -245,6 +248,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def logged(self, values: Mapping[str, float]) -> None:
         if "loss" in values and math.isfinite(values["loss"]):
             self._loss_logged(values["loss"])
+        if self._recorder is not None:
+            self._recorder.logged(values)
         if self._metric_name is None:
             self._metric_name = next((name for name in values if name not in _NO_METRICS), None)
         name, recorder = self._metric_name, self._recorder
@@ -255,11 +260,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._metric = replace(found, seconds=max(found.seconds, self._evaluated_s))
         recorder.write_evaluation(self._metric)
 
-    def end(self, *, finished: bool) -> None:
-        """The script has ended. Writes the summary, on the rank that leads.
-
-        Args:
-            finished: False where it was interrupted.
+    def end(self) -> None:
+        """The script has ended well. Writes the summary, on the rank that leads; what the disk does
+        not take is warned of, since the script still has its model to save.
         """
         recorder = self._recorder
         if recorder is None:
@@ -268,19 +271,21 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._recorder = None
         self._evaluation_ends()
         try:
-            # Of ranks that came back none took part in step 0: they have begun the script anew.
-            ends = gather_ends(recorder, [], patience_s=self._patience_s, step=0)
-            if ends is not None:
-                model = recorder.run.attached.model
-                write_end(recorder, ends, self._measured(recorder), model, finished=finished)
-        finally:
-            recorder.close()
+            with closing(recorder):
+                # Of ranks that came back none took part in step 0: they have begun the script anew.
+                ends = gather_ends(recorder, [], patience_s=self._patience_s, step=0)
+                if ends is not None:
+                    model = recorder.run.attached.model
+                    write_end(recorder, ends, self._measured(recorder), model, finished=True)
+        except OffbeatError as error:
+            LOGGER.warning("the record is not complete: %s", error)
 
     def abandon(self) -> None:
         """The script has failed: there is no summary."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.close()
+            with suppress(OffbeatError):  # as of a full disk, which may be why the script failed
+                recorder.close()
         self._evaluation_ends()
 
     def _stop_at_limit(self) -> None:
@@ -372,11 +377,14 @@ def begun_by_first(coordinator: Coordinator, begin: Callable[[], Path]) -> Path:
     return directory
 
 
-def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
+def shared_record(
+    coordinator: Coordinator, config: RunConfig, out: Path | None
+) -> OpenRecord | None:
     """The record of a run whose ranks meet through torch.distributed. Collective.
 
     Args:
-        config: of the run; the number of workers is the group's.
+        coordinator: of the ranks that are recorded.
+        config: of the run; the number of workers is that of these ranks.
         out: its directory; None: the next free one below runs/.
 
     Returns:
@@ -385,7 +393,6 @@ def shared_record(config: RunConfig, out: Path | None) -> OpenRecord | None:
     Raises:
         RecordError: rank 0 cannot write there; on every rank.
     """
-    coordinator = group_coordinator()
 
     def begin() -> Path:
         written = replace(config, workers=coordinator.world_size)
@@ -429,37 +436,60 @@ class Recorder:
         Raises:
             RecordError: the directory is in use; on every rank.
         """
+        if is_returning():
+            LOGGER.warning("this worker came back to a run whose record has begun without it")
+            return
+        # The session may be one of several in the process group, and not the first one.
+        key = session.gather(secrets.token_hex(8))[0]
+        coordinator = Coordinator(group_store(key), session.rank, session.world_size)
         config = _config_of(session.strategy)
         recorder = _ClosingRecorder(
-            lambda: shared_record(config, self.directory),
+            lambda: shared_record(coordinator, config, self.directory),
             lambda report: None,
             stop_after=None,
             patience_s=HANGS_S,
         )
         recorder.attached(session, model, optimizer)
 
-        def forward_begins(
-            module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-        ) -> None:
-            if torch.is_grad_enabled():
-                recorder.samples_seen([*args, *kwargs.values()])
-
-        recorder.forward_hook = model.register_forward_pre_hook(
-            ModuleHook(model, forward_begins), with_kwargs=True
-        )
-
 
 class _ClosingRecorder(ScriptRecorder):
-    """Ends its record with the session, and takes its hook out of the model."""
+    """Ends its record with the session, and takes its hooks out of the model."""
 
-    forward_hook: RemovableHandle | None = None
+    _hooks: Sequence[RemovableHandle] = ()
+    _first_called: torch.nn.Module | None = None
+
+    @override
+    def _training_begins(self, recorder: StepRecorder) -> None:
+        """Count the samples that the model is called with, or, where a loop as Lightning's calls
+        parts of it in its place, those of the part that it calls first in a step.
+        """
+        model = recorder.run.attached.model
+
+        def begins(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                if self._first_called is None:
+                    self._first_called = module
+                if module is self._first_called:
+                    self.samples_seen(model, [*args, *kwargs.values()])
+
+        # A hook inside of what is compiled would divide its graph.
+        parts = [] if is_compiled_module(model) else model.children()
+        self._hooks = [
+            module.register_forward_pre_hook(ModuleHook(module, begins), with_kwargs=True)
+            for module in (model, *parts)
+        ]
+
+    @override
+    def step_ended(self, num_steps: int) -> None:
+        super().step_ended(num_steps)
+        self._first_called = None
 
     @override
     def closed(self, error: BaseException | None) -> None:
-        if self.forward_hook is not None:
-            self.forward_hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if error is None:
-            self.end(finished=True)
+            self.end()
         else:
             self.abandon()
 

@@ -7,7 +7,7 @@ and predictions, which read nothing else.
     RUN/evaluations.jsonl      the metric as it was measured on the way
     RUN/mega-batches.jsonl     who did how much between merges, where samples are claimed
     RUN/summary.json           how it ended
-    RUN/checkpoint/            see `offbeat.session.checkpoint`
+    RUN/checkpoint/            of `offbeat_lab.checkpoints`
     RUN/logs/rank-N.log        what the worker printed
 
 `docs/records.md` lists every field. Files are added to or replaced whole, never cut: after a resume
@@ -445,7 +445,7 @@ def create(path: Path | None, config: RunConfig) -> Path:
     Raises:
         RecordError: `path` exists and is not an empty directory. Nothing in it is touched.
     """
-    directory = _first_free(config) if path is None else path
+    directory = first_free(f"{config.task}-{config.strategy}") if path is None else path
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RecordError(
             f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}"
@@ -453,13 +453,9 @@ def create(path: Path | None, config: RunConfig) -> Path:
     head = RunHead(
         kind=RUN_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment()
     )
-    try:
+    with naming_failed_file(directory, ELSEWHERE):
         (directory / "logs").mkdir(parents=True, exist_ok=True)
-        _write_head(directory, head)
-    except OSError as error:
-        raise RecordError(
-            f"cannot write {directory}: {error.strerror}; choose another --out"
-        ) from None
+    _write_head(directory, head)
     return directory
 
 
@@ -489,9 +485,8 @@ def begin_attempt(path: Path, config: RunConfig, *, start_step: int, emulation: 
 
 
 def write_summary(summary: Summary) -> None:
-    _write_text(
-        Path(summary.run_directory) / SUMMARY, json.dumps(_finite(asdict(summary)), indent=1)
-    )
+    text = json.dumps(_finite(asdict(summary)), indent=1)
+    write_whole(Path(summary.run_directory) / SUMMARY, text)
 
 
 def _finite(value: Any) -> Any:
@@ -547,9 +542,10 @@ def _is_torn(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0 and not tail(path, 1).endswith(b"\n")
 
 
-def _first_free(config: RunConfig) -> Path:
+def first_free(name: str) -> Path:
+    """The first directory below runs/ of this name and a number that is not there yet."""
     number = 1
-    while (path := Path("runs") / f"{config.task}-{config.strategy}-{number:03d}").exists():
+    while (path := Path("runs") / f"{name}-{number:03d}").exists():
         number += 1
     return path
 
@@ -585,13 +581,18 @@ def environment() -> dict[str, object]:
 
 
 def _write_head(path: Path, head: RunHead) -> None:
-    _write_text(path / CONFIG, json.dumps(asdict(head), indent=1))
+    write_whole(path / CONFIG, json.dumps(asdict(head), indent=1))
 
 
-def _write_text(path: Path, text: str) -> None:
+MORE_ROOM: Final = "make room on its disk, or choose another --out"
+ELSEWHERE: Final = "choose another --out"
+
+
+def write_whole(path: Path, text: str, advice: str = MORE_ROOM) -> None:
+    """Write all of `text` to `path`, or leave what is there. Raises `RecordError`."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with naming_failed_file(path):
+        with naming_failed_file(path, advice):
             temporary.write_text(text + "\n", encoding="utf-8")
             os.replace(temporary, path)
     except RecordError:
@@ -601,11 +602,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def naming_failed_file(path: Path) -> Iterator[None]:
+def naming_failed_file(path: Path, advice: str = MORE_ROOM) -> Iterator[None]:
     """Raises `RecordError` where the disk does not take what is written to `path`."""
     try:
         yield
     except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}; make room on its disk, or choose another --out"
-        ) from None
+        raise RecordError(f"cannot write {path}: {error.strerror}; {advice}") from None

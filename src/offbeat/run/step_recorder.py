@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
 
@@ -190,8 +190,15 @@ class StepRecorder:
 
     def begin_anew(self) -> None:
         """Another session has taken the place of the one before, and counts from 0."""
-        self._before = self.first = self._stats_reported = self.run.attached.session.stats
-        self.first_step = self.run.schedule.position.step
+        stats, before, first = self.run.attached.session.stats, self._before, self.first
+        # What is said of the whole run goes on from what the sessions before have counted.
+        self.first = replace(
+            stats,
+            bytes_sent=stats.bytes_sent - before.bytes_sent + first.bytes_sent,
+            messages_sent=stats.messages_sent - before.messages_sent + first.messages_sent,
+            skipped_steps=stats.skipped_steps - before.skipped_steps + first.skipped_steps,
+        )
+        self._before = self._stats_reported = stats
         self._live = self._live_metrics()
         self.restart_clock()
 
@@ -200,9 +207,16 @@ class StepRecorder:
         self._add(self.next_event(loss=loss, batch_size=batch_size))
         self.num_samples += batch_size
         self.last_loss = loss
-        if self._live is not None and loss is not None:
-            self._live.loss_seen(loss)
+        if self._live is not None:
+            if loss is not None:
+                self._live.loss_seen(loss)
+            self._live.step_ended(self._before.steps)
         self._report_if_due()
+
+    def logged(self, values: Mapping[str, float]) -> None:
+        """`values` were measured, perhaps when the session had ended."""
+        if self._live is not None:
+            self._live.logged(values)
 
     def _add(self, event: StepEvent) -> None:
         self._events.add(event)
@@ -295,14 +309,7 @@ class StepRecorder:
         session = self.run.attached.session
         if not self._loggers or not isinstance(session, Session):
             return None
-        live = LiveMetrics(
-            session,
-            self._loggers,
-            steps_before=self.run.schedule.position.step,
-            ends_with_session=False,
-        )
-        session.observers.append(live)
-        return live
+        return LiveMetrics(session, self._loggers, steps_before=self.run.schedule.position.step)
 
     def _earlier(self) -> tuple[float, int]:
         """Seconds and bytes of this rank's steps in earlier attempts, where a run is resumed."""

@@ -7,7 +7,6 @@ name `__main__`. Its exit status is this process's.
 
 from __future__ import annotations
 
-import logging
 import os
 import runpy
 import signal
@@ -21,11 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from offbeat.errors import OffbeatError
 from offbeat.run import patches
 from offbeat.run.children import CHILD_VARIABLE
 from offbeat.run.config import RunConfig, ScriptCommand
-from offbeat.run.coordination import supervised_coordinator
+from offbeat.run.coordination import Coordinator, group_store, supervised_coordinator
 from offbeat.run.coupling import ScriptSessions, is_good_end
 from offbeat.run.interrupts import exit_at_stop_signals
 from offbeat.run.progress import Failure, Remark, Report, Reporter, pipe_reporter
@@ -35,8 +36,6 @@ from offbeat.run.records import RunDirectory
 from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning, launched
-
-LOGGER = logging.getLogger("offbeat")
 
 _OTHER_HOSTS_S = 60.0
 """For how long the end of a run waits for ranks of other hosts."""
@@ -104,10 +103,7 @@ class ScriptRun:
         complaint = self._sessions.complaint(self._script.path)
         if complaint is not None:
             return 0 if has_trained_elsewhere else self._fail(complaint)
-        try:
-            self._recorder.end(finished=True)
-        except OffbeatError as error:
-            LOGGER.warning("the record is not complete: %s", error)
+        self._recorder.end()
         return 0
 
     def _fail(self, error: BaseException) -> int:
@@ -221,7 +217,12 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
         out: directory of the record; None: the next free one below runs/.
     """
     os.environ[CHILD_VARIABLE] = config.to_json()
-    recorder = ScriptRecorder(lambda: shared_record(config, out), _say, stop_after=config.steps)
+
+    def open_record() -> OpenRecord | None:
+        place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return shared_record(Coordinator(group_store("run"), *place), config, out)
+
+    recorder = ScriptRecorder(open_record, _say, stop_after=config.steps)
     launch = launched()
     assert launch is not None
     # What torch.distributed reads, where srun has set variables of its own.

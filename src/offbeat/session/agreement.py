@@ -14,6 +14,7 @@ import torch
 
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import MismatchError, OffbeatError
+from offbeat.gradients.replica_check import options_of
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Broadcast, Collective
@@ -66,14 +67,10 @@ def describe(
 def _hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     described = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for option, value in group.items():
-            if option == "params":
-                described[f"group {number} params"] = str(
-                    [names[id(parameter)] for parameter in value]
-                )
-            elif not callable(value):  # functions have no name that all processes share
-                described[f"group {number} {option}"] = str(value)
+    for number, options in enumerate(options_of(optimizer)):
+        parameters = optimizer.param_groups[number]["params"]
+        options["params"] = str([names[id(parameter)] for parameter in parameters])
+        described |= {f"group {number} {name}": value for name, value in options.items()}
     return described
 
 

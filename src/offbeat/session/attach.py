@@ -218,7 +218,9 @@ def attach_through(
     except OffbeatError as error:
         refusal = error
     if over_islands:
-        island = None if refusal is not None else _shard_group(model)
+        first: Any = None if refusal is not None else next(model.parameters())
+        # The ranks among which `fully_shard` has divided the model.
+        island = None if first is None else first.device_mesh.get_group()
         grid = meet(island, group, refusal=refusal)
     if refusal is not None and (world_size == 1 or returns):
         raise refusal
@@ -297,13 +299,6 @@ def island_mesh(device_type: str, num_shards: int) -> DeviceMesh:
         )
     shape = (world_size // num_shards, num_shards)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _shard_group(model: torch.nn.Module) -> dist.ProcessGroup:
-    """The ranks among which `fully_shard` has divided the model."""
-    first: Any = next(model.parameters())
-    group: dist.ProcessGroup = first.device_mesh.get_group()
-    return group
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -220,9 +220,12 @@ def make_loader(
         agree(driver, control, description)
     else:
         store = store_of(network)
-        answers = None if returns else _gathered(policy, description, max_batch_size)
+        # Also how many samples fit into each rank's memory.
+        fits = None if isinstance(description, OffbeatError) else max_batch_size
+        answers = None if returns else policy.gather(answer_of(description) | {"fits": fits})
         if answers is None:
-            # This rank came later than its peers: what they read stands in the store.
+            # This rank came later than its peers, or was left out: what they read stands in the
+            # store.
             _agree_with_founders(store, description)
             limits = {driver.rank: max_batch_size}
         else:
@@ -259,16 +262,6 @@ def make_loader(
         notify=notify,
         shuffles=source.shuffles,
     )
-
-
-def _gathered(
-    policy: MegaBatchCallback, mine: OffbeatError | dict[str, Any], max_batch_size: int | None
-) -> dict[int, Any] | None:
-    """What each living rank's loader is to read, or why it cannot, and how many samples fit into
-    its memory; None where this rank was left out meanwhile.
-    """
-    fits = None if isinstance(mine, OffbeatError) else max_batch_size
-    return policy.gather(answer_of(mine) | {"fits": fits})
 
 
 def _require_claims(source: DataSource, claims_ahead: int | None) -> None:
@@ -385,14 +378,19 @@ class LockstepLoader(Callback):
         return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        self._batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
-        while self.step < self._num_steps_left():
-            # A batch that cannot be read counts as taken, so that ranks stay in step.
-            span, self.step = self._span(self.step), self.step + 1
-            self._claimed(span.end - span.begin)
-            yield next(self._batches)
-        self.epoch, self.step, self._first = self.epoch + 1, 0, 0
-        self._batches = iter(())
+        batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
+        self._batches = batches
+        try:
+            while self.step < self._num_steps_left():
+                # A batch that cannot be read counts as taken, so that ranks stay in step.
+                span, self.step = self._span(self.step), self.step + 1
+                self._claimed(span.end - span.begin)
+                yield next(batches)
+        finally:
+            # A loop that ends with the last batch, without asking for one more, is through, too.
+            if self._batches is batches and self.step >= self._num_steps_left():
+                self.epoch, self.step, self._first = self.epoch + 1, 0, 0
+                self._batches = iter(())
 
     def _samples(self, step: int) -> Iterator[list[int]]:
         """This rank's samples of the steps from `step` on, by number."""
@@ -428,6 +426,7 @@ class LockstepLoader(Callback):
         if "step" not in saved:
             raise CheckpointError("the state lacks 'step'; it was saved by another loader")
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+        self._batches = iter(())
         self._first = int(saved.get("first", 0))
         before = tuple(map(int, saved.get("batch_sizes", self._batch_sizes)))
         left = self._num_samples - self._first

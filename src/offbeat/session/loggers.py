@@ -91,6 +91,7 @@ class WandbLogger:
     def close(self) -> None:
         if self._is_own:
             self._run.finish()
+        self._run, self._is_own = None, False  # another session may follow
 
 
 class MLflowLogger:
@@ -110,6 +111,7 @@ class MLflowLogger:
     def close(self) -> None:
         if self._is_own:
             self._mlflow.end_run()
+        self._mlflow, self._is_own = None, False
 
 
 class OpenTelemetryLogger:
@@ -195,7 +197,6 @@ class LiveMetrics(SessionObserver):
         loggers: Sequence[MetricsLogger],
         *,
         steps_before: int = 0,
-        ends_with_session: bool = True,
     ) -> None:
         """Begin.
 
@@ -203,11 +204,8 @@ class LiveMetrics(SessionObserver):
             session: that is looked at.
             loggers: that are told.
             steps_before: steps of the run that were done before this session began.
-            ends_with_session: whether loggers are closed with it; else `end` does so, since another
-                session of the same run may follow.
         """
         self._session = session
-        self._ends_with_session = ends_with_session
         self._loggers = list(loggers)
         self._num_steps = self._steps_before = steps_before
         self._losses: list[float] = []
@@ -230,8 +228,7 @@ class LiveMetrics(SessionObserver):
 
     @override
     def closed(self, error: BaseException | None) -> None:
-        if self._ends_with_session:
-            self.end()
+        self.end()
 
     def end(self) -> None:
         """Close the loggers: nothing more comes."""

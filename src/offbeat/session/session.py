@@ -44,7 +44,7 @@ from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LockstepLoader, make_loader
 from offbeat.session.metrics import SessionObserver, as_numbers, session_closed, session_opened
-from offbeat.session.sharded import ShardedModel, no_hook, reshard_modules
+from offbeat.session.sharded import ShardedModel, reshard_modules
 from offbeat.session.state import (
     by_ranks,
     digest_of_frozen,
@@ -187,14 +187,14 @@ class Session:
                 adopt_rank_0(driver, control, buffers)
         self._network = connection.network
         self._returns = returns
-        self._description = json.dumps(
-            {**description, "frozen parameters": {"sha256": digest_of_frozen(model, ignored)}}
-        )
+        self._description, self._ignored = description, ignored
         self._traffic = SessionTraffic(driver, wrap=wrap)
         self._driver: Driver = self._traffic.counting
         self._model = model
         self._parameters = {plain_name(name): p for name, p in shared.items() if p.requires_grad}
-        self._closed = self._has_finished = False
+        self._closed = False
+        self._finished_at: int | None = None  # after how many steps
+        self._num_rests = 0
         self._keeps_own_model = finish == "keep"
         self._handled_before = sys.exception()
         self._on_merge: list[Callable[[], object]] = []
@@ -256,7 +256,7 @@ class Session:
                 "messages between ranks are neither encrypted nor authenticated, as"
                 " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
-        self._unhook_shards = no_hook if sharded is None else sharded.hook()
+        self._unhook_shards = None if sharded is None else sharded.hook()
         ATTACHED_MODELS.add(model)
         session_opened(self)
 
@@ -652,7 +652,7 @@ class Session:
         """Let callbacks of `strategy` take the place of those at work, but for `stays`, after
         `num_steps` of the run. Collective.
         """
-        self._is_last_step = self._has_finished = False
+        self._is_last_step, self._finished_at = False, None
         leaving = [callback for callback in self._built if callback is not stays]
         others = [callback for callback in self._callbacks if callback not in leaving]
         self._counted_before = self._counted(leaving)
@@ -717,9 +717,11 @@ class Session:
         are whole on every rank. `close` does it too. With the others there is nothing to do.
         """
         self._check_open("finish")
-        if self._has_finished:
+        before, self._finished_at = self._finished_at, self._events.num_steps
+        # Peers wait no more for a rank that has finished, but where ranks keep step all of them may
+        # have gone on since.
+        if before is not None and (self.acting.replicas_differ or before == self._finished_at):
             return
-        self._has_finished = True
         with torch.no_grad():
             for callback in self._callbacks:
                 callback.on_finish()
@@ -743,13 +745,17 @@ class Session:
         as WAGMA's ranks do, and with AdaptiveSGD the time does not make the rank look slow. With
         the others it does nothing.
         """
-        for callback in self._callbacks:
-            callback.on_rest()
+        self._num_rests += 1
+        if self._num_rests == 1:
+            for callback in self._callbacks:
+                callback.on_rest()
         try:
             yield
         finally:
-            for callback in self._callbacks:
-                callback.on_resume()
+            self._num_rests -= 1
+            if not self._num_rests:  # the outermost block is left
+                for callback in self._callbacks:
+                    callback.on_resume()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
@@ -855,6 +861,12 @@ class Session:
             return
         error = sys.exception()
         if error is not None and error is not self._handled_before:
+            if self.acting.replicas_differ and self.world_size > 1:
+                self._notices.notify(
+                    f"the session was closed while {type(error).__name__} is handled, so this rank"
+                    " has failed, and its model is its own; where that is no failure, close the"
+                    " session outside of the except clause"
+                )
             self._fail_by(error)
         else:
             self._end(average=average)
@@ -948,7 +960,8 @@ class Session:
         session_closed(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
-        self._unhook_shards()
+        if self._unhook_shards is not None:
+            self._unhook_shards()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.callback(observer.closed, error)
@@ -965,6 +978,11 @@ class Session:
         )
 
     def __enter__(self) -> Self:
+        if self._closed:
+            raise ConfigError(
+                "this session is closed, so nothing would be exchanged inside the block; attach"
+                " again, or leave the block once, after the last step"
+            )
         return self
 
     def __exit__(
@@ -1001,11 +1019,15 @@ class Session:
             return None
         number = newest_run(self._network) if self._returns else next(self._num_entered)
         generations = Generations(of_run(self._network, number), host)
+        # It takes long for a large model, which most strategies need not pay.
+        reshard_modules(self._model)
+        digest = digest_of_frozen(self._model, self._ignored)
+        description = json.dumps({**self._description, "frozen parameters": {"sha256": digest}})
         try:
             if self._returns:
-                generations.join(self._description)
+                generations.join(description)
             else:
-                generations.start(self._description)
+                generations.start(description)
         except BaseException:
             generations.close()
             raise

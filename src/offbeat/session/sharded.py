@@ -145,10 +145,6 @@ def _check_layout(model: torch.nn.Module) -> None:
         )
 
 
-def no_hook() -> None:
-    """There was none to be ended."""
-
-
 class ShardedModel:
     """The shards of a model, for as long as a session lasts.
 

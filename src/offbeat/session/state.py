@@ -139,7 +139,9 @@ def to_load(metadata: Any, key: str, world_size: int, rank: int) -> dict[str, An
             for path, saved in paths.items()
             if path[0] != "ranks" or path[1] in needed or "owned" in path[3:4]
         }
-    return tree_of(wanted, lambda name, saved: torch.empty(saved.size, dtype=_dtype_of(saved)))
+    return tree_of(
+        wanted, lambda name, saved: torch.empty(saved.size, dtype=saved.properties.dtype)
+    )
 
 
 def saved_under(metadata: Any, key: str) -> dict[tuple[str, ...], Any]:
@@ -164,11 +166,6 @@ def tree_of(
         is_tensor = hasattr(saved, "size")  # what is none is bytes
         entries[path[-1]] = empty(path[-1], saved) if is_tensor else None
     return found
-
-
-def _dtype_of(saved: Any) -> torch.dtype:
-    dtype: torch.dtype = saved.properties.dtype
-    return dtype
 
 
 def _copied(state: CallbackState) -> CallbackState:
@@ -198,7 +195,7 @@ def digest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in tensors:
         content = local_of(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(name.encode())
-        digest.update(content.numpy().tobytes())
+        digest.update(content.numpy())
     return digest.hexdigest()
 
 

@@ -183,12 +183,10 @@ class Predicted(NamedTuple):
     Attributes:
         step_s: the mean step of all ranks, in seconds, when whatever is done in the first steps
             only is over.
-        kept_bytes: memory of a rank that its callbacks hold.
         exchanges: those that end in a step, in the mean of all ranks and steps.
     """
 
     step_s: float
-    kept_bytes: int
     exchanges: float
 
 
@@ -252,7 +250,6 @@ def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: 
     carry_out(cluster, programs)
     return Predicted(
         step_s=float(np.mean([one.ended_s - one.begun_s for one in machines])) / len(steps),
-        kept_bytes=max(one.rank.kept_bytes for one in machines),
         exchanges=float(np.mean([one.rank.exchanges for one in machines])),
     )
 

@@ -457,6 +457,7 @@ class SimulatedRank(VirtualThread):
             gradients = [parameter.detach() for parameter in model.tensors]
             take_step = partial(self._take_step, callbacks, model, gradients, timeline)
             policy = next((one for one in callbacks if isinstance(one, MegaBatchCallback)), None)
+            before = 0.0
             if policy is not None:
                 batches = range(min(steps), max(steps) + 1)
                 loader = self._loader(policy, timeline.batch_size, batches)
@@ -473,12 +474,12 @@ class SimulatedRank(VirtualThread):
                 for self.step in steps:
                     if self.step != taken:
                         _go_on_from(callbacks, self.step)
+                        before = _num_exchanges(callbacks)
                     taken = self.step + 1
                     take_step()
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
             self.kept_bytes += optimizer.num_bytes - states_bytes
-            ended = sum(callback.counters().get("exchanges", 0.0) for callback in callbacks)
-            self.exchanges = ended / len(steps)
+            self.exchanges = (_num_exchanges(callbacks) - before) / len(steps)
             if policy is None and strategy.replicas_differ:
                 for callback in callbacks:  # of ranks that go on, none must wait for this one
                     callback.on_finish()
@@ -813,6 +814,10 @@ def with_codecs(strategy: T, change: Callable[[TopKCodec], TopKCodec]) -> T:
         return replace(strategy, **changed) if changed else strategy  # type: ignore[type-var]  # likewise
     except ConfigError:
         return strategy  # which sends no entries, whatever the codec
+
+
+def _num_exchanges(callbacks: Sequence[Callback]) -> float:
+    return sum(callback.counters().get("exchanges", 0.0) for callback in callbacks)
 
 
 def _go_on_from(callbacks: Sequence[Callback], step: int) -> None:

@@ -325,16 +325,6 @@ def same_links(
     return list(link)
 
 
-__all__ = [
-    "DeadlockError",
-    "DenseLinks",
-    "Tree",
-    "VirtualCluster",
-    "VirtualLink",
-    "VirtualNetwork",
-    "VirtualRacks",
-]
-
 T = TypeVar("T")
 
 

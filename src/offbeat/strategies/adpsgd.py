@@ -26,11 +26,7 @@ import numpy as np
 
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background import pair_average
-from offbeat.averaging.background.averager import (
-    BackgroundAverager,
-    BackgroundWeightAverage,
-    delta_merge,
-)
+from offbeat.averaging.background.averager import BackgroundWeightAverage, delta_merge
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
@@ -62,21 +58,21 @@ class ADPSGD(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors(), in_miniature=True)
         statistics = tuple(staging.spans(weights.positions_of_statistics()))
-        averager = BackgroundAverager(
-            context,
-            weights,
-            SharedModel(
-                delta_merge(staging, weights),
-                one_at_a_time=False,
-                changed=context.driver.condition(),
-            ),
-            staging=staging,
-            serve=pair_average.serve,
-            group_of=self.group_of,
-            rounding=Rounding(statistics) if self.values == "bfloat16" else None,
-            yields=True,
+        model = SharedModel(
+            delta_merge(staging, weights), one_at_a_time=False, changed=context.driver.condition()
         )
-        return [BackgroundWeightAverage(averager, overlap=True)]
+        return [
+            BackgroundWeightAverage(
+                context,
+                weights,
+                model,
+                staging=staging,
+                serve=pair_average.serve,
+                group_of=self.group_of,
+                rounding=Rounding(statistics) if self.values == "bfloat16" else None,
+                overlap=True,
+            )
+        ]
 
     def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         """The group of the member at `position` in `version`."""

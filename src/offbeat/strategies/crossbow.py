@@ -22,7 +22,12 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from offbeat.averaging.central_model import CentralModel
-from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
+from offbeat.averaging.periodic import (
+    Everyone,
+    GrowingPeriod,
+    PeriodicAverage,
+    coded_changes,
+)
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
@@ -70,11 +75,7 @@ class Crossbow(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
-        peers = Everyone(driver, context.new_stream())
-        central = CentralModel(
-            weights,
-            peers,
-            alpha=alpha,
-            codec=chosen_codec(self.codec),
-        )
+        peers, codec = Everyone(driver, context.new_stream()), chosen_codec(self.codec)
+        changes = coded_changes(context.parameters, codec, peers)
+        central = CentralModel(weights, peers, alpha=alpha, changes=changes)
         return [PeriodicAverage(central, GrowingPeriod(self.period))]

@@ -44,12 +44,12 @@ from offbeat.averaging.periodic import (
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.tally import Tally
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import ResidualReduction, TalliedSum
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import number_of, require_at_least, require_real
-from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.model_weights import ModelWeights, restore_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,8 @@ class DEFSGD(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         peers = Everyone(context.driver, context.new_stream())
         rule = KeepOwed(context.parameters, share=self.ahead)
-        changes = EncodedChanges(rule.anchor, partial(_BlockReduction, ratio=self.ratio), peers)
+        reduce_by = partial(_BlockReduction, ratio=self.ratio)
+        changes = EncodedChanges(context.parameters, reduce_by, peers)
         rule.owed = changes.owed
         exchange = MeanOfAll(weights, peers, changes=changes, rule=rule)
         return [PeriodicAverage(exchange, GrowingPeriod(1))]
@@ -103,7 +104,7 @@ class KeepOwed(TakeMean):
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, share: float) -> None:
         self._parameters, self._share = parameters, share
-        self.anchor = {name: torch.nn.Parameter(wide) for name, wide in self._wide()}
+        self.anchor = dict(self._wide())
         self._has_begun = self._is_loaded = False
         # What the model held after a load, which may be another rank's: until the step is over.
         self._held: dict[str, torch.Tensor] = {}
@@ -117,14 +118,9 @@ class KeepOwed(TakeMean):
     @override
     def begin(self) -> None:
         if not self._has_begun:
-            self._fill(dict(self._wide()))
+            self.anchor, self._has_begun = dict(self._wide()), True
         if self._is_loaded:
             self._is_loaded, self._held = False, dict(self._wide())
-
-    def _fill(self, anchors: Mapping[str, torch.Tensor]) -> None:
-        for name, anchor in self.anchor.items():
-            anchor.detach().copy_(anchors[name])
-        self._has_begun = True
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
@@ -137,13 +133,13 @@ class KeepOwed(TakeMean):
     def _points(self) -> Iterator[torch.Tensor]:
         """Where this rank's parameters belong."""
         for anchor, owed in zip(self.anchor.values(), self.owed(), strict=True):
-            yield torch.add(anchor.detach(), owed, alpha=self._share)
+            yield torch.add(anchor, owed, alpha=self._share)
 
     @override
     def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
         assert changes is not None, "they travel"
         for anchor, change in zip(self.anchor.values(), changes, strict=True):
-            anchor.detach().add_(change)
+            anchor.add_(change)
         self._held = {}
         for parameter, point in zip(self._parameters.values(), self._points(), strict=True):
             if parameter.requires_grad:
@@ -151,18 +147,17 @@ class KeepOwed(TakeMean):
 
     @override
     def state(self) -> dict[str, Any]:
-        anchors = {f"anchor/{name}": anchor.detach() for name, anchor in self.anchor.items()}
+        anchors = {f"anchor/{name}": anchor for name, anchor in self.anchor.items()}
         return anchors if self._has_begun else {}
 
     @override
     def load(self, state: Mapping[str, Any]) -> None:
-        saved = {key: value.shape for key, value in state.items() if key.startswith("anchor/")}
-        needed = {f"anchor/{name}": anchor.shape for name, anchor in self.anchor.items()}
-        if saved and saved != needed:
-            raise CheckpointError("the anchor was saved with another model or strategy")
-        self._has_begun, self._is_loaded, self._held = False, bool(saved), {}
+        saved = {key: value for key, value in state.items() if key.startswith("anchor/")}
         if saved:
-            self._fill({name: state[f"anchor/{name}"] for name in self.anchor})
+            live = {f"anchor/{name}": anchor for name, anchor in self.anchor.items()}
+            restore_(live, saved, "the anchor")
+        self._has_begun = self._is_loaded = bool(saved)
+        self._held = {}
 
 
 class _BlockReduction(ResidualReduction):

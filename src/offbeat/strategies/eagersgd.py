@@ -35,8 +35,7 @@ from typing import ClassVar, Literal
 import torch
 
 from offbeat.arithmetic.groups import VersionGroup
-from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import BackgroundAverager, delta_merge
+from offbeat.averaging.background.averager import delta_merge
 from offbeat.averaging.background.gradient_ledger import GradientLedger
 from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
 from offbeat.callbacks.callback import Callback
@@ -75,28 +74,20 @@ class EagerSGD(AveragingStrategy):
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         staging = Staging(weights.tensors(), in_miniature=True)
-        num_parameters = len(context.parameters)
         ledger = GradientLedger(
             staging.num_elements,
-            num_parameters,
+            len(context.parameters),
             make_rule=delta_merge(staging, weights),
             averages_models=self._averages_models,
             changed=context.driver.condition(),
         )
-        averager = BackgroundAverager(
-            context,
-            weights,
-            ledger,
-            staging=staging,
-            serve=group_average.serve,
-            group_of=self._group_of,
-            num_flags=num_parameters,
-        )
         return [
             PartialAllReduce(
-                averager,
+                context,
+                weights,
                 ledger,
-                parameters=context.parameters,
+                staging=staging,
+                group_of=self._group_of,
                 averages_models=self._averages_models,
             )
         ]

@@ -133,10 +133,8 @@ class KFACStrategy(Strategy):
 
     def settings(self) -> KFACSettings:
         """What all K-FAC strategies do alike."""
-        dtype = self.curvature.inverse_dtype
         return KFACSettings(
             damping=self.damping,
-            bfloat16=None if dtype == "auto" else dtype == "bfloat16",
             kl_clip=None if self.grafting == "layer" else self.kl_clip,
             grafting="none" if self.grafting == "auto" else self.grafting,
             factor_interval=self.factor_interval,

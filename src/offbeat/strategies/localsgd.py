@@ -50,14 +50,13 @@ from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.pairs import PairMean, Pairs
 from offbeat.averaging.periodic import (
     AveragingSchedule,
-    EncodedChanges,
     Everyone,
     GrowingPeriod,
     MeanOfAll,
     PeriodicAverage,
     StartPhase,
     WeightExchange,
-    by_codec,
+    coded_changes,
 )
 from offbeat.averaging.streaming import Streaming, StreamingMean
 from offbeat.callbacks.callback import Callback
@@ -124,6 +123,13 @@ OUTERS = {
 }
 """Outer optimizers by name, with the values of their papers."""
 
+_WITHOUT_STATES: Mapping[type, str] = {
+    Streaming: "a fragment is averaged at equal intervals, without the optimizer's state",
+    Pairs: "pairs average whole weights at once, without the optimizer's state",
+    ObjectStore: "an object store averages whole weights at once, without the optimizer's state",
+    Quorum: "members average weights without the optimizer's state",
+}
+
 STARTS = ("allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac")
 """What the first steps may be, by name."""
 
@@ -180,12 +186,8 @@ class LocalSGD(AveragingStrategy):
             require_at_least("period", self.period, 1)
         chosen_codec(self.codec)
         chosen = self.chosen_exchange
-        if isinstance(chosen, Streaming):
-            self._check_streaming(chosen)
-        elif isinstance(chosen, Quorum):
-            self._check_members()
-        elif chosen is not None:
-            self._check_whole(chosen)
+        if chosen is not None:
+            self._check_exchange(chosen)
         if self.warmup is not None:
             require_at_least("warmup", self.warmup, 0)
         if self.period == 1 and self.warmup:
@@ -206,7 +208,29 @@ class LocalSGD(AveragingStrategy):
                 f" lr=0.7), got {self.outer!r}"
             )
 
-    def _check_streaming(self, streaming: Streaming) -> None:
+    def _check_exchange(self, chosen: Streaming | Pairs | ObjectStore | Quorum) -> None:
+        if isinstance(chosen, Streaming):
+            self._check_fragments(chosen)
+        because = next(why for kind, why in _WITHOUT_STATES.items() if isinstance(chosen, kind))
+        if self.averages_state:
+            refuse_idle(self, "optimizer_state", because=because)
+        if self.schedule.measures_drift:
+            refuse_idle(
+                self, "period", because=f"{because}, and cannot say how far all ranks are apart"
+            )
+        if isinstance(chosen, Streaming) and self.warmup:
+            refuse_idle(self, "warmup", because=because)
+        if isinstance(chosen, Pairs | ObjectStore):
+            refuse_idle(self, "codec", because=because)
+        if isinstance(chosen, ObjectStore):
+            refuse_idle(self, "start_step", because="a worker that is alone reduces no gradients")
+        if isinstance(chosen, Quorum) and self.start_step:
+            raise ConfigError(
+                f"start_step={self.start_step} lets all ranks reduce gradients, which ends with the"
+                f" first death, and exchange={self.exchange!r} is to survive it; leave one out"
+            )
+
+    def _check_fragments(self, streaming: Streaming) -> None:
         if not isinstance(self.period, int):
             raise ConfigError("streaming needs a period that is a number of steps")
         interval, rest = divmod(self.period, streaming.fragments)
@@ -216,22 +240,6 @@ class LocalSGD(AveragingStrategy):
                 " a period that is a multiple of the fragments, and a delay below period /"
                 f" fragments; got period={self.period}"
             )
-        because = "a fragment is averaged at equal intervals, and without the optimizer's state"
-        if self.warmup:
-            refuse_idle(self, "warmup", because=because)
-        if self.averages_state:
-            refuse_idle(self, "optimizer_state", because=because)
-
-    def _check_whole(self, chosen: Pairs | ObjectStore) -> None:
-        who = "pairs average" if isinstance(chosen, Pairs) else "an object store averages"
-        because = f"{who} whole weights at once, and without the optimizer's state"
-        refuse_idle(self, "codec", because=because)
-        if self.averages_state:
-            refuse_idle(self, "optimizer_state", because=because)
-        if self.schedule.measures_drift:
-            refuse_idle(self, "period", because=f"{who} and cannot say how far all ranks are apart")
-        if self.start_step and isinstance(chosen, ObjectStore):
-            refuse_idle(self, "start_step", because="a worker that is alone reduces no gradients")
 
     @override
     def check_world(self, world_size: int) -> None:
@@ -239,21 +247,6 @@ class LocalSGD(AveragingStrategy):
             raise ConfigError(
                 f"an ObjectStore is for workers that are each alone, and this session has"
                 f" {world_size} ranks; start each worker by itself, without torchrun"
-            )
-
-    def _check_members(self) -> None:
-        if self.averages_state:
-            refuse_idle(
-                self, "optimizer_state", because="members do not average the optimizer's state"
-            )
-        if self.schedule.measures_drift:
-            refuse_idle(
-                self, "period", because="members do not tell each other how far apart all are"
-            )
-        if self.start_step:
-            raise ConfigError(
-                f"start_step={self.start_step} lets all ranks reduce gradients, which ends with the"
-                f" first death, and exchange={self.exchange!r} is to survive it; leave one out"
             )
 
     @property
@@ -382,50 +375,43 @@ class LocalSGD(AveragingStrategy):
         codec = self.weight_codec
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
         chosen = self.chosen_exchange
-        needs_anchor = codec is not None or isinstance(chosen, Streaming | ObjectStore | Quorum)
-        if outer is None and needs_anchor:
-            outer = Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
-        if isinstance(chosen, Quorum):
-            assert outer is not None
-            group = AtomicGroup(
-                context.own_store(),
-                count=context.count,
-                notify=context.notices.notify,
-                name_of=context.driver.name_of,
-            )
-            members = MeanOfMembers(
-                weights,
-                OuterOptimizer(context.parameters, make=outer),
-                group=group,
-                quorum=chosen,
-                codec=codec,
-                context=context,
-            )
-            return [AverageOfMembers(members, self.schedule, context=context)]
+        has_rule, parameters = outer is not None or codec is not None, context.parameters
+        make = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)  # which takes the mean as it is
         peers = Everyone(context.driver, context.new_stream())
         exchange: WeightExchange
-        if isinstance(chosen, Streaming):
-            assert outer is not None
-            exchange = StreamingMean(
-                weights, context.parameters, peers, streaming=chosen, outer=outer, codec=codec
-            )
-        else:
-            rule = None if outer is None else OuterOptimizer(context.parameters, make=outer)
-            if isinstance(chosen, Pairs):
-                exchange = PairMean(weights, peers, pairs=chosen, rule=rule)
-            elif chosen is not None:
-                assert rule is not None
+        match chosen:
+            case Quorum():
+                group = AtomicGroup(
+                    context.own_store(),
+                    count=context.count,
+                    notify=context.notices.notify,
+                    name_of=context.driver.name_of,
+                )
+                members = MeanOfMembers(
+                    weights,
+                    OuterOptimizer(parameters, make=make),
+                    group=group,
+                    quorum=chosen,
+                    codec=codec,
+                    context=context,
+                )
+                return [AverageOfMembers(members, self.schedule, context=context)]
+            case Streaming():
+                exchange = StreamingMean(
+                    weights, parameters, peers, streaming=chosen, outer=make, codec=codec
+                )
+            case ObjectStore():
+                rule = OuterOptimizer(parameters, make=make)
                 exchange = StoreMean(weights, peers, store=chosen, rule=rule)
-            else:
-                changes = None
-                if codec is not None:
-                    assert rule is not None
-                    changes = EncodedChanges(rule.anchor, by_codec(codec), peers)
+            case Pairs():
+                own = OuterOptimizer(parameters, make=make) if has_rule else None
+                exchange = PairMean(weights, peers, pairs=chosen, rule=own)
+            case _:
                 exchange = MeanOfAll(
                     weights,
                     peers,
-                    changes=changes,
-                    rule=rule,
+                    changes=coded_changes(parameters, codec, peers),
+                    rule=OuterOptimizer(parameters, make=make) if has_rule else None,
                     optimizer=context.optimizer,
                     averages_state=self.averages_state,
                     notify=context.notices.notify,

@@ -120,6 +120,21 @@ def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
     return float(1 - beta2 ** float(num_updates))
 
 
+def remark_of_freeze(optimizer: torch.optim.Optimizer, num_steps: float) -> str:
+    """That second moments are frozen after so many steps, and what becomes of elements that have
+    none.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    squares = [optimizer.state.get(p, {}).get("exp_avg_sq") for p in parameters]
+    num_elements = sum(p.numel() for p in parameters)
+    num_moving = sum(int(v.count_nonzero()) for v in squares if v is not None and not v.is_meta)
+    return (
+        f"Adam's second moments are frozen after {num_steps:,.0f} steps, and momentum travels as"
+        f" signs; {num_elements - num_moving:,} of {num_elements:,} elements have had no gradient"
+        " in the steps that update them, and stay as they are"
+    )
+
+
 class FrozenAdam(GradientTransform):
     """Adam's momentum and step, from the step on in which second moments are frozen.
 
@@ -196,17 +211,7 @@ class FrozenAdam(GradientTransform):
         self._frozen_at = num_steps
         for group, state in states:
             state["exp_avg_sq"].mul_(_grown(num_steps, group) / _grown(state["step"], group))
-        num_moving = sum(int(state["exp_avg_sq"].count_nonzero()) for _, state in states)
-        num_elements = sum(
-            parameter.numel()
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        )
-        self._inform(
-            f"Adam's second moments are frozen after {num_steps:,.0f} steps, and momentum travels"
-            f" as signs; {num_elements - num_moving:,} of {num_elements:,} elements have had no"
-            " gradient by now, and stay as they are"
-        )
+        self._inform(remark_of_freeze(self._optimizer, num_steps))
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """Adam's of each parameter that has one, behind the parameter's group."""

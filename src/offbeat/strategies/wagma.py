@@ -54,11 +54,7 @@ import numpy as np
 
 from offbeat.arithmetic.groups import VersionGroup, default_group_size, group_of_version
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import (
-    BackgroundAverager,
-    BackgroundWeightAverage,
-    delta_merge,
-)
+from offbeat.averaging.background.averager import BackgroundWeightAverage, delta_merge
 from offbeat.averaging.background.merge_rules import MergeRule, PaperMerge
 from offbeat.averaging.background.shared_model import SharedModel
 from offbeat.callbacks.callback import Callback
@@ -176,18 +172,20 @@ class WAGMA(AveragingStrategy):
             rule = delta_merge(staging, weights, has_anchor=values is not None)
         is_rounded = self.rounds(staging.scale * staging.num_elements, staging.dtype)
         statistics = tuple(staging.spans(weights.positions_of_statistics()))
-        averager = BackgroundAverager(
-            context,
-            weights,
-            SharedModel(rule, interval=self.interval, changed=context.driver.condition()),
-            staging=staging,
-            serve=group_average.serve,
-            group_of=self.group_of,
-            rounding=Rounding(statistics) if is_rounded else None,
-            changes=None if values is None else CodedChanges(values, statistics),
-            yields=self.overlaps,
-        )
-        return [BackgroundWeightAverage(averager, overlap=self.overlaps)]
+        model = SharedModel(rule, interval=self.interval, changed=context.driver.condition())
+        return [
+            BackgroundWeightAverage(
+                context,
+                weights,
+                model,
+                staging=staging,
+                serve=group_average.serve,
+                group_of=self.group_of,
+                rounding=Rounding(statistics) if is_rounded else None,
+                changes=None if values is None else CodedChanges(values, statistics),
+                overlap=self.overlaps,
+            )
+        ]
 
     @property
     def overlaps(self) -> bool:

@@ -50,7 +50,7 @@ from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.gradients.exchange import HiddenGradients
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.onebitadam import divisor_of, require_adam
+from offbeat.strategies.onebitadam import divisor_of, remark_of_freeze, require_adam
 from offbeat.strategies.options import require_at_least, require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
@@ -91,7 +91,7 @@ class ZeroOneAdam(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         peers, schedule = Everyone(context.driver, context.new_stream()), RarerSteps(self)
         steps = LocalAdam(context, schedule, peers)
-        changes = EncodedChanges(steps.anchor, by_codec(WEIGHT_CODECS[self.codec]), peers)
+        changes = EncodedChanges(context.parameters, by_codec(WEIGHT_CODECS[self.codec]), peers)
         exchange = MeanOfAll(weights, peers, changes=changes, rule=steps)
         return [steps, PeriodicAverage(exchange, schedule)]
 
@@ -101,13 +101,17 @@ class RarerSteps(AveragingSchedule):
 
     Args:
         strategy: its options.
+
+    Attributes:
+        freeze_step: as of the strategy.
+        updates: the steps that update second moments, counted from 0.
     """
 
     def __init__(self, strategy: ZeroOneAdam) -> None:
-        self._strategy = strategy
-        self.updates: list[int] = []  # steps, counted from 0
+        self._strategy, self.freeze_step = strategy, strategy.freeze_step
+        self.updates: list[int] = []
         step = 0
-        while step < strategy.freeze_step:
+        while step < self.freeze_step:
             self.updates.append(step)
             step += 2 ** (len(self.updates) // strategy.updates)
 
@@ -119,7 +123,7 @@ class RarerSteps(AveragingSchedule):
     def period(self, num_steps: int, state: Mapping[str, float]) -> int:
         if num_steps - 1 in self.updates:
             return num_steps + 1  # all ranks have made the same step already
-        doublings = max(0, num_steps - self._strategy.freeze_step) // self._strategy.growth
+        doublings = max(0, num_steps - self.freeze_step) // self._strategy.growth
         return int(min(self._strategy.period, 2 ** min(doublings, 30)))
 
 
@@ -143,13 +147,12 @@ class LocalAdam(Callback, TakeMean):
         assert context.optimizer is not None
         self._schedule, self._peers, self._optimizer = schedule, peers, context.optimizer
         self._parameters, self._num_steps = context.parameters, 0
+        self._inform = context.notices.inform
         self.anchor = {
-            name: torch.nn.Parameter(
-                p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            )
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in context.parameters.items()
         }
-        self.sums = {name: torch.zeros_like(each.detach()) for name, each in self.anchor.items()}
+        self.sums = {name: torch.zeros_like(each) for name, each in self.anchor.items()}
         self._rates = dict.fromkeys(self.anchor, 0.0)  # of what is summed up
         self._last_rates = dict.fromkeys(self.anchor, 0.0)  # 0 before the first step
         self._before = dict.fromkeys(self.anchor, 0.0)  # steps that Adam has gathered moments in
@@ -194,6 +197,8 @@ class LocalAdam(Callback, TakeMean):
             self._hidden.hide(self._parameters[name])
         if updates:
             self.merge_([*self.sums.values()])
+        if self._num_steps == self._schedule.freeze_step:
+            self._inform(remark_of_freeze(self._optimizer, self._num_steps))
 
     def _gradient(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
         """Of this rank; nothing where there is none, or where it was not finite."""
@@ -213,7 +218,10 @@ class LocalAdam(Callback, TakeMean):
         if updates:
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if group["decoupled_weight_decay"]:
-            self.anchor[name].mul_(1 - rate * group["weight_decay"])
+            # As under Adam, one that no rank has used does not fade. All ranks know v.
+            anchor = self.anchor[name]
+            left = 1 - rate * group["weight_decay"]
+            anchor.mul_(torch.where(state["exp_avg_sq"].any(), left, anchor.new_ones(())))
         state["step"].fill_(self._before[name] + self._num_steps)
         last_rate = self._last_rates[name] or rate
         self._last_rates[name] = rate
@@ -251,21 +259,28 @@ class LocalAdam(Callback, TakeMean):
 
     @override
     def state_dict(self) -> CallbackState:
-        anchors = {f"anchor/{name}": each.detach() for name, each in self.anchor.items()}
-        rates = {f"rate/{name}": rate for name, rate in self._rates.items()}
-        rates |= {f"last_rate/{name}": rate for name, rate in self._last_rates.items()}
-        before = {f"before/{name}": number for name, number in self._before.items()}
+        numbers = {
+            f"{kind}/{name}": number
+            for kind, by_name in self._numbers.items()
+            for name, number in by_name.items()
+        }
+        anchors = {f"anchor/{name}": each for name, each in self.anchor.items()}
         sums = {f"sum/{name}": each for name, each in self.sums.items()}
-        replicated = {**anchors, **rates, **before, "num_steps": self._num_steps}
-        return {"replicated": replicated, "local": sums}
+        return {
+            "replicated": {**anchors, **numbers, "num_steps": self._num_steps},
+            "local": sums,
+        }
+
+    @property
+    def _numbers(self) -> dict[str, dict[str, float]]:
+        return {"rate": self._rates, "last_rate": self._last_rates, "before": self._before}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         self._num_steps = int(saved["num_steps"])
         for name, anchor in self.anchor.items():
-            anchor.detach().copy_(saved[f"anchor/{name}"])
+            anchor.copy_(saved[f"anchor/{name}"])
             self.sums[name].copy_(state["local"][f"sum/{name}"])
-            self._rates[name] = float(saved[f"rate/{name}"])
-            self._last_rates[name] = float(saved[f"last_rate/{name}"])
-            self._before[name] = float(saved[f"before/{name}"])
+            for kind, by_name in self._numbers.items():
+                by_name[name] = float(saved[f"{kind}/{name}"])

@@ -11,8 +11,8 @@ raised on every rank of every island, and none is left waiting.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -182,10 +182,8 @@ class GlobalRanks(Wrapper):
         self._ranks = ranks
 
     def start(self, operation: Operation, channel: int) -> Ticket:
-        try:
+        with self.naming():
             return _Named(self.inner.start(operation, channel), self)
-        except PeerError as error:
-            raise self.named(error) from error
 
     def name_of(self, rank: int) -> int:
         return self._ranks[rank]
@@ -195,13 +193,18 @@ class GlobalRanks(Wrapper):
         self.inner.abort(reason, blame=place)
 
     def end_training(self, channel: int) -> None:
-        try:
+        with self.naming():
             self.inner.end_training(channel)
-        except PeerError as error:
-            raise self.named(error) from error
 
-    def named(self, error: PeerError) -> PeerError:
-        """The same error, of this driver's, with other ranks."""
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors of the driver inside have the other ranks."""
+        try:
+            yield
+        except PeerError as error:
+            raise self._named(error) from error
+
+    def _named(self, error: PeerError) -> PeerError:
         if error.rank is None:
             return error
         rank, me = self._ranks[error.rank], self._ranks[self.rank]
@@ -222,7 +225,5 @@ class _Named:
         return self._ticket.done()
 
     def wait(self) -> Any:
-        try:
+        with self._driver.naming():
             return self._ticket.wait()
-        except PeerError as error:
-            raise self._driver.named(error) from error

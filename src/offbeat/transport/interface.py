@@ -31,14 +31,12 @@ _ROUTE_PORT = 9
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
-def listen_address(interface: str | None = None) -> str:
+def listen_address() -> str:
     """The address that this process's sockets bind.
 
-    Args:
-        interface: name of a network interface ("eth0") or an address of this host ("10.0.0.7").
-            Left out, the first of these decides: environment OFFBEAT_INTERFACE, GLOO_SOCKET_IFNAME,
-            the local address from which MASTER_ADDR is reached, and 127.0.0.1 where there is no
-            MASTER_ADDR.
+    The first of these decides: environment OFFBEAT_INTERFACE, then GLOO_SOCKET_IFNAME, each the
+    name of a network interface ("eth0") or an address of this host ("10.0.0.7"); the local address
+    from which MASTER_ADDR is reached; and 127.0.0.1 where there is no MASTER_ADDR.
 
     Returns:
         A numeric IPv4 or IPv6 address. The wildcards 0.0.0.0 and :: only when they are named.
@@ -46,8 +44,6 @@ def listen_address(interface: str | None = None) -> str:
     Raises:
         ConfigError: no such interface, or MASTER_ADDR cannot be resolved or reached.
     """
-    if interface is not None:
-        return _address_of(interface, "interface")
     for variable in ("OFFBEAT_INTERFACE", "GLOO_SOCKET_IFNAME"):
         # gloo accepts a list of names and uses the first for its rendezvous
         if name := os.environ.get(variable, "").split(",")[0].strip():

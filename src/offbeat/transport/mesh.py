@@ -95,9 +95,6 @@ class Inbox:
         """Take in what `rank`, whose inbox this is, leaves for itself."""
         self._queues.setdefault((rank, channel), deque()).append((None, payload))
 
-    def has(self, peer: int, channel: int) -> bool:
-        return (peer, channel) in self._queues
-
     def take(self, peers: frozenset[int], channel: int) -> tuple[int, Payload] | None:
         """The message of `first_of`, after the rank that sent it; None when there is none. Raises
         `WireError` when it is corrupt.
@@ -212,15 +209,16 @@ class Mesh:
         note = (
             _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES]
         )
-        for peer, link in self._links.items():
-            if self._reads(peer):
-                link.send(EnvelopeKind.ABORT, 0, note)
+        self._tell(EnvelopeKind.ABORT, 0, note)
 
     def send_end(self, channel: int) -> None:
         """Tell all peers that this rank sends nothing more but on `channel`."""
+        self._tell(EnvelopeKind.END, channel, b"")
+
+    def _tell(self, kind: EnvelopeKind, channel: int, payload: Payload) -> None:
         for peer, link in self._links.items():
             if self._reads(peer):
-                link.send(EnvelopeKind.END, channel, b"")
+                link.send(kind, channel, payload)
 
     def send_goodbye(self) -> None:
         """Tell all peers that this rank sends nothing more; those that failed too, because they may

@@ -192,13 +192,19 @@ class DenseOperation(ABC):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduceTensor(DenseOperation):
-    """Replace `tensor` (contiguous, any numeric dtype) by its sum over all ranks, in place. Result:
-    the tensor.
-    """
+def _both_ways(num_bytes: int, num_messages: int) -> Traffic:
+    """As much is sent as received."""
+    return Traffic(
+        bytes_sent=num_bytes,
+        bytes_received=num_bytes,
+        messages_sent=num_messages,
+        messages_received=num_messages,
+    )
 
-    kind: ClassVar[str] = "AllReduce"
+
+@dataclass(frozen=True, slots=True)
+class _OfTensor(DenseOperation):
+    """On a contiguous `tensor`, in place, which is the result."""
 
     tensor: torch.Tensor
 
@@ -208,18 +214,25 @@ class AllReduceTensor(DenseOperation):
         return self.tensor.nbytes
 
     @override
+    def finish(self, backends: Backends) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceTensor(_OfTensor):
+    """Replace `tensor` (contiguous, any numeric dtype) by its sum over all ranks, in place. Result:
+    the tensor.
+    """
+
+    kind: ClassVar[str] = "AllReduce"
+
+    @override
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
         """Of n bytes, on P ranks: 2 (P - 1) messages and ceil(2 (P - 1) n / P) bytes, both sent and
         received.
         """
         hops = 2 * (world_size - 1)
-        num_bytes = -(-hops * self.num_bytes // world_size)
-        return Traffic(
-            bytes_sent=num_bytes,
-            bytes_received=num_bytes,
-            messages_sent=hops,
-            messages_received=hops,
-        )
+        return _both_ways(-(-hops * self.num_bytes // world_size), hops)
 
     @classmethod
     @override
@@ -235,41 +248,20 @@ class AllReduceTensor(DenseOperation):
         backend = backends.backend_for(self.tensor)
         return backend.allreduce([self.tensor], dist.AllreduceOptions())
 
-    @override
-    def finish(self, backends: Backends) -> torch.Tensor:
-        return self.tensor
-
 
 @dataclass(frozen=True, slots=True)
-class _OfEqualParts(DenseOperation):
-    """Of a contiguous `tensor` with as many equal parts as there are ranks, each rank's its own."""
-
-    tensor: torch.Tensor
-
-    @property
-    @override
-    def num_bytes(self) -> int:
-        return self.tensor.nbytes
+class _OfEqualParts(_OfTensor):
+    """`tensor` has as many equal parts as there are ranks, each rank's its own."""
 
     @override
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
         """P - 1 messages of a part each, both sent and received."""
         hops = world_size - 1
-        num_bytes = hops * self.num_bytes // world_size
-        return Traffic(
-            bytes_sent=num_bytes,
-            bytes_received=num_bytes,
-            messages_sent=hops,
-            messages_received=hops,
-        )
+        return _both_ways(hops * self.num_bytes // world_size, hops)
 
     @override
     def num_hops(self, world_size: int) -> int:
         return world_size - 1
-
-    @override
-    def finish(self, backends: Backends) -> torch.Tensor:
-        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,16 +326,10 @@ class AllGatherTensor(_OfEqualParts):
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast(DenseOperation):
+class Broadcast(_OfTensor):
     """Replace `tensor` (contiguous) by rank `root`'s, in place. Result: the tensor."""
 
-    tensor: torch.Tensor
     root: int
-
-    @property
-    @override
-    def num_bytes(self) -> int:
-        return self.tensor.nbytes
 
     @property
     @override
@@ -376,10 +362,6 @@ class Broadcast(DenseOperation):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.root, 0
         return backends.backend_for(self.tensor).broadcast([self.tensor], options)
-
-    @override
-    def finish(self, backends: Backends) -> torch.Tensor:
-        return self.tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, TypeAlias, get_args
 
@@ -37,6 +38,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from offbeat.errors import ConfigError
+from offbeat.transport.sockets import copied_end
 
 Cipher: TypeAlias = Literal["curve", "none"]
 
@@ -316,16 +318,7 @@ def _end_connection(descriptor: int, endpoint: str) -> None:
     """Let ZeroMQ find that the connection has ended. It then closes the descriptor, which is its
     own.
     """
-    try:
-        # A copy of the descriptor keeps its meaning while it is looked at: the connection may be
-        # gone already, and the number stand for another file.
-        copy = os.dup(descriptor)
-    except OSError:
-        return
-    try:
-        with socket.socket(fileno=copy) as connection:
-            connection.getpeername()  # fails for the listening socket, which must not end
-            if connection.getsockname()[1] == int(endpoint.rpartition(":")[2]):
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
+    with suppress(OSError), copied_end(descriptor) as connection:
+        connection.getpeername()  # fails for the listening socket, which must not end
+        if connection.getsockname()[1] == int(endpoint.rpartition(":")[2]):
+            connection.shutdown(socket.SHUT_RDWR)

@@ -133,32 +133,19 @@ def shut_down(which: SocketAddresses) -> None:
     any thread, is woken and fails. What was sent before is still delivered.
     """
     for descriptor in _descriptors():
-        with suppress(OSError):
-            # A copy is looked at and shut down, since the owner may close the descriptor meanwhile
-            # and its number may come to mean something else.
-            copy = os.dup(descriptor)
-            try:
-                with _end(copy) as end:
-                    # gloo ends the process when its listening socket fails.
-                    if which.holds(end) and not _listens(end):
-                        end.shutdown(socket.SHUT_RDWR)
-            finally:
-                os.close(copy)
+        with suppress(OSError), copied_end(descriptor) as end:
+            # gloo ends the process when its listening socket fails.
+            if which.holds(end) and not _listens(end):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def second_handle(descriptor: int, remote: Address) -> socket.socket | None:
     """What keeps the connection to `remote` behind `descriptor` open when its owner closes it. None
     where there is no such connection any more.
     """
-    with suppress(OSError):
-        # The copy is looked at, since the number may come to mean something else.
-        copy = os.dup(descriptor)
-        try:
-            with _end(copy) as end:
-                if _address(end.getpeername) == remote:
-                    return end.dup()
-        finally:
-            os.close(copy)
+    with suppress(OSError), copied_end(descriptor) as end:
+        if _address(end.getpeername) == remote:
+            return end.dup()
     return None
 
 
@@ -271,6 +258,19 @@ def _end(descriptor: int) -> Iterator[socket.socket]:
         yield end
     finally:
         end.detach()
+
+
+@contextmanager
+def copied_end(descriptor: int) -> Iterator[socket.socket]:
+    """A socket that stands for the one behind `descriptor`. Its owner may close that meanwhile, and
+    the number may come to mean something else, but the copy keeps its meaning.
+    """
+    copy = os.dup(descriptor)
+    try:
+        with _end(copy) as end:
+            yield end
+    finally:
+        os.close(copy)
 
 
 def _listens(end: socket.socket) -> bool:

@@ -607,6 +607,17 @@ def _maximum(mine: Counters) -> Collective[Counters]:
     return np.max([np.frombuffer(payload, dtype=np.int64) for payload in payloads], axis=0)  # type: ignore[no-any-return]
 
 
+def restore_(live: Mapping[str, torch.Tensor], saved: Mapping[str, Any], what: str) -> None:
+    """Write tensors of a checkpoint into `live`. Raises `CheckpointError`, and has changed nothing
+    then, unless `saved` has the same, of the same shapes.
+    """
+    shapes = ({key: value.shape for key, value in each.items()} for each in (live, saved))
+    if next(shapes) != next(shapes):
+        raise CheckpointError(f"{what} was saved with another model or strategy")
+    for key, tensor in live.items():
+        tensor.copy_(saved[key])
+
+
 def require_finite(tensors: Iterable[torch.Tensor], *, rank: int) -> None:
     """Raise `NonFiniteError` before what is not finite reaches another rank."""
     if not all_finite([*map(real, tensors)]):

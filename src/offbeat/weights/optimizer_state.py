@@ -14,7 +14,6 @@ from offbeat.codec.device_copies import on_device, read_numbers
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import average_
 
 Presence = dict[str, list[bool]]
@@ -59,8 +58,9 @@ def average_optimizer_state_(
     tensors = list(parameters.values())
     states = OptimizerStates(optimizer, tensors)
     mine = states.presence()
-    somewhere = driver.run(_union(mine, len(tensors)), stream.next())
-    names = names_of_merged(somewhere)
+    present = driver.run(gather_values(packed(mine)), stream.next())
+    shares = shares_of_states(present, [1.0] * len(present), num_parameters=len(tensors))
+    names = names_of_merged(shares)
     if due is not None and names:
         if unknown := sorted(due.keys() - {name.partition(":")[0] for name in names}):
             raise ConfigError(
@@ -70,7 +70,7 @@ def average_optimizer_state_(
             )
         names = [name for name in names if ":" in name or due.get(name)]
     merged = {name: states.tensors(name) for name in names}
-    places = [(name, i) for name in merged for i in np.flatnonzero(somewhere[name]).tolist()]
+    places = [(name, i) for name in merged for i in np.flatnonzero(shares[name]).tolist()]
     here = [merged[name][i] for name, i in places]
     encode_s = average_(
         here,
@@ -86,7 +86,7 @@ def average_optimizer_state_(
             place for place, (name, i) in enumerate(places) if name not in mine or not mine[name][i]
         },
     )
-    states.take(merged, somewhere)
+    states.take(merged, shares)
     if _OTHER in mine and (remark := notice_of_local_states(optimizer, parameters)) is not None:
         notify(remark)
     return encode_s
@@ -393,17 +393,6 @@ def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Ma
         if isinstance(value, torch.Tensor) and value.is_sparse:
             state[key] = value.to_dense()
     return state
-
-
-def _union(mine: Presence, num_parameters: int) -> Collective[Presence]:
-    """What any rank has, with names in the same order on all of them."""
-    answers = yield from gather_values(dict(packed(mine)))
-    return {
-        name: np.logical_or.reduce(
-            [_unpacked(answer.get(name, ""), num_parameters) for answer in answers]
-        ).tolist()
-        for name in sorted({name for answer in answers for name in answer})
-    }
 
 
 _SUMS = {"momentum_buffer", "exp_avg", "sum", "step"}

@@ -99,7 +99,7 @@ class SparseRows:
                 f" {num_columns - 1}"
             )
         return cls(
-            offsets=_offsets([len(row) for row in listed]),
+            offsets=offsets_of([len(row) for row in listed]),
             columns=columns.astype(np.int32),
             values=np.array([value for _, value in entries], dtype=np.float32),
             num_columns=num_columns,
@@ -111,7 +111,7 @@ class SparseRows:
         if len(parts) == 1:
             return parts[0]
         return cls(
-            offsets=_offsets(np.concatenate([part.lengths() for part in parts])),
+            offsets=offsets_of(np.concatenate([part.lengths() for part in parts])),
             columns=np.concatenate([part.columns for part in parts]),
             values=np.concatenate([part.values for part in parts]),
             num_columns=parts[0].num_columns,
@@ -131,7 +131,7 @@ class SparseRows:
         """The rows of these numbers, in this order."""
         begins = self.offsets[rows]
         lengths = self.offsets[rows + 1] - begins
-        offsets = _offsets(lengths)
+        offsets = offsets_of(lengths)
         entries = np.repeat(begins - offsets[:-1], lengths) + np.arange(offsets[-1])
         return self._with(offsets, self.columns[entries], self.values[entries])
 
@@ -217,7 +217,8 @@ def regroup(pieces: Iterable[Examples], num_rows: int) -> Iterator[Examples]:
         yield Examples.concatenate(waiting)
 
 
-def _offsets(lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+def offsets_of(lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+    """Of rows with so many entries each."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

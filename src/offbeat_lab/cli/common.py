@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args
 
 import typer
 
 from offbeat.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from offbeat_lab.cluster import Cluster
     from offbeat_lab.emulation import Mode as EmulationMode
 
@@ -45,7 +47,7 @@ def working(what: str, *, quiet: bool = False) -> Iterator[None]:
 
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
-        console.print(what, highlight=False, soft_wrap=True)
+        print_line(console, what)
         yield
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -76,86 +78,49 @@ def complete_strategy(incomplete: str) -> Iterator[str]:
             yield f"{before}{comma}{name}"
 
 
-TaskName = Annotated[
-    str | None,
-    typer.Option(help="What to train; `offbeat tasks` lists them.", rich_help_panel=WHAT),
-]
-Epochs = Annotated[
-    int | None,
-    typer.Option(help="Passes over the data (default: the task's).", rich_help_panel=LENGTH),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(help="Optimizer steps, in place of epochs.", rich_help_panel=LENGTH),
-]
+def flag(panel: str, help: str, *names: str, **more: Any) -> Any:
+    """An option that stands in `panel` of `--help`."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+TaskName = Annotated[str | None, flag(WHAT, "What to train; `offbeat tasks` lists them.")]
+Epochs = Annotated[int | None, flag(LENGTH, "Passes over the data (default: the task's).")]
+Steps = Annotated[int | None, flag(LENGTH, "Optimizer steps, in place of epochs.")]
 Preset = Annotated[
     str | None,
-    typer.Option(
-        "--cluster",
-        help="A cluster to emulate: a TOML file, or the name of a preset.",
-        rich_help_panel=CLUSTER,
-    ),
+    flag(CLUSTER, "A cluster to emulate: a TOML file, or the name of a preset.", "--cluster"),
 ]
-Workers = Annotated[
-    int | None,
-    typer.Option(help="Processes to start on this machine (default 4).", rich_help_panel=CLUSTER),
-]
+Workers = Annotated[int | None, flag(CLUSTER, "Processes to start on this machine (default 4).")]
 Link = Annotated[
-    str | None,
-    typer.Option(
-        help="Every worker's link to emulate: 1gbit, or 1gbit/0.2ms.", rich_help_panel=CLUSTER
-    ),
+    str | None, flag(CLUSTER, "Every worker's link to emulate: 1gbit, or 1gbit/0.2ms.")
 ]
 Speeds = Annotated[
-    str | None,
-    typer.Option(
-        help="Relative speeds to emulate, such as 1,1,1,0.5; repeated in turn.",
-        rich_help_panel=CLUSTER,
-    ),
+    str | None, flag(CLUSTER, "Relative speeds to emulate, such as 1,1,1,0.5; repeated in turn.")
 ]
 Delay = Annotated[
-    str | None,
-    typer.Option(
-        help="Straggling: 2x320ms makes two random workers late in each step.",
-        rich_help_panel=CLUSTER,
-    ),
+    str | None, flag(CLUSTER, "Straggling: 2x320ms makes two random workers late in each step.")
 ]
 StepTime = Annotated[
     str | None,
-    typer.Option(
-        help="Fixed duration of forward and backward, as on an accelerator: 200ms.",
-        rich_help_panel=CLUSTER,
-    ),
+    flag(CLUSTER, "Fixed duration of forward and backward, as on an accelerator: 200ms."),
 ]
 How = Annotated[
-    str,
-    typer.Option(
-        "--emulation",
-        help="auto, namespaces (needs root), delaying, or none.",
-        rich_help_panel=CLUSTER,
-    ),
+    str, flag(CLUSTER, "auto, namespaces (needs root), delaying, or none.", "--emulation")
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="New directory for the record; by default one below runs/.", rich_help_panel=OUTPUT
-    ),
+    Path | None, flag(OUTPUT, "New directory for the record; by default one below runs/.")
 ]
 LogTo = Annotated[
-    str | None,
-    typer.Option(
-        help="Live metrics: tensorboard, wandb or mlflow, or several with commas.",
-        rich_help_panel=OUTPUT,
-    ),
+    str | None, flag(OUTPUT, "Live metrics: tensorboard, wandb or mlflow, or several with commas.")
 ]
 JsonFlag = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print one line of JSON on standard output, and nothing else.",
-        rich_help_panel=OUTPUT,
-    ),
+    bool, flag(OUTPUT, "Print one line of JSON on standard output, and nothing else.", "--json")
 ]
+
+
+def print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print `text` as it is, in one line however long it is."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def require_writable(path: Path) -> None:

@@ -24,6 +24,7 @@ from offbeat.errors import ConfigError
 from offbeat.run.config import ScriptCommand
 from offbeat.run.plan import script_command
 from offbeat.run.progress import MembershipChange, WorkerProgress
+from offbeat_lab.cli.common import print_line
 from offbeat_lab.comparison import ComparedStrategy, Comparison, Measure
 from offbeat_lab.figures import MEASURES, write_estimate
 
@@ -120,9 +121,7 @@ class ComparisonDisplay:
         if change.departed:
             self._rows[label].workers.pop(change.rank, None)
         style = "red" if change.departed else "green"
-        self._console.print(
-            f"{label}: {change.text}", style=style, markup=False, highlight=False, soft_wrap=True
-        )
+        print_line(self._console, f"{label}: {change.text}", style)
 
     def failed(self, label: str, reason: str) -> None:
         if label in self._rows:
@@ -130,9 +129,7 @@ class ComparisonDisplay:
         why = _WORKER_AND_LOG.sub("", reason)
         text = "for the same reason" if why in self._reasons else reason
         self._reasons.add(why)
-        self._console.print(
-            f"{label} is out: {text}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        print_line(self._console, f"{label} is out: {text}", "red")
 
     def left_s(self) -> float | None:
         """Seconds until the end, as far as can be said: what is left of every strategy's steps at
@@ -208,7 +205,7 @@ class ComparisonDisplay:
             left_s = self.left_s()
             rest = "" if left_s is None else f"; about {_duration(left_s)} left"
             line = f"seed {self._seed + 1}/{self._num_seeds}: {', '.join(parts)}{rest}"
-            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+            print_line(self._console, line)
 
 
 @contextmanager
@@ -218,7 +215,7 @@ def comparison_display(*, quiet: bool = False) -> Iterator[ComparisonDisplay]:
     display = ComparisonDisplay(console)
     begins = "making the cluster, and starting workers"
     if not console.is_terminal or quiet:
-        console.print(begins, highlight=False)
+        print_line(console, begins)
         yield display
         return
     waiting = Spinner("dots", text=begins)
@@ -250,7 +247,7 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
     console = Console()
     if all(contestant.failure is not None for contestant in comparison.contestants):
         # Each failure has been said when it came.
-        console.print(escape(comparison.verdict), style="bold", highlight=False)
+        print_line(console, comparison.verdict, "bold")
         print(f"record: {directory}")
         return
     table = Table(
@@ -266,10 +263,9 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         if any(cells):
             table.add_row(name.format(metric=comparison.metric_name.replace("_", " ")), *cells)
     console.print(table)
-    lines = [comparison.verdict, *comparison.findings]
-    console.print(escape(lines[0]), style="bold", highlight=False, soft_wrap=True)
-    for line in lines[1:]:
-        console.print(f"- {escape(line)}", highlight=False, soft_wrap=True)
+    print_line(console, comparison.verdict, "bold")
+    for finding in comparison.findings:
+        print_line(console, f"- {finding}")
     target = "" if comparison.target is None else f"target {comparison.target:.4g}"
     reason = (
         "" if comparison.target_was_given or not target else " (the best that every run reached)"
@@ -277,24 +273,17 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
     seeds = (
         f"medians over {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
     )
-    console.print(f"[dim]{target}{reason}{'; ' if target else ''}{seeds}[/dim]")
+    print_line(console, f"{target}{reason}{'; ' if target else ''}{seeds}", "dim")
     emulation = comparison.emulation
-    console.print(
-        f"[dim]network: {escape(emulation.network)}; compute: {escape(emulation.compute)}[/dim]",
-        soft_wrap=True,
-    )
+    print_line(console, f"network: {emulation.network}; compute: {emulation.compute}", "dim")
     for notice in emulation.notices:
-        console.print(f"note: {escape(notice)}", highlight=False, soft_wrap=True)
+        print_line(console, f"note: {notice}")
     for contestant in comparison.contestants:
         for notice in contestant.notices:
-            console.print(
-                f"note ({escape(contestant.label)}): {escape(notice)}",
-                highlight=False,
-                soft_wrap=True,
-            )
-    console.print(f"record: {escape(str(directory))}", highlight=False, soft_wrap=True)
+            print_line(console, f"note ({contestant.label}): {notice}")
+    print_line(console, f"record: {directory}")
     if page is not None:
-        console.print(f"page:   {escape(str(page))}", highlight=False, soft_wrap=True)
+        print_line(console, f"page:   {page}")
 
 
 def _cell(contestant: ComparedStrategy, measure: Measure) -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 from offbeat.run.progress import MembershipChange, WorkerProgress
 from offbeat.run.records import Summary
 from offbeat.strategies.by_name import Option
+from offbeat_lab.cli.common import print_line
 from offbeat_lab.records import Record
 from offbeat_lab.report import charts_dispatch
 
@@ -76,7 +77,7 @@ class _Bars:
         }
 
     def say(self, text: str) -> None:
-        _print_line(self._console, text)
+        print_line(self._console, text)
 
     def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
         if isinstance(progress, MembershipChange):
@@ -108,7 +109,7 @@ class _Lines:
         self._printed_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        _print_line(self._console, text)
+        print_line(self._console, text)
 
     def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
         if isinstance(progress, MembershipChange):
@@ -128,24 +129,12 @@ class _Lines:
         workers = [self._latest[rank] for rank in sorted(self._latest)]
         losses = " ".join(f"{worker.loss:.4f}" for worker in workers)
         waits = " ".join(f"{worker.wait_share:.0%}" for worker in workers)
-        self._console.print(
-            f"{self._title}: step {slowest.step}/{slowest.target}  loss {losses}  waiting {waits}",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def _print_line(console: Console, text: str) -> None:
-    console.print(escape(text), highlight=False, soft_wrap=True)
+        place = f"{self._title}: step {slowest.step}/{slowest.target}"
+        print_line(self._console, f"{place}  loss {losses}  waiting {waits}")
 
 
 def _print_change(console: Console, change: MembershipChange) -> None:
-    console.print(
-        escape(change.text),
-        style="red" if change.departed else "green",
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_line(console, change.text, "red" if change.departed else "green")
 
 
 def print_summary(summary: Summary, page: Path | None = None) -> None:
@@ -160,9 +149,10 @@ def print_summary(summary: Summary, page: Path | None = None) -> None:
     if page is not None:
         table.add_row("page", escape(str(page)))
     Console().print(table)
-    for sentence in _work_of(Path(summary.run_directory)):
-        Console().print(escape(sentence), highlight=False, soft_wrap=True)
-    _print_notices([summary])
+    if mega_batches := Record(Path(summary.run_directory)).mega_batches():
+        print_line(Console(), charts_dispatch.sentence_of(mega_batches))
+    for notice in summary.notices:
+        print_line(Console(), note_of(summary.strategy, notice))
 
 
 def note_of(strategy: str, notice: str) -> str:
@@ -182,13 +172,6 @@ def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
         )
         console.print(Padding(escape(option.help), (0, 0, 0, 6)), highlight=False)
     console.print()
-
-
-def _work_of(run_directory: Path) -> Iterator[str]:
-    """What the record says of work that was divided between merges."""
-    record = Record(run_directory)
-    if mega_batches := record.mega_batches():
-        yield charts_dispatch.sentence_of(mega_batches)
 
 
 def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -219,10 +202,3 @@ def _lost(summary: Summary) -> str:
         return ""
     back = sum(loss.returned_step is not None for loss in summary.losses)
     return f" ({len(summary.losses)} died{f', {back} came back' if back else ''})"
-
-
-def _print_notices(summaries: Sequence[Summary]) -> None:
-    console = Console()
-    for summary in summaries:
-        for notice in summary.notices:
-            _print_line(console, note_of(summary.strategy, notice))

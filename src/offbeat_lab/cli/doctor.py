@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
-from offbeat_lab.cli.common import require_writable, working
+from offbeat_lab.cli.common import print_line, require_writable, working
 from offbeat_lab.doctor import Diagnosis, diagnose
 from offbeat_lab.doctor.diagnosis import (
     ALONE,
@@ -114,8 +114,8 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         console.print(_network(diagnosis.measurement))
         console.print(_sockets(diagnosis.measurement))
     for sentence in diagnosis.advice:
-        console.print(f"- {escape(sentence)}", highlight=False, soft_wrap=True)
-    console.print(escape(diagnosis.verdict), style="bold", highlight=False, soft_wrap=True)
+        print_line(console, f"- {sentence}")
+    print_line(console, diagnosis.verdict, "bold")
 
 
 def _findings(findings: Sequence[Finding]) -> Table:

@@ -8,8 +8,9 @@ import re
 import shlex
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -18,14 +19,27 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
-from offbeat_lab.cli.common import CLUSTER, OUTPUT, WHAT, JsonFlag, require_writable
+from offbeat_lab.cli.common import (
+    CLUSTER,
+    OUTPUT,
+    WHAT,
+    JsonFlag,
+    flag,
+    print_line,
+    require_writable,
+)
 
 if TYPE_CHECKING:
     from offbeat_lab.cluster import Cluster
     from offbeat_lab.plan.plans import Plan
     from offbeat_lab.plan.profile import ModelProfile
 
-MONEY: Final = "Time and money"
+
+_what = partial(flag, WHAT)
+_where = partial(flag, CLUSTER)
+_money = partial(flag, "Time and money")
+_output = partial(flag, OUTPUT)
+
 _PRICE = re.compile(r"[$\u20ac]?(\d+(?:\.\d+)?)(?:/h)?")
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
@@ -36,121 +50,50 @@ _NAME_COLUMNS = 12  # with all other columns that is 80
 def plan(
     context: typer.Context,
     profile: Annotated[
-        str | None,
-        typer.Option(
-            help="A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.",
-            rich_help_panel=WHAT,
-        ),
+        str | None, _what("A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.")
     ] = None,
     script: Annotated[
-        str | None,
-        typer.Option(
-            help="Or your script with its arguments, profiled here at first.",
-            rich_help_panel=WHAT,
-        ),
+        str | None, _what("Or your script with its arguments, profiled here at first.")
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(
-            help="Or a language model: its config.json, or layers=32,hidden=4096,heads=32.",
-            rich_help_panel=WHAT,
-        ),
+        _what("Or a language model: its config.json, or layers=32,hidden=4096,heads=32."),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(
-            help="That --config is for: h100, rtx-4090 (default: a100).", rich_help_panel=WHAT
-        ),
+        str | None, _what("That --config is for: h100, rtx-4090 (default: a100).")
     ] = None,
-    sequence: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a sample of --config.", rich_help_panel=WHAT),
-    ] = None,
+    sequence: Annotated[int | None, _what("Tokens of a sample of --config.")] = None,
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Of weights and gradients: bfloat16 or float32 (default for --config: bfloat16).",
-            rich_help_panel=WHAT,
-        ),
+        _what("Of weights and gradients: bfloat16 or float32 (default for --config: bfloat16)."),
     ] = "",
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Of a device (default: the profile's, 1 for --config).", rich_help_panel=WHAT
-        ),
+        int | None, _what("Of a device (default: the profile's, 1 for --config).")
     ] = None,
-    accumulate: Annotated[
-        int,
-        typer.Option(help="Batches whose gradients are exchanged together.", rich_help_panel=WHAT),
-    ] = 1,
+    accumulate: Annotated[int, _what("Batches whose gradients are exchanged together.")] = 1,
     strategies: Annotated[
-        str | None,
-        typer.Option(
-            help="With options, as gtopk:density=0.001; commas between.", rich_help_panel=WHAT
-        ),
+        str | None, _what("With options, as gtopk:density=0.001; commas between.")
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="A TOML file, or the name of a preset.", rich_help_panel=CLUSTER),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            help="Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.", rich_help_panel=CLUSTER
-        ),
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="One way, of every link: 0.1ms.", rich_help_panel=CLUSTER)
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(help="2,4,8, or 8..1024 for all doublings between.", rich_help_panel=CLUSTER),
-    ] = None,
+    cluster: Annotated[str | None, _where("A TOML file, or the name of a preset.")] = None,
+    link: Annotated[str | None, _where("Rates to compare: 1gbit,10gbit, or 1gbit/0.2ms.")] = None,
+    latency: Annotated[str | None, _where("One way, of every link: 0.1ms.")] = None,
+    workers: Annotated[str | None, _where("2,4,8, or 8..1024 for all doublings between.")] = None,
     island: Annotated[
-        int,
-        typer.Option(
-            help="Devices of a node that divide the model by FSDP: then a worker is a node.",
-            rich_help_panel=CLUSTER,
-        ),
+        int, _where("Devices of a node that divide the model by FSDP: then a worker is a node.")
     ] = 1,
-    delay: Annotated[
-        str | None, typer.Option(help="Straggling: 2x320ms.", rich_help_panel=CLUSTER)
-    ] = None,
-    deaths: Annotated[
-        float | None,
-        typer.Option(help="Of a worker, an hour: 0.01.", rich_help_panel=CLUSTER),
-    ] = None,
-    price: Annotated[
-        str | None,
-        typer.Option(help="Of a device: 2.10/h.", rich_help_panel=MONEY),
-    ] = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(help="Until so many tokens: 300e9.", rich_help_panel=MONEY),
-    ] = None,
-    samples: Annotated[
-        float | None,
-        typer.Option(help="Or samples: 1e8.", rich_help_panel=MONEY),
-    ] = None,
+    delay: Annotated[str | None, _where("Straggling: 2x320ms.")] = None,
+    deaths: Annotated[float | None, _where("Of a worker, an hour: 0.01.")] = None,
+    price: Annotated[str | None, _money("Of a device: 2.10/h.")] = None,
+    tokens: Annotated[float | None, _money("Until so many tokens: 300e9.")] = None,
+    samples: Annotated[float | None, _money("Or samples: 1e8.")] = None,
     steps_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="Or to its target, from a comparison's directory.", rich_help_panel=MONEY
-        ),
+        Path | None, _money("Or to its target, from a comparison's directory.")
     ] = None,
     check: Annotated[
-        Path | None,
-        typer.Option(
-            help="A comparison's directory: how well it would have been predicted.",
-            rich_help_panel=OUTPUT,
-        ),
+        Path | None, _output("A comparison's directory: how well it would have been predicted.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --check: where the profile goes, with what was checked.",
-            rich_help_panel=OUTPUT,
-        ),
+        Path | None, _output("With --check: where the profile goes, with what was checked.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -381,7 +324,7 @@ def _clusters(
     delay: str | None,
     deaths: float | None,
 ) -> list[Cluster]:
-    from offbeat_lab.cluster import from_flags, with_deaths
+    from offbeat_lab.cluster import from_flags
 
     links: list[str | None] = [None] if link is None else [*link.split(",")]
     numbers: list[int | None] = [None] if workers is None else [*parse_workers(workers)]
@@ -396,7 +339,7 @@ def _clusters(
         for number in numbers
     ]
     if deaths is not None:
-        found = [with_deaths(one, deaths) for one in found]
+        found = [one.changed(deaths_per_hour=deaths) for one in found]
     if len({(one.workers, one.link.rate_bit_per_s) for one in found}) < len(found):
         raise ConfigError(
             f"--link {link} has one rate twice; plans for other latencies are made one at a time"
@@ -426,7 +369,7 @@ def _show(made: Plan) -> None:
         console.print(table)
     console.print(column_words(made), highlight=False, style="dim")
     for sentence in (*made.crossovers, *made.remarks):
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, sentence)
 
 
 def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: bool) -> None:
@@ -470,12 +413,11 @@ def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: b
     if not found.judged:
         console.print("Nothing could be judged: train for longer, on a machine that is quiet.")
         return
-    console.print(
+    print_line(
+        console,
         f"{found.share_within:.0%} of {len(found.judged)} strategies within {WITHIN:.0%}; median"
         f" error {found.median_error:.1%}; {len(found.misplaced)} of {len(found.apart)} pairs that"
         f" differ by more than {WITHIN:.0%} in the wrong order.",
-        highlight=False,
-        soft_wrap=True,
     )
     if out is not None:
-        console.print(f"Profile with this check: {out}", highlight=False)
+        print_line(console, f"Profile with this check: {out}")

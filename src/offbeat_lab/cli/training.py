@@ -36,6 +36,7 @@ from offbeat_lab.cli.common import (
     cluster_of,
     complete_strategy,
     emulation_mode,
+    flag,
     names_in,
     write_page,
 )
@@ -54,40 +55,27 @@ def train(
     task: TaskName = None,
     strategy: Annotated[
         str | None,
-        typer.Option(
-            help="How workers exchange, with options after colons: gtopk:density=0.01."
+        flag(
+            WHAT,
+            "How workers exchange, with options after colons: gtopk:density=0.01."
             " `offbeat strategies` lists them.",
-            rich_help_panel=WHAT,
             autocompletion=complete_strategy,
         ),
     ] = None,
     workers: Workers = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="An option of task or strategy.",
-            rich_help_panel=WHAT,
-        ),
+        list[str] | None, flag(WHAT, "An option of task or strategy.", "--set", metavar="KEY=VALUE")
     ] = None,
     epochs: Epochs = None,
     steps: Steps = None,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Of initial parameters and sample order (default 0).", rich_help_panel=WHAT
-        ),
+        int | None, flag(WHAT, "Of initial parameters and sample order (default 0).")
     ] = None,
     checkpoint_every: Annotated[
-        int | None,
-        typer.Option(help="Steps between checkpoints (default 100).", rich_help_panel=LENGTH),
+        int | None, flag(LENGTH, "Steps between checkpoints (default 100).")
     ] = None,
     eval_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps between measurements (default: only at the end).", rich_help_panel=LENGTH
-        ),
+        int | None, flag(LENGTH, "Steps between measurements (default: only at the end).")
     ] = None,
     cluster: Preset = None,
     link: Link = None,
@@ -98,8 +86,7 @@ def train(
     log_to: LogTo = None,
     out: Out = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Go on with the run recorded in this directory.", rich_help_panel=OUTPUT),
+        Path | None, flag(OUTPUT, "Go on with the run recorded in this directory.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -167,12 +154,10 @@ def run(context: typer.Context) -> None:
 def compare(
     strategies: Annotated[
         str,
-        typer.Option(
-            help=(
-                "Separated by commas, with options after colons:"
-                " ddp,gtopk:density=0.01,ddp-powersgd:rank=1."
-            ),
-            rich_help_panel=WHAT,
+        flag(
+            WHAT,
+            "Separated by commas, with options after colons:"
+            " ddp,gtopk:density=0.01,ddp-powersgd:rank=1.",
             autocompletion=complete_strategy,
         ),
     ],
@@ -193,38 +178,21 @@ def compare(
     step_time: StepTime = None,
     emulation: How = "auto",
     seeds: Annotated[
-        int | None,
-        typer.Option(
-            help="Runs of each strategy (default 3; 1 of a script).", rich_help_panel=LENGTH
-        ),
+        int | None, flag(LENGTH, "Runs of each strategy (default 3; 1 of a script).")
     ] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="An option of the task.", rich_help_panel=WHAT
-        ),
+        list[str] | None, flag(WHAT, "An option of the task.", "--set", metavar="KEY=VALUE")
     ] = None,
     epochs: Epochs = None,
     steps: Steps = None,
     eval_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Steps between measurements (default: a dozen in a run).", rich_help_panel=LENGTH
-        ),
+        int | None, flag(LENGTH, "Steps between measurements (default: a dozen in a run).")
     ] = None,
     target: Annotated[
-        float | None,
-        typer.Option(
-            help="The metric to reach (default: the best that all runs reach).",
-            rich_help_panel=LENGTH,
-        ),
+        float | None, flag(LENGTH, "The metric to reach (default: the best that all runs reach).")
     ] = None,
     turn: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that a strategy trains before the next one's turn.",
-            rich_help_panel=LENGTH,
-        ),
+        float, flag(LENGTH, "Seconds that a strategy trains before the next one's turn.")
     ] = 3.0,
     out: Out = None,
     as_json: JsonFlag = False,
@@ -268,15 +236,16 @@ def compare(
 
 
 def demo(
-    workers: Annotated[int, typer.Option(help="Processes to start.", rich_help_panel=CLUSTER)] = 4,
+    workers: Annotated[int, flag(CLUSTER, "Processes to start.")] = 4,
     out: Out = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare DDP, gTop-k and PowerSGD on real digits behind a slow link, and write a page about
     it.
     """
+    from offbeat.run.records import first_free
     from offbeat_lab.cluster import Cluster, LinkSpec
-    from offbeat_lab.compare import CompareRequest, first_free, plan_comparison
+    from offbeat_lab.compare import CompareRequest, plan_comparison
 
     request = CompareRequest(
         task="digits",

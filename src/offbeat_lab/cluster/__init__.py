@@ -4,14 +4,7 @@ virtual driver.
 
 from offbeat_lab.cluster.model import Cluster
 from offbeat_lab.cluster.parts import ClusterFault, LinkSpec, RackSpec, SpeedChange, Straggling
-from offbeat_lab.cluster.reading import (
-    PRESETS,
-    from_flags,
-    load,
-    parse_cluster,
-    preset,
-    with_deaths,
-)
+from offbeat_lab.cluster.reading import PRESETS, from_flags, load, parse_cluster, preset
 
 __all__ = [
     "PRESETS",
@@ -25,5 +18,4 @@ __all__ = [
     "load",
     "parse_cluster",
     "preset",
-    "with_deaths",
 ]

@@ -4,9 +4,10 @@ breaks when.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -29,6 +30,7 @@ from offbeat_lab.cluster.parts import (
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.cluster.toml_writer import to_toml
 
+Event = TypeVar("Event", SpeedChange, ClusterFault)
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 
 
@@ -129,15 +131,10 @@ class Cluster(DescribedModel):
             )
         return name
 
-    @field_validator("changes")
+    @field_validator("changes", "faults")
     @classmethod
-    def _changes_in_order(cls, changes: tuple[SpeedChange, ...]) -> tuple[SpeedChange, ...]:
-        return tuple(sorted(changes, key=lambda change: change.at_s))
-
-    @field_validator("faults")
-    @classmethod
-    def _faults_in_order(cls, faults: tuple[ClusterFault, ...]) -> tuple[ClusterFault, ...]:
-        return tuple(sorted(faults, key=lambda fault: fault.at_s))
+    def _in_order(cls, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        return tuple(sorted(events, key=lambda event: event.at_s))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -233,6 +230,16 @@ class Cluster(DescribedModel):
         """
         return self.delayed_ranks(step).get(rank, 0.0) if self.straggling else 0.0
 
+    @property
+    def mean_delay_s(self) -> float:
+        """Seconds that a worker sleeps in a step, mean over workers and all steps."""
+        all_s = 0.0
+        for late in self.straggling:
+            workers = late.workers if isinstance(late.workers, int) else len(late.workers)
+            # The mean of log-normal delays is more than their median.
+            all_s += workers * late.probability * late.delay_s * math.exp(late.spread**2 / 2)
+        return all_s / self.workers
+
     def speed_at(self, worker: int, elapsed_s: float) -> float:
         """The speed of `worker` when `elapsed_s` seconds have passed; of changes at one time the
         last in the list counts.
@@ -257,8 +264,13 @@ class Cluster(DescribedModel):
     def most_latency_s(self) -> float:
         """One way, of the longest way between two workers."""
         link_s = max(self.link_of(worker).latency_s for worker in range(self.workers))
-        apart = self.racks is not None and self.workers > self.racks.size
-        return link_s + (self.racks.latency_s if self.racks is not None and apart else 0.0)
+        return link_s + self.between_racks_s
+
+    @property
+    def between_racks_s(self) -> float:
+        """One way, from rack to rack, besides that of links; 0 where all are in one."""
+        is_apart = self.racks is not None and self.workers > self.racks.size
+        return self.racks.latency_s if self.racks is not None and is_apart else 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -273,6 +285,14 @@ class Cluster(DescribedModel):
             deaths_per_hour=self.deaths_per_hour,
         )
 
+    def changed(self, **values: object) -> Cluster:
+        """The same cluster with other values; the pattern of speeds is repeated.
+
+        Raises:
+            ConfigError: values that no cluster has.
+        """
+        return Cluster(**{**self.fields(), "speeds": self.speed_pattern, **values})
+
     def with_workers(self, workers: int) -> Cluster:
         """The same cluster with another number of workers; the pattern of speeds is repeated.
 
@@ -280,7 +300,7 @@ class Cluster(DescribedModel):
             ConfigError: a pattern that does not fit into so few, or a fault, link or delay of a
                 worker that is left out.
         """
-        return Cluster(**{**self.fields(), "workers": workers, "speeds": self.speed_pattern})
+        return self.changed(workers=workers)
 
     def left_with(self, workers: int) -> Cluster:
         """As `with_workers`, for a run that goes on with so many: what names workers left out
@@ -303,20 +323,23 @@ class Cluster(DescribedModel):
                 )
             )
         ]
-        fewer = {
-            "workers": workers,
-            "speeds": self.speed_pattern,
-            "links": {worker: link for worker, link in self.links.items() if worker < workers},
-            "straggling": tuple(late),
-            "changes": tuple(change for change in self.changes if change.worker < workers),
-            "faults": tuple(fault for fault in self.faults if fault.worker < workers),
-        }
-        return Cluster(**{**self.fields(), **fewer})
+        return self.changed(
+            workers=workers,
+            links={worker: link for worker, link in self.links.items() if worker < workers},
+            straggling=tuple(late),
+            changes=tuple(change for change in self.changes if change.worker < workers),
+            faults=tuple(fault for fault in self.faults if fault.worker < workers),
+        )
 
     def virtual_links(self) -> list[VirtualLink]:
-        """Each worker's link for the virtual driver."""
+        """Each worker's link for the virtual driver, which carries what its connections to other
+        racks do.
+        """
+        further_s = self.between_racks_s
         return [
-            VirtualLink(latency_s=link.latency_s, bytes_per_s=link.connection_bytes_per_s)
+            VirtualLink(
+                latency_s=link.latency_s, bytes_per_s=link.connection_bytes_per_s(further_s)
+            )
             for link in map(self.link_of, range(self.workers))
         ]
 

@@ -94,12 +94,16 @@ class LinkSpec(DescribedModel):
         """The rate in bytes; infinite where it is not limited."""
         return math.inf if self.rate_bit_per_s is None else self.rate_bit_per_s / 8
 
-    @property
-    def connection_bytes_per_s(self) -> float:
-        """What one connection carries: the rate, or a window in each round trip if that is less."""
-        if self.window_bytes is None or not self.latency_s:
+    def connection_bytes_per_s(self, further_s: float = 0.0) -> float:
+        """What one connection carries: the rate, or a window in each round trip if that is less.
+
+        Args:
+            further_s: one way, besides the latency of this link.
+        """
+        one_way_s = self.latency_s + further_s
+        if self.window_bytes is None or not one_way_s:
             return self.bytes_per_s
-        return min(self.bytes_per_s, self.window_bytes / (2 * self.latency_s))
+        return min(self.bytes_per_s, self.window_bytes / (2 * one_way_s))
 
     @property
     def is_plain(self) -> bool:

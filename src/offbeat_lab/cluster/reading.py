@@ -61,7 +61,7 @@ def load(path: Path) -> Cluster:
     cluster = parse_cluster(text, str(path))
     if "name" in cluster.model_fields_set:
         return cluster
-    return Cluster(**{**cluster.fields(), "name": path.stem})
+    return cluster.changed(name=path.stem)
 
 
 def preset(name: str) -> Cluster:
@@ -228,13 +228,6 @@ _FLAGS: Final = {
     "straggling": "--delay",
     "step_s": "--step-time",
 }
-
-
-def with_deaths(cluster: Cluster, per_hour: float) -> Cluster:
-    """`cluster` where each worker dies so often. Raises `ConfigError` for no such number."""
-    return Cluster(
-        **{**cluster.fields(), "speeds": cluster.speed_pattern, "deaths_per_hour": per_hour}
-    )
 
 
 def from_flags(

@@ -45,14 +45,13 @@ def find_all() -> list[Finding]:
 def _software() -> Iterator[Finding]:
     version = str(torch.__version__)
     recent = tuple(map(int, version.split("+")[0].split(".")[:2])) >= _LEAST_TORCH
-    yield Finding(
-        name="torch",
-        state="ok" if recent else "missing",
+    yield _there(
+        "torch",
+        recent,
         value=f"{version}, {torch.get_num_threads()} threads",
-        means="recent enough"
-        if recent
-        else f"offbeat needs {'.'.join(map(str, _LEAST_TORCH))} or newer",
-        remedy="" if recent else "pip install --upgrade torch",
+        yes="recent enough",
+        no=f"offbeat needs {'.'.join(map(str, _LEAST_TORCH))} or newer",
+        remedy="pip install --upgrade torch",
     )
     yield _there(
         "gloo",
@@ -127,10 +126,4 @@ def _there(
 ) -> Finding:
     if there:
         return Finding(name=name, state="ok", value=value, means=yes)
-    return Finding(
-        name=name,
-        state="missing",
-        value=value,
-        means=no,
-        remedy=remedy,
-    )
+    return Finding(name=name, state="missing", value=value, means=no, remedy=remedy)

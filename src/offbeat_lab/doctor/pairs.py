@@ -14,10 +14,16 @@ from statistics import median_low
 from typing import Final
 
 from offbeat.arithmetic.costs import LinkCost
+from offbeat.gradients.collective_choice import fit_cost
 from offbeat.transport.operations import AllGather, Collective, Now, Recv, Send
 
-MESSAGE_BYTES: Final = (64, 1 << 20)
+SMALL_BYTES: Final = 64
+LARGE_BYTES: Final = (1 << 20, 1 << 22, 1 << 24, 1 << 26)
+"""The larger message is the first whose bytes take as long as its latency: of fewer they are lost
+in it.
+"""
 _REPORT = struct.Struct("<2I2d")
+_OVER = b"."
 _REPEATS = 3
 _SLOW = 2.0
 
@@ -52,7 +58,9 @@ def num_rounds(world_size: int) -> int:
 
 
 def measure_pairs(rank: int, world_size: int) -> Collective[list[PairLink]]:
-    """Every pair once, in order; the same list on every rank. 3 MiB each way for each pair."""
+    """Every pair once, in order; the same list on every rank. 3 MiB each way for each pair, more
+    where links are long.
+    """
     mine: list[bytes] = []
     for round_ in range(num_rounds(world_size)):
         peer = partner(rank, world_size, round_)
@@ -88,18 +96,25 @@ def _cost(peer: int) -> Collective[LinkCost]:
     """The line through the fastest round trips of both sizes; the small one may have been
     disturbed, but bytes are not free.
     """
-    durations_s: list[list[float]] = [[], []]
+    small_s = yield from _fastest_s(peer, SMALL_BYTES)
+    for num_bytes in LARGE_BYTES:
+        large_s = yield from _fastest_s(peer, num_bytes)
+        if large_s >= 2 * small_s:
+            break
+    yield Send(peer, _OVER)
+    return fit_cost(small_s, large_s, SMALL_BYTES, num_bytes)
+
+
+def _fastest_s(peer: int, num_bytes: int) -> Collective[float]:
+    durations_s: list[float] = []
     for _ in range(_REPEATS):
-        for num_bytes, durations in zip(MESSAGE_BYTES, durations_s, strict=True):
-            begin_s = yield Now()
-            yield Send(peer, bytes(num_bytes))
-            yield Recv(peer)
-            durations.append(((yield Now()) - begin_s) / 2)
-    small_s, large_s = map(min, durations_s)
-    beta = max(large_s - small_s, large_s / 2) / (MESSAGE_BYTES[1] - MESSAGE_BYTES[0])
-    return LinkCost(alpha_s=max(small_s - MESSAGE_BYTES[0] * beta, 0.0), beta_s_per_byte=beta)
+        begin_s = yield Now()
+        yield Send(peer, bytes(num_bytes))
+        yield Recv(peer)
+        durations_s.append(((yield Now()) - begin_s) / 2)
+    return min(durations_s)
 
 
 def _send_back(peer: int) -> Collective[None]:
-    for _ in range(_REPEATS * len(MESSAGE_BYTES)):
-        yield Send(peer, (yield Recv(peer)))
+    while len(message := (yield Recv(peer))) > len(_OVER):
+        yield Send(peer, message)

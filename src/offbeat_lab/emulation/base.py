@@ -4,10 +4,11 @@ in a record.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from offbeat.errors import ConfigError
 from offbeat.run.local_worker import Placement
@@ -23,7 +24,7 @@ class MissingMeansError(ConfigError):
     """
 
 
-class Emulation(ABC):
+class Emulation(AbstractContextManager["Emulation"]):
     """An emulated cluster; a context manager that leaves nothing behind.
 
     Attributes:
@@ -70,9 +71,6 @@ class Emulation(ABC):
     @abstractmethod
     def close(self) -> None:
         """Take everything down. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,

@@ -41,16 +41,7 @@ def run_batch(program: str, lines: Sequence[str], *, namespace: str | None = Non
     if not lines:
         return
     place = ["-n", namespace] if namespace else []
-    done = subprocess.run(
-        [path_of(program), *place, "-batch", "-"],
-        input="\n".join(lines),
-        text=True,
-        capture_output=True,
-        timeout=_PATIENCE_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
+    if reason := _failure([path_of(program), *place, "-batch", "-"], lines):
         raise MissingMeansError(f"{program} failed: {reason}")
 
 
@@ -58,7 +49,12 @@ def run_shell(namespace: str, lines: Sequence[str]) -> None:
     """Have a shell carry out `lines` where /sys shows the devices of `namespace`. Raises `OSError`
     when one fails.
     """
-    command = [path_of("ip"), "netns", "exec", namespace, "sh", "-e"]
+    if reason := _failure([path_of("ip"), "netns", "exec", namespace, "sh", "-e"], lines):
+        raise OSError(reason)
+
+
+def _failure(command: Sequence[str], lines: Sequence[str]) -> str:
+    """Why `command` did not carry out `lines`; empty where it did."""
     done = subprocess.run(
         command,
         input="\n".join(lines),
@@ -67,8 +63,7 @@ def run_shell(namespace: str, lines: Sequence[str]) -> None:
         timeout=_PATIENCE_S,
         check=False,
     )
-    if done.returncode != 0:
-        raise OSError(" ".join(done.stderr.split()) or f"sh: status {done.returncode}")
+    return (" ".join(done.stderr.split()) or f"status {done.returncode}") * bool(done.returncode)
 
 
 def ask(program: str, *words: str, namespace: str) -> str:

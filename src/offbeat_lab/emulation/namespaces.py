@@ -14,6 +14,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from offbeat_lab.emulation.commands import NAMESPACES, ask, call_in, path_of, ru
 from offbeat_lab.emulation.plan import (
     DATA,
     HUB_CONTROL_ADDRESS,
+    WINDOW_BYTES,
     EmulationName,
     check_size,
     choose_mtu,
@@ -49,10 +51,10 @@ from offbeat_lab.records import EmulationReport, LinkCheck
 T = TypeVar("T")
 
 _HUB_SETTINGS = {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filter": "0"}
-# as hosts on long fat links are set up; the buffers are only used where they are needed
+# The buffers are only used where they are needed.
 _WORKER_SETTINGS = {
-    "tcp_rmem": "4096 131072 33554432",
-    "tcp_wmem": "4096 65536 33554432",
+    "tcp_rmem": f"4096 131072 {2 * WINDOW_BYTES}",
+    "tcp_wmem": f"4096 65536 {2 * WINDOW_BYTES}",
 }
 
 
@@ -189,24 +191,18 @@ class NamespaceEmulation(Emulation):
 
     def _describe(self, mtu: int, has_netem: bool) -> str:
         links = {self._cluster.link_of(worker) for worker in range(self._cluster.workers)}
-        parts = [
-            f"a network namespace for each worker, packets of {mtu} bytes, TCP"
-            f" {_congestion_control()}"
-        ]
+        tcp = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+        parts = [f"a network namespace for each worker, packets of {mtu} bytes, TCP {tcp}"]
         rates = sorted({link.rate_bit_per_s for link in links if link.rate_bit_per_s is not None})
         if rates:
-            parts.append(f"{_listed([display_rate(rate) for rate in rates])} each way by tbf")
+            parts.append(f"{', '.join(map(display_rate, rates))} each way by tbf")
         if self._delayed:
-            shown = _listed([display_duration(s) for s in sorted(set(self._delayed.values()))])
+            shown = ", ".join(map(display_duration, sorted(set(self._delayed.values()))))
             accuracy = display_duration(max(tick_s(s) for s in self._delayed.values()) / 2)
             parts.append(f"latency {shown} by timed queues and BPF, to within {accuracy}")
         elif has_netem:
-            shown = _listed(
-                [
-                    display_duration(s)
-                    for s in sorted({link.latency_s for link in links if link.latency_s})
-                ]
-            )
+            latencies_s = sorted({link.latency_s for link in links if link.latency_s})
+            shown = ", ".join(map(display_duration, latencies_s))
             parts.append(f"latency {shown} by netem")
         return "; ".join(parts)
 
@@ -239,10 +235,6 @@ def _set(settings: dict[str, str]) -> None:
     """Write settings of IPv4 for the calling thread's namespace."""
     for key, value in settings.items():
         (Path("/proc/sys/net/ipv4") / key).write_text(value)
-
-
-def _congestion_control() -> str:
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def _shortfalls(checks: list[LinkCheck]) -> list[str]:
@@ -278,10 +270,6 @@ def _odd_trips(cluster: Cluster, checks: list[LinkCheck]) -> list[str]:
                     f" asked for is {asked}"
                 )
     return odd
-
-
-def _listed(texts: list[str]) -> str:
-    return ", ".join(texts)
 
 
 PATH_S = 25e-6
@@ -336,7 +324,8 @@ class DelayLines:
         )
         try:
             _set_polling(hub, latencies_s)
-            call_in(hub, lambda: self._attach_all(latencies_s))
+            for worker, latency_s in latencies_s.items():
+                call_in(hub, partial(self._attach, worker, latency_s))
         except OSError as error:
             self.close()
             raise MissingMeansError(f"the kernel takes no delay line: {error}") from error
@@ -344,10 +333,6 @@ class DelayLines:
     def close(self) -> None:
         while self._links:
             os.close(self._links.pop())
-
-    def _attach_all(self, latencies_s: Mapping[int, float]) -> None:
-        for worker, latency_s in latencies_s.items():
-            self._attach(worker, latency_s)
 
     def _attach(self, worker: int, latency_s: float) -> None:
         into, out, again, back = (f"{letter}{worker}" for letter in "abcd")

@@ -26,6 +26,10 @@ MAX_WORKERS = 1000
 """A bridge has 1024 ports."""
 
 MIN_RATE_BIT_PER_S = 1e6
+WINDOW_BYTES = 1 << 24
+"""That a connection may have under way, as on hosts that are set up for long fat links. A buffer is
+twice as large, since half of it is the kernel's own.
+"""
 _ETHERNET_MTU, _LARGEST_MTU = 1500, 60_000
 _QUEUED_MS = 64
 _QUEUED_PACKETS, _QUEUED_BYTES = 24, 150_000

@@ -146,23 +146,6 @@ def find_hierarchies() -> list[Hierarchy]:
     return found
 
 
-def open_quotas(cluster: Cluster, name: str) -> Quotas:
-    """Quotas for the speeds of `cluster` at its start. Raises `ConfigError` saying why there can be
-    none.
-    """
-    hierarchies = find_hierarchies()
-    if not hierarchies:
-        raise ConfigError("no cgroup hierarchy with the cpu controller is mounted")
-    hierarchy = hierarchies[0]
-    speeds = [cluster.speed_at(worker, 0.0) for worker in range(cluster.workers)]
-    try:
-        return Quotas(hierarchy, name, speeds, cores_per_speed=share_out(cluster, usable_cores()))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make cgroups under {hierarchy.root}: {error.strerror or error}"
-        ) from error
-
-
 def remove_group(group: Path) -> bool:
     """Remove a cgroup and those directly below it. Returns whether there was one; raises `OSError`
     while one is in use.
@@ -211,9 +194,14 @@ def open_compute(cluster: Cluster, claim: Callable[[], str]) -> ComputeShares:
         return ComputeShares(speeds="padded", words=words)
     if not needs_quotas(cluster):
         return ComputeShares()
+    hierarchies = find_hierarchies()
+    speeds = [cluster.speed_at(worker, 0.0) for worker in range(cluster.workers)]
+    cores_per_speed = share_out(cluster, usable_cores())
     try:
-        quotas = open_quotas(cluster, claim())
-    except ConfigError as error:
+        if not hierarchies:
+            raise OSError("no cgroup hierarchy with the cpu controller is mounted")
+        quotas = Quotas(hierarchies[0], claim(), speeds, cores_per_speed=cores_per_speed)
+    except (OSError, ConfigError) as error:
         notice = (
             f"no quotas of the processors: {error}; in their place slower workers sleep after they"
             " computed"
@@ -223,6 +211,5 @@ def open_compute(cluster: Cluster, claim: Callable[[], str]) -> ComputeShares:
             words="slower workers sleep in proportion to what they compute",
             notices=[notice],
         )
-    cores_per_speed = share_out(cluster, usable_cores())
     words = f"quotas of the processors by cgroups: {cores_per_speed:.2f} of a core at speed 1"
     return ComputeShares(quotas=quotas, speeds="quotas", words=words)

@@ -168,9 +168,6 @@ class NativeSession:
         """Inside, no peer waits for the end of a step of this rank: none ever does."""
         return nullcontext()
 
-    def log(self, **values: float) -> None:
-        """Nobody hears metrics while training runs."""
-
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Scale gradients down to at most `max_norm`, after the backward pass."""
         nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)

@@ -24,9 +24,10 @@ from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.comparison import Comparison, read_comparison
 from offbeat_lab.config import recipe_of
+from offbeat_lab.emulation.plan import WINDOW_BYTES
 from offbeat_lab.plan.measure import measure_task
 from offbeat_lab.plan.methods.of_strategies import method_of
-from offbeat_lab.plan.predictions import predict_recipe, setting_of
+from offbeat_lab.plan.predictions import predict_recipe, setting_of, with_windows
 from offbeat_lab.plan.profile import Checked, ModelProfile
 from offbeat_lab.plan.script_timing import measure_script
 from offbeat_lab.plan.simulation import PAYLOAD_SHARE, Setting
@@ -204,8 +205,11 @@ def _as_alone(model: ModelProfile, cluster: Cluster, alone: Sequence[Path]) -> M
 
 
 def _on_one_machine(comparison: Comparison) -> Cluster:
-    """The cluster, whose workers shared the cores of the machine that emulated it."""
-    cluster, cores = comparison.cluster, comparison.environment.get("num_cpus")
+    """The cluster, whose workers shared the cores of the machine that emulated it, over connections
+    with the windows that they get there.
+    """
+    cluster = with_windows(comparison.cluster, WINDOW_BYTES)
+    cores = comparison.environment.get("num_cpus")
     if cluster.cores is not None or not isinstance(cores, int) or cores < 1:
         return cluster
     return cluster.model_copy(update={"cores": cores})

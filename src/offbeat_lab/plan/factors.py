@@ -66,14 +66,14 @@ class FactorTimer:
         """`profile` with what was found; as it is where nothing was."""
         if not self._factors_s:
             return profile
-        fields = ("factors_s", "precondition_s", "inversion")
+        fields = dict.fromkeys(("factors_s", "precondition_s", "inversion"), source)
         return replace(
             profile,
             layers=tuple(map(self._layer, self._blocks)),
             factors_s=min(self._factors_s),
             precondition_s=min(self._precondition_s),
             inversion=time_inversions(slots_of(self._blocks), STRATEGY.settings()),
-            sources=(*profile.sources, *(Source(field=field, source=source) for field in fields)),
+            sources=(*profile.sources, *Source.of(**fields)),
         )
 
     def _layer(self, block: Block) -> Layer:

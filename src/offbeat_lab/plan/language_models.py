@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ PCIE_BYTES_PER_S: Final = 16e9
 """Between two devices of a node that is not known."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Device:
     """An accelerator.
 
@@ -55,58 +56,13 @@ class Device:
 DEVICES: Final[Mapping[str, Device]] = {
     one.name.lower().replace(" ", "-"): one
     for one in (
-        Device(
-            name="H100",
-            flops_per_s=989e12,
-            memory_bytes_per_s=3.35e12,
-            memory_bytes=80 * _GIB,
-            node_bytes_per_s=450e9,
-            reached=0.42,
-        ),
-        Device(
-            name="A100",
-            flops_per_s=312e12,
-            memory_bytes_per_s=2.04e12,
-            memory_bytes=80 * _GIB,
-            node_bytes_per_s=300e9,
-            reached=0.57,
-        ),
-        Device(
-            name="A100 40GB",
-            flops_per_s=312e12,
-            memory_bytes_per_s=1.56e12,
-            memory_bytes=40 * _GIB,
-            node_bytes_per_s=300e9,
-            reached=0.55,
-        ),
-        Device(
-            name="L40S",
-            flops_per_s=362e12,
-            memory_bytes_per_s=0.86e12,
-            memory_bytes=48 * _GIB,
-            node_bytes_per_s=32e9,
-        ),
-        Device(
-            name="A10G",
-            flops_per_s=70e12,
-            memory_bytes_per_s=0.6e12,
-            memory_bytes=24 * _GIB,
-            node_bytes_per_s=32e9,
-        ),
-        Device(
-            name="RTX 4090",
-            flops_per_s=165e12,
-            memory_bytes_per_s=1.01e12,
-            memory_bytes=24 * _GIB,
-            node_bytes_per_s=32e9,
-        ),
-        Device(
-            name="RTX 3090",
-            flops_per_s=71e12,
-            memory_bytes_per_s=0.94e12,
-            memory_bytes=24 * _GIB,
-            node_bytes_per_s=16e9,
-        ),
+        Device("H100", 989e12, 3.35e12, 80 * _GIB, 450e9, reached=0.42),
+        Device("A100", 312e12, 2.04e12, 80 * _GIB, 300e9, reached=0.57),
+        Device("A100 40GB", 312e12, 1.56e12, 40 * _GIB, 300e9, reached=0.55),
+        Device("L40S", 362e12, 0.86e12, 48 * _GIB, 32e9),
+        Device("A10G", 70e12, 0.6e12, 24 * _GIB, 32e9),
+        Device("RTX 4090", 165e12, 1.01e12, 24 * _GIB, 32e9),
+        Device("RTX 3090", 71e12, 0.94e12, 24 * _GIB, 16e9),
     )
 }
 """By name. What was reached on H100s and A100s is the median of MPT's training without recomputed
@@ -157,32 +113,15 @@ class Shape:
         yield NetworkLayer(a_dim=self.vocabulary, g_dim=hidden, num_positions=0)
         if self.positions:
             yield NetworkLayer(a_dim=self.positions, g_dim=hidden, num_positions=0)
+        linear = partial(NetworkLayer, num_positions=tokens, bias=self.bias)
+        attention_bias = self.bias or self.attention_bias
         for layer in range(self.layers):
-            for count, outputs, its_norm in ((1, queries, norm), (2, keys, 0)):
-                for _ in range(count):
-                    yield NetworkLayer(
-                        a_dim=hidden,
-                        g_dim=outputs,
-                        num_positions=tokens,
-                        bias=self.bias or self.attention_bias,
-                        norm=its_norm,
-                    )
-            yield NetworkLayer(a_dim=queries, g_dim=hidden, num_positions=tokens, bias=self.bias)
-            for number in range(1 + self.gated):
-                yield NetworkLayer(
-                    a_dim=hidden,
-                    g_dim=width,
-                    num_positions=tokens,
-                    bias=self.bias,
-                    norm=0 if number else norm,
-                )
-            yield NetworkLayer(
-                a_dim=width,
-                g_dim=hidden,
-                num_positions=tokens,
-                bias=self.bias,
-                norm=norm if layer == self.layers - 1 else 0,
-            )
+            for outputs, its_norm in ((queries, norm), (keys, 0), (keys, 0)):
+                yield linear(a_dim=hidden, g_dim=outputs, bias=attention_bias, norm=its_norm)
+            yield linear(a_dim=queries, g_dim=hidden)
+            for its_norm in (norm, 0)[: 1 + self.gated]:
+                yield linear(a_dim=hidden, g_dim=width, norm=its_norm)
+            yield linear(a_dim=width, g_dim=hidden, norm=norm * (layer == self.layers - 1))
         if not self.tied:
             yield NetworkLayer(a_dim=hidden, g_dim=self.vocabulary, num_positions=tokens)
 
@@ -208,7 +147,7 @@ class Shape:
 
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
@@ -226,8 +165,6 @@ _BIAS: Final = (*_LEARNED, "bloom", "starcoder2")
 _TIED: Final = (*_BIAS, *_ALWAYS_GATED, "cohere", "cohere2", "falcon", "mpt")
 _ATTENTION_BIAS: Final = ("qwen2",)
 """Kinds of models, and what their configurations leave out, since transformers knows it."""
-
-_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def read_shape(given: str, sequence: int | None = None) -> Shape:
@@ -253,7 +190,7 @@ def read_shape(given: str, sequence: int | None = None) -> Shape:
         )
     shape = Shape(**values)
     numbers = {one.name: getattr(shape, one.name) for one in fields(Shape)}
-    wrong = [name for name, value in numbers.items() if value < 0]
+    wrong = [name for name, value in numbers.items() if not isinstance(value, int) or value < 0]
     wrong += [name for name in ("layers", "hidden", "heads", "sequence") if not numbers[name]]
     if wrong or (not shape.head_dim and shape.hidden % shape.heads):
         raise ConfigError(
@@ -286,7 +223,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no configuration of a model")
     kind = config.get("model_type", "")
-    if config.get("is_encoder_decoder") or any(config.get(name) for name in _EXPERTS):
+    if config.get("is_encoder_decoder") or _has_experts(config):
         raise ConfigError(
             f"{path} is of an encoder with a decoder, or of a mixture of experts, and only decoders"
             " of one kind of layer can be planned so; time a script of it with offbeat profile"
@@ -316,6 +253,16 @@ def _from_file(path: Path) -> dict[str, Any]:
         "attention_bias": config.get("attention_bias", kind in _ATTENTION_BIAS),
         "positions": (int(longest or 0) if is_learned else 0),
     }
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether it has a number of experts, which each kind of model calls by a name of its own, some
+    in a part for feed-forward layers.
+    """
+    return any(
+        _has_experts(value) if isinstance(value, dict) else value and "expert" in name
+        for name, value in config.items()
+    )
 
 
 def device_named(name: str) -> Device:
@@ -366,17 +313,11 @@ def language_model(
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
         moments=moments,
-        sources=(
-            Source(field="tensors", source="the configuration"),
-            Source(
-                field="batches",
-                source=f"{NOT_MEASURED}: {device.reached:.0%} of {device.flops_per_s:.3g} FLOP/s",
-            ),
-            Source(
-                field="low_rank_s_per_element",
-                source="an H200's by this memory, and an H200's host for each tensor",
-            ),
-            Source(field="select_s_per_element", source="an H200's by this memory"),
+        sources=Source.of(
+            tensors="the configuration",
+            batches=f"{NOT_MEASURED}: {device.reached:.0%} of {device.flops_per_s:.3g} FLOP/s",
+            low_rank_s_per_element="an H200's by this memory, and an H200's host for each tensor",
+            select_s_per_element="an H200's by this memory",
         ),
     )
     return with_low_rank(profile, bytes_per_s)

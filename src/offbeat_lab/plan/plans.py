@@ -17,7 +17,7 @@ from offbeat_lab.plan.predictions import (
     check_spec,
     predict_step,
     setting_of,
-    with_window,
+    with_windows,
 )
 from offbeat_lab.plan.profile import ModelProfile
 from offbeat_lab.plan.simulation import Simulated
@@ -71,25 +71,37 @@ class Plan:
     Attributes:
         request: what was asked for.
         predictions: by cluster, in the order of strategies.
-        crossovers: where which strategy is best, in words.
-        remarks: what should be known.
     """
 
     request: PlanRequest
     predictions: tuple[StepPrediction, ...]
-    crossovers: tuple[str, ...]
-    remarks: tuple[str, ...]
+
+    @property
+    def crossovers(self) -> tuple[str, ...]:
+        """Where which strategy is best, in words."""
+        return tuple(_crossovers(self))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What should be known."""
+        return tuple(_remarks(self))
 
     def best(self, workers: int, rate_bit_per_s: float) -> StepPrediction:
         """The recommendation: of those within `CLOSE` of the fastest, with what deaths cost, the
         first that was named. What does not fit, or is only a lower limit, is not recommended
         where there is anything else.
         """
-        return _best(self.at(workers, rate_bit_per_s))
+        ones = self.at(workers, rate_bit_per_s)
+        # What exchanges nothing trains no common model: it is there to be compared with.
+        several = [one for one in ones if one.strategy != ALONE] or ones
+        several = [one for one in several if one.is_eligible] or several
+        fastest = max(one.goodput_per_s for one in several)
+        return next(one for one in several if one.goodput_per_s >= (1 - CLOSE) * fastest)
 
     def at(self, workers: int, rate_bit_per_s: float) -> list[StepPrediction]:
         """The predictions for one cluster, in the order in which strategies were named."""
-        return _at(self.predictions, workers, rate_bit_per_s)
+        place = workers, rate_bit_per_s
+        return [one for one in self.predictions if (one.workers, one.rate_bit_per_s) == place]
 
 
 def make_plan(request: PlanRequest, progress: Callable[[str], None] = lambda _: None) -> Plan:
@@ -115,19 +127,15 @@ def make_plan(request: PlanRequest, progress: Callable[[str], None] = lambda _: 
             progress(f"cluster {number + 1} of {len(request.clusters)}: {spec}")
             predictions.append(_as_asked(request, predict_step(spec, setting)))
     _require_fit(request.profile, predictions)
-    return Plan(
-        request=request,
-        predictions=tuple(predictions),
-        crossovers=tuple(_crossovers(request, predictions)),
-        remarks=tuple(_remarks(request, predictions)),
-    )
+    return Plan(request=request, predictions=tuple(predictions))
 
 
 def _as_asked(request: PlanRequest, found: StepPrediction) -> StepPrediction:
     """With the time and the money that `request` asks for."""
     steps = {} if request.to_target is None else request.to_target.steps
     if found.strategy in steps:
-        found = replace(found, time_to_target_s=steps[found.strategy] * found.step_s)
+        trained_s = steps[found.strategy] * found.step_s
+        found = replace(found, time_to_target_s=trained_s / max(1 - found.lost_to_deaths, 1e-12))
     if request.samples is not None:
         found = replace(found, time_s=request.samples * _sample_s(found))
     hours_s = found.time_s if found.time_s is not None else found.time_to_target_s
@@ -181,26 +189,18 @@ def plan_as_json(plan: Plan) -> dict[str, object]:
             }
             for workers, rate in places
         ],
-        "crossovers": list(plan.crossovers),
-        "remarks": list(plan.remarks),
+        "crossovers": plan.crossovers,
+        "remarks": plan.remarks,
     }
 
 
-def _best(predictions: Sequence[StepPrediction]) -> StepPrediction:
-    # What exchanges nothing trains no common model: it is there to be compared with.
-    several = [one for one in predictions if one.strategy != ALONE] or predictions
-    several = [one for one in several if one.is_eligible] or several
-    fastest = max(one.goodput_per_s for one in several)
-    return next(one for one in several if one.goodput_per_s >= (1 - CLOSE) * fastest)
-
-
-def _crossovers(request: PlanRequest, predictions: Sequence[StepPrediction]) -> list[str]:
+def _crossovers(plan: Plan) -> list[str]:
     """For each number of workers, between which rates which strategy is best."""
     sentences = []
-    for workers in sorted({one.workers for one in predictions}):
-        rates = sorted({one.rate_bit_per_s for one in predictions if one.workers == workers})
-        at = partial(_at, predictions, workers)
-        best = [_best(at(rate)) for rate in rates]
+    for workers in sorted({one.workers for one in plan.predictions}):
+        rates = sorted({one.rate_bit_per_s for one in plan.predictions if one.workers == workers})
+        at = partial(plan.at, workers)
+        best = [plan.best(workers, rate) for rate in rates]
         changes = [
             (_crossing(at(low), at(high), first.strategy, second.strategy), second.strategy)
             for low, high, first, second in zip(rates, rates[1:], best, best[1:], strict=False)
@@ -217,10 +217,6 @@ def _crossovers(request: PlanRequest, predictions: Sequence[StepPrediction]) -> 
         parts += [f"above {display_rate(rate)} {strategy}" for rate, strategy in changes]
         sentences.append(f"{people}: {', '.join(parts)}.")
     return sentences
-
-
-def _at(predictions: Sequence[StepPrediction], workers: int, rate: float) -> list[StepPrediction]:
-    return [one for one in predictions if (one.workers, one.rate_bit_per_s) == (workers, rate)]
 
 
 def _crossing(
@@ -244,8 +240,8 @@ def _crossing(
     return float(f"{rates[0] * (rates[1] / rates[0]) ** share:.2g}")
 
 
-def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> list[str]:
-    profile = request.profile
+def _remarks(plan: Plan) -> list[str]:
+    request, predictions, profile = plan.request, plan.predictions, plan.request.profile
     remarks = [
         f"The profile is of {profile.name} on {profile.device}, batches of"
         f" {profile.batch.batch_size}."
@@ -262,12 +258,13 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
             " again."
         )
     for cluster in request.clusters:
-        link = with_window(cluster.link)
-        if link.connection_bytes_per_s < link.bytes_per_s:
+        link = with_windows(cluster).link
+        bytes_per_s = link.connection_bytes_per_s(cluster.between_racks_s)
+        if bytes_per_s < link.bytes_per_s:
             whose = "" if cluster.link.window_bytes else " as Linux has it, which is assumed here,"
             remarks.append(
                 f"A window of {link.window_bytes} bytes{whose} lets a connection carry"
-                f" {display_rate(float(f'{8 * link.connection_bytes_per_s:.3g}'))} of"
+                f" {display_rate(float(f'{8 * bytes_per_s:.3g}'))} of"
                 f" {display_rate(link.rate_bit_per_s or math.inf)}: round trip x rate is more."
                 " A cluster file may say `window`; `offbeat doctor --write` measures it."
             )
@@ -293,14 +290,13 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
         if request.to_target is None
         else request.to_target.describe()
     )
-    return [*remarks, *_earlier_at_target(predictions)]
+    return [*remarks, *_earlier_at_target(plan)]
 
 
-def _earlier_at_target(predictions: Sequence[StepPrediction]) -> Iterator[str]:
+def _earlier_at_target(plan: Plan) -> Iterator[str]:
     """Where another strategy than the recommended one comes to the target first."""
-    for workers, rate in sorted({(one.workers, one.rate_bit_per_s) for one in predictions}):
-        ones = _at(predictions, workers, rate)
-        best = _best(ones)
+    for workers, rate in sorted({(one.workers, one.rate_bit_per_s) for one in plan.predictions}):
+        ones, best = plan.at(workers, rate), plan.best(workers, rate)
         times = [(one.time_to_target_s, one.strategy) for one in ones if one.time_to_target_s]
         if best.time_to_target_s is None or not times:
             continue

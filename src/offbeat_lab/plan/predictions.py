@@ -56,7 +56,8 @@ class StepPrediction:
         note: what should be known; empty: nothing.
         is_lower_limit: whether later steps take longer than those that were simulated, which end
             before the first averages do.
-        time_to_target_s: as many steps as it took to a target; None: nobody measured how many.
+        time_to_target_s: as many steps as it took to a target, with what deaths cost; None: nobody
+            measured how many.
         time_s: to the samples that are asked for, with what deaths cost; None: nobody asked.
         cost: of that time, in the price's money; None: there is no price.
     """
@@ -264,11 +265,14 @@ def setting_of(profile: ModelProfile, cluster: Cluster) -> Setting:
     """
     if cluster.step_s is not None:
         profile = profile.padded(cluster.step_s)
-    links = {worker: with_window(link) for worker, link in cluster.links.items()}
-    cluster = cluster.model_copy(update={"link": with_window(cluster.link), "links": links})
-    return Setting(profile=profile, cluster=cluster)
+    return Setting(profile=profile, cluster=with_windows(cluster))
 
 
-def with_window(link: LinkSpec) -> LinkSpec:
-    """`link` with a window as hosts usually have it where none is known."""
-    return link.model_copy(update={"window_bytes": link.window_bytes or USUAL_WINDOW_BYTES})
+def with_windows(cluster: Cluster, window_bytes: int = USUAL_WINDOW_BYTES) -> Cluster:
+    """`cluster` whose connections have such a window where none is known."""
+
+    def with_one(link: LinkSpec) -> LinkSpec:
+        return link.model_copy(update={"window_bytes": link.window_bytes or window_bytes})
+
+    links = {worker: with_one(link) for worker, link in cluster.links.items()}
+    return cluster.model_copy(update={"link": with_one(cluster.link), "links": links})

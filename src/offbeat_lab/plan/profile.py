@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -32,6 +32,17 @@ SELECTED_CODECS: Final[tuple[Literal["float32"], Literal["gaps"]]] = ("float32",
 
 NOT_MEASURED: Final = "not measured"
 """What the source of such a number begins with."""
+
+_DIVIDED: Final = (
+    "optimizer_s",
+    "select_s_per_element",
+    "copy_s_per_byte",
+    "bucket_s_per_byte",
+    "publish_s_per_byte",
+    "mean_s_per_byte",
+    "low_rank_s_per_element",
+)
+"""What the devices of a node divide, as they do the model."""
 
 _MOST_CHARACTERS: Final = 1 << 26
 _LATENCY_WITHIN_S: Final = 1e-3
@@ -89,6 +100,11 @@ class Source:
 
     field: str
     source: str
+
+    @classmethod
+    def of(cls, **sources: str) -> tuple[Source, ...]:
+        """In words, by field."""
+        return tuple(cls(field=field, source=source) for field, source in sources.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,26 +263,9 @@ class ModelProfile:
                 )
             self._require_seconds("forward_s", batch.forward_s, least=1e-12)
             self._require_seconds("backward_s", batch.backward_s, least=1e-12)
-        for field in (
-            "optimizer_s",
-            "select_s_per_element",
-            "copy_s_per_byte",
-            "bucket_s_per_byte",
-            "publish_s_per_byte",
-            "mean_s_per_byte",
-            "factors_s",
-            "precondition_s",
-            "padding_s",
-            "low_rank_s_per_element",
-            "low_rank_s_per_element_and_rank",
-            "hook_s_per_element",
-            "hook_s_per_element_and_rank",
-            "spread",
-            "moments",
-            "device_bytes",
-            "activation_bytes",
-        ):
-            self._require_seconds(field, getattr(self, field))
+        for one in fields(self):
+            if one.type == "float":
+                self._require_seconds(one.name, getattr(self, one.name))
         for selector in self.selectors:
             self._require_seconds(f"selector {selector.name!r}", selector.s_per_element)
         for codec in self.codecs:
@@ -423,7 +422,9 @@ class ModelProfile:
         return replace(self, batches=(timed,), padding_s=0.0, device=device)
 
     def accumulated(self, batches: int) -> ModelProfile:
-        """The same model, which exchanges gradients with the last of so many batches."""
+        """The same model, which exchanges gradients with the last of so many batches, all of
+        which have factors.
+        """
         batch = self.batch
         before_s = (batches - 1) * (batch.forward_s + batch.backward_s)
         larger = replace(
@@ -431,7 +432,7 @@ class ModelProfile:
             batch_size=batches * batch.batch_size,
             forward_s=before_s + batch.forward_s,
         )
-        return replace(self, batches=(larger,))
+        return replace(self, batches=(larger,), factors_s=batches * self.factors_s)
 
     def on_island(self, devices: int, bytes_per_s: float) -> ModelProfile:
         """The same model on a node whose devices divide it by FSDP, each of which takes a batch.
@@ -456,13 +457,7 @@ class ModelProfile:
                     backward_s=max(batch.backward_s, 2 * gather_s),
                 ),
             ),
-            optimizer_s=elements * self.optimizer_s,
-            select_s_per_element=elements * self.select_s_per_element,
-            copy_s_per_byte=elements * self.copy_s_per_byte,
-            bucket_s_per_byte=elements * self.bucket_s_per_byte,
-            publish_s_per_byte=elements * self.publish_s_per_byte,
-            mean_s_per_byte=elements * self.mean_s_per_byte,
-            low_rank_s_per_element=elements * self.low_rank_s_per_element,
+            **{name: elements * getattr(self, name) for name in _DIVIDED},
             selectors=tuple(
                 replace(one, s_per_element=elements * one.s_per_element) for one in self.selectors
             ),

@@ -313,7 +313,7 @@ def time_script(script: ScriptCommand, *, steps: int, batch_size: int | None) ->
     """
     timer = StepTimer(steps)
     override = AttachOverride(
-        replace=lambda _: NoExchange(), wrap=lambda driver: driver, attached=_no_notice
+        replace=lambda _: NoExchange(), wrap=lambda driver: driver, attached=lambda *_: None
     )
     listener = ScriptTimer(timer, _enough)
     _run_until_enough(script, listener, override)
@@ -340,9 +340,6 @@ def time_script(script: ScriptCommand, *, steps: int, batch_size: int | None) ->
             optimizers=listener.optimizers,
             source=source,
         )
-
-
-def _no_notice(_: Session, __: torch.nn.Module, ___: torch.optim.Optimizer) -> None: ...
 
 
 def main() -> None:

@@ -62,9 +62,6 @@ class NetworkLayer:
 
 Network = Sequence[NetworkLayer]
 
-_Sizes = tuple[int | tuple[int, int], int, int, int]
-"""Of a convolution: its kernel, inputs, outputs, and pixels of an output on a side."""
-
 
 def tensors_of(network: Network) -> tuple[TensorProfile, ...]:
     """Parameters in the order of the model; gradients are ready when the backward pass, which takes
@@ -181,95 +178,81 @@ def alexnet() -> Network:
 def densenet201() -> Network:
     """Growth 32, blocks of 6, 12, 48 and 32 (arXiv 1608.06993, table 1), on ImageNet."""
 
+    def before(inputs: int, kernel: int, outputs: int, size: int) -> NetworkLayer:
+        """With batch normalisation before it."""
+        plain = _convolution(kernel, inputs, outputs, size)
+        return replace(plain, norm=2 * inputs)
+
     def blocks() -> Iterator[NetworkLayer]:
         channels, size = 64, 56
         for number, count in enumerate((6, 12, 48, 32)):
             for _ in range(count):
-                yield NetworkLayer(
-                    a_dim=channels, g_dim=128, num_positions=size * size, norm=2 * channels
-                )
-                yield NetworkLayer(a_dim=9 * 128, g_dim=32, num_positions=size * size, norm=2 * 128)
+                yield before(channels, 1, 128, size)
+                yield before(128, 3, 32, size)
                 channels += 32
             if number < 3:
-                yield NetworkLayer(
-                    a_dim=channels,
-                    g_dim=channels // 2,
-                    num_positions=size * size,
-                    norm=2 * channels,
-                )
+                yield before(channels, 1, channels // 2, size)
                 channels, size = channels // 2, size // 2
 
     return [_convolution(7, 3, 64, 112), *blocks(), _linear(1920, 1000, norm=2 * 1920)]
 
 
+def _branch(size: int, inputs: int, *steps: tuple[int | tuple[int, int], int]) -> Network:
+    """Convolutions behind each other, (kernel, outputs), whose outputs have `size` pixels on a
+    side.
+    """
+    found = []
+    for kernel, outputs in steps:
+        found.append(_convolution(kernel, inputs, outputs, size))
+        inputs = outputs
+    return found
+
+
 def inception_v4() -> Network:
     """arXiv 1602.07261, figures 3 to 9, on ImageNet at 299 pixels."""
     row, column = (1, 7), (7, 1)
-    stem: list[_Sizes] = [
-        (3, 3, 32, 149),
-        (3, 32, 32, 147),
-        (3, 32, 64, 147),
-        (3, 64, 96, 73),
-        (1, 160, 64, 73),
-        (3, 64, 96, 71),
-        (1, 160, 64, 73),
-        (row, 64, 64, 73),
-        (column, 64, 64, 73),
-        (3, 64, 96, 71),
-        (3, 192, 192, 35),
+    stem = [
+        *_branch(149, 3, (3, 32)),
+        *_branch(147, 32, (3, 32), (3, 64)),
+        *_branch(73, 64, (3, 96)),
+        *_branch(73, 160, (1, 64)),
+        *_branch(71, 64, (3, 96)),
+        *_branch(73, 160, (1, 64), (row, 64), (column, 64)),
+        *_branch(71, 64, (3, 96)),
+        *_branch(35, 192, (3, 192)),
     ]
-    a: list[_Sizes] = [
-        (1, 384, 96, 35),
-        (1, 384, 64, 35),
-        (3, 64, 96, 35),
-        (1, 384, 64, 35),
-        (3, 64, 96, 35),
-        (3, 96, 96, 35),
-        (1, 384, 96, 35),
+    a = [
+        *_branch(35, 384, (1, 96)),
+        *_branch(35, 384, (1, 64), (3, 96)),
+        *_branch(35, 384, (1, 64), (3, 96), (3, 96)),
+        *_branch(35, 384, (1, 96)),
     ]
-    reduction_a: list[_Sizes] = [
-        (3, 384, 384, 17),
-        (1, 384, 192, 35),
-        (3, 192, 224, 35),
-        (3, 224, 256, 17),
+    reduction_a = [
+        *_branch(17, 384, (3, 384)),
+        *_branch(35, 384, (1, 192), (3, 224)),
+        *_branch(17, 224, (3, 256)),
     ]
-    b: list[_Sizes] = [
-        (1, 1024, 384, 17),
-        (1, 1024, 192, 17),
-        (row, 192, 224, 17),
-        (column, 224, 256, 17),
-        (1, 1024, 192, 17),
-        (column, 192, 192, 17),
-        (row, 192, 224, 17),
-        (column, 224, 224, 17),
-        (row, 224, 256, 17),
-        (1, 1024, 128, 17),
+    b = [
+        *_branch(17, 1024, (1, 384)),
+        *_branch(17, 1024, (1, 192), (row, 224), (column, 256)),
+        *_branch(17, 1024, (1, 192), (column, 192), (row, 224), (column, 224), (row, 256)),
+        *_branch(17, 1024, (1, 128)),
     ]
-    reduction_b: list[_Sizes] = [
-        (1, 1024, 192, 17),
-        (3, 192, 192, 8),
-        (1, 1024, 256, 17),
-        (row, 256, 256, 17),
-        (column, 256, 320, 17),
-        (3, 320, 320, 8),
+    reduction_b = [
+        *_branch(17, 1024, (1, 192)),
+        *_branch(8, 192, (3, 192)),
+        *_branch(17, 1024, (1, 256), (row, 256), (column, 320)),
+        *_branch(8, 320, (3, 320)),
     ]
-    c: list[_Sizes] = [
-        (1, 1536, 256, 8),
-        (1, 1536, 384, 8),
-        ((1, 3), 384, 256, 8),
-        ((3, 1), 384, 256, 8),
-        (1, 1536, 384, 8),
-        ((3, 1), 384, 448, 8),
-        ((1, 3), 448, 512, 8),
-        ((1, 3), 512, 256, 8),
-        ((3, 1), 512, 256, 8),
-        (1, 1536, 256, 8),
+    c = [
+        *_branch(8, 1536, (1, 256)),
+        *_branch(8, 1536, (1, 384), ((1, 3), 256)),
+        *_branch(8, 384, ((3, 1), 256)),
+        *_branch(8, 1536, (1, 384), ((3, 1), 448), ((1, 3), 512), ((1, 3), 256)),
+        *_branch(8, 512, ((3, 1), 256)),
+        *_branch(8, 1536, (1, 256)),
     ]
-    convolutions = [*stem, *4 * a, *reduction_a, *7 * b, *reduction_b, *3 * c]
-    return [
-        *(_convolution(*sizes) for sizes in convolutions),
-        _linear(1536, 1000),
-    ]
+    return [*stem, *4 * a, *reduction_a, *7 * b, *reduction_b, *3 * c, _linear(1536, 1000)]
 
 
 def lstm_ptb(*, width: int = 1500, words: int = 10_000, steps: int = 35) -> Network:
@@ -331,19 +314,12 @@ _SELECT_BYTES: Final = 520
 COPY_S_PER_BYTE: Final = 1 / 6e9
 """A copy between a GPU and page-locked memory over PCIe 3.0 x16, at half of its 12.6 GB/s."""
 
-MEMORY_BYTES_PER_S: Final[Mapping[str, float]] = {
-    "P102-100": 440e9,
-    "RTX 2080 Ti": 616e9,
-    "A100": 1555e9,
+MEMORY: Final[Mapping[str, tuple[float, float]]] = {
+    "P102-100": (440e9, 5 << 30),
+    "RTX 2080 Ti": (616e9, 11 << 30),
+    "A100": (1555e9, 40 << 30),
 }
-"""As their makers state."""
-
-DEVICE_BYTES: Final[Mapping[str, float]] = {
-    "P102-100": 5 << 30,
-    "RTX 2080 Ti": 11 << 30,
-    "A100": 40 << 30,
-}
-"""Likewise, memory."""
+"""Its rate in bytes a second, and bytes, as makers state them."""
 
 _LOW_RANK_BYTES: Final = 44
 """That PowerSGD's hook reads and writes for each element: 11 accesses to float32, as torch does it
@@ -485,32 +461,28 @@ def shipped_profile(name: str) -> ModelProfile:
     published = PUBLISHED[name]
     network = published.network()
     factors = factors_of(network) if published.factors_s else ()
-    bytes_per_s = MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
-    memory = f"{MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
+    peak_bytes_per_s, device_bytes = MEMORY[published.device]
+    bytes_per_s = MEMORY_SHARE * peak_bytes_per_s
+    memory = f"{MEMORY_SHARE:.0%} of the memory's {peak_bytes_per_s:.3g} B/s"
     # The other devices are as old as the one on which gTop-k's selection was published.
     select_s, selects = _SELECT_S_PER_ELEMENT, f"{_GTOPK}: 6.1 ns on a P102-100"
     if published.device == "A100":
         select_s, selects = selection_cost(bytes_per_s), f"an H200's at {memory}"
-    sources = [
-        Source(field="tensors", source="the network's definition"),
-        Source(field="batches", source=published.source),
-        Source(field="select_s_per_element", source=selects),
-        Source(field="copy_s_per_byte", source="half of PCIe 3.0 x16"),
-        Source(field="bucket_s_per_byte", source=f"{memory}, read and written"),
-        Source(
-            field="low_rank_s_per_element",
-            source=f"{_LOW_RANK_BYTES} bytes at {memory}, and an H200's host for each tensor",
-        ),
-        Source(field="moments", source="Adam" if published.moments > 1 else "SGD with momentum"),
-    ]
+    sources = Source.of(
+        tensors="the network's definition",
+        batches=published.source,
+        select_s_per_element=selects,
+        copy_s_per_byte="half of PCIe 3.0 x16",
+        bucket_s_per_byte=f"{memory}, read and written",
+        low_rank_s_per_element=f"{_LOW_RANK_BYTES} bytes at {memory}, and an H200's host for each"
+        " tensor",
+        moments="Adam" if published.moments > 1 else "SGD with momentum",
+    )
     if factors:
-        sources += [
-            Source(field="factors_s", source=_SPDKFAC),
-            Source(
-                field="inversion",
-                source=f"{_SPDKFAC}: ResNet-50's sum and its largest factor, a + c d^3",
-            ),
-        ]
+        sources += Source.of(
+            factors_s=_SPDKFAC,
+            inversion=f"{_SPDKFAC}: ResNet-50's sum and its largest factor, a + c d^3",
+        )
     profile = ModelProfile(
         name=name,
         device=published.device,
@@ -527,13 +499,13 @@ def shipped_profile(name: str) -> ModelProfile:
         select_s_per_element=select_s,
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
-        device_bytes=DEVICE_BYTES[published.device],
+        device_bytes=device_bytes,
         tokens_per_sample=published.tokens,
         moments=published.moments,
         layers=factors,
         factors_s=published.factors_s,
         inversion=INVERSION if factors else None,
-        sources=tuple(sources),
+        sources=sources,
     )
     return with_low_rank(profile, bytes_per_s)
 

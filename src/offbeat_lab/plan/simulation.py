@@ -18,13 +18,13 @@ more. What carries messages takes cores too.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,9 @@ from offbeat.simulation.virtual_driver import SleepUntil
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from offbeat_lab.plan.methods.strategy_steps import StrategySteps
 
 EVENTS_UP_TO: Final = 64
 """Workers up to which every message of every exchange of entries is simulated. Beyond that all
@@ -77,6 +80,7 @@ for InfiniBand: what a link takes longer is its latency).
 _STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 8
 _MOST_STEPS = 200
 _FEW_OF_A_KIND = 2
+_TRIED_STEPS, _ALIKE = 4096, 0.01
 _FIRST_SPECIAL_STEPS = 4  # by which what is chosen when some have been measured has been chosen
 
 
@@ -139,11 +143,6 @@ class Setting:
         return self.shares_cores or not self.profile.on_gpu
 
     @property
-    def announced_s(self) -> float:
-        """How long the slowest of these words is on its way."""
-        return self.latency_s if self.dense_announced else 0.0
-
-    @property
     def latency_s(self) -> float:
         """Of the longest way between two workers."""
         return self.cluster.most_latency_s + self._or_free(MESSAGE_WAKE_S)
@@ -203,7 +202,10 @@ class Setting:
         return NetworkCosts(
             messages=LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate),
             dense=LinkCost(
-                alpha_s=self.latency_s + self.dense_hop_s + self.announced_s + self.dense_round_s,
+                # The slowest word that a receiver is ready is on its way before.
+                alpha_s=(1 + self.dense_announced) * self.latency_s
+                + self.dense_hop_s
+                + self.dense_round_s,
                 beta_s_per_byte=1 / ring_rate + self.gloo_s_per_byte,
             ),
             select_s_per_element=self.profile.select_s_per_element,
@@ -254,19 +256,31 @@ class Setting:
 
     @cached_property
     def late_s(self) -> NDArray[np.float64]:
-        """How long ranks sleep besides, shape (steps, ranks)."""
-        late = np.zeros((self.num_steps, self.world_size))
-        if self.cluster.straggling:
-            for row in range(self.num_steps):
-                step = self._first_step + row
-                for rank, delay_s in self.cluster.delayed_ranks(step).items():
-                    late[row, rank] = delay_s
-        return late
+        """How long ranks sleep besides, shape (steps, ranks). Of steps that nobody has named those
+        are taken which are late as all are in the long run, and made so: a delay that is rare is
+        else in none of so few, or in too many.
+        """
+        if self.steps is not None:
+            # Counted from 1, as the lab draws for steps.
+            return self._late_from(self.steps[-self.num_steps] + 1)
+        mean_s = self.cluster.mean_delay_s
+        if not mean_s:
+            return self._late_from(1)
+        nearest, apart = self._late_from(1), math.inf
+        for number in range(_TRIED_STEPS // self.num_steps):
+            late = self._late_from(1 + number * self.num_steps)
+            if late.any() and (distance := abs(math.log(late.mean() / mean_s))) < apart:
+                nearest, apart = late, distance
+            if apart < _ALIKE:
+                break
+        return nearest * (mean_s / (nearest.mean() or mean_s))
 
-    @property
-    def _first_step(self) -> int:
-        """Counted from 1, as the lab draws for steps."""
-        return 1 if self.steps is None else self.steps[-self.num_steps] + 1
+    def _late_from(self, first_step: int) -> NDArray[np.float64]:
+        late = np.zeros((self.num_steps, self.world_size))
+        for row in range(self.num_steps):
+            for rank, delay_s in self.cluster.delayed_ranks(first_step + row).items():
+                late[row, rank] = delay_s
+        return late
 
     @property
     def work_s(self) -> float:
@@ -312,9 +326,8 @@ class Setting:
     def without_network(self) -> Setting:
         """The same, but messages take no time."""
         fast = self.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
-        values = {**self.cluster.fields(), "link": fast, "links": {}, "racks": None}
-        values["speeds"] = self.cluster.speed_pattern
-        return replace(self, cluster=Cluster(**values), message_s=0.0, free_messages=True)
+        cluster = self.cluster.changed(link=fast, links={}, racks=None)
+        return replace(self, cluster=cluster, message_s=0.0, free_messages=True)
 
     @property
     def ideal_s(self) -> float:
@@ -368,46 +381,13 @@ class Simulated:
     kept_bytes: float = 0.0
 
 
-class Method(ABC):
-    """What a strategy does in a step.
-
-    Attributes:
-        steps_in_a_period: steps after which its exchanges repeat.
-        kind_of: as `Strategy.step_kinds` says.
-        least_steps: as many are simulated at least, where none are asked for.
-        extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
-            callbacks were seen to hold, if that is more.
-    """
-
-    steps_in_a_period: int = 1
-    kind_of: Callable[[int], Hashable] | None = None
-    least_steps: int = 1
-    extra_bytes: float = 0.0
-
-    @abstractmethod
-    def simulate(self, setting: Setting) -> Simulated:
-        """A step on `setting`."""
-
-    def period_of(self, world_size: int) -> int:
-        """Steps of a rank of so many, after which exchanges repeat."""
-        return self.steps_in_a_period
-
-    def waiting_s(self, setting: Setting, encode_s: float) -> float:
-        """How long a step is waited for peers, if messages took no time, where a rank encodes for
-        `encode_s`.
-        """
-        return max(
-            0.0, self.simulate(setting.without_network()).step_s - setting.ideal_s - encode_s
-        )
-
-
 class Run:
     """One simulation of a method.
 
     Args:
         setting: where.
         method: what all workers do.
-        num_workers: how many are simulated, where the others are like them; None: all.
+        num_workers: how many are simulated, where the others are like them.
 
     Attributes:
         weights: the steps that are taken, in their order, and how much each counts: 0 for those
@@ -415,10 +395,9 @@ class Run:
         looked_at: those that count.
     """
 
-    def __init__(self, setting: Setting, method: Method, num_workers: int | None = None) -> None:
+    def __init__(self, setting: Setting, method: StrategySteps, num_workers: int) -> None:
         self.setting = setting
         self.method = method
-        num_workers = num_workers or setting.world_size
         self.cluster = VirtualCluster(
             num_workers,
             seed=setting.cluster.seed,
@@ -645,7 +624,8 @@ class Cores:
             yield Sleep(duration_s)
             return
         begun_s = self._cluster.now_s
-        yield until_done(self.begin(rank, work_s))
+        work = self.begin(rank, work_s)
+        yield SleepUntil(over=lambda: work.over)
         left_s = begun_s + duration_s - self._cluster.now_s
         if left_s > 0:
             yield Sleep(left_s)
@@ -676,8 +656,3 @@ class Cores:
             self._cluster.at(self._cluster.now_s, self._assign)
 
         self._cluster.at(self._cluster.now_s + duration_s, stop)
-
-
-def until_done(work: Work) -> SleepUntil:
-    """Wait until `work` is done."""
-    return SleepUntil(over=lambda: work.over)

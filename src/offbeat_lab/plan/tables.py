@@ -20,14 +20,6 @@ WORDS = (
 
 _LONG = ((172_800.0, "d"), (7200.0, "h"), (120.0, "min"))
 
-SENT_WORDS = "MB sent: by a worker in a step."
-
-TARGET_WORDS = "Target: time to it, measured steps x predicted step."
-
-DEATH_WORDS = "Goodput: samples a second, with what deaths of workers cost."
-
-ASKED_WORDS = "Time and cost: to {amount}, with what deaths cost."
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanTable:
@@ -61,15 +53,17 @@ def plan_tables(plan: Plan) -> Iterator[PlanTable]:
 
 def column_words(plan: Plan) -> str:
     """What the columns of its tables mean."""
-    words = [WORDS] if plan.request.price is not None else [WORDS, SENT_WORDS]
+    words = [WORDS]
+    if plan.request.price is None:
+        words.append("MB sent: by a worker in a step.")
     if plan.request.to_target is not None:
-        words.append(TARGET_WORDS)
+        words.append("Target: time to it, measured steps x predicted step, with what deaths cost.")
     if _has_deaths(plan):
-        words.append(DEATH_WORDS)
+        words.append("Goodput: samples a second, with what deaths of workers cost.")
     if (samples := plan.request.samples) is not None:
         tokens = plan.request.profile.tokens_per_sample
         amount = f"{samples * tokens:.3g} tokens" if tokens else f"{samples:.3g} samples"
-        words.append(ASKED_WORDS.format(amount=amount))
+        words.append(f"Time and cost: to {amount}, with what deaths cost.")
     return " ".join(words)
 
 

@@ -51,6 +51,22 @@ _PAUSE: Final = 5.0
 and says nothing of how much steps differ.
 """
 
+_TIMED: Final = (
+    "batches",
+    "optimizer_s",
+    "select_s_per_element",
+    "selectors",
+    "codecs",
+    "copy_s_per_byte",
+    "bucket_s_per_byte",
+    "publish_s_per_byte",
+    "mean_s_per_byte",
+    "low_rank_s_per_element",
+    "hook_s_per_element",
+    "moments",
+)
+"""Fields of a profile that come from what is timed here."""
+
 _WARM_UP_SELECTIONS: Final = 2
 _MOST_ELEMENTS: Final = 1 << 25
 
@@ -266,23 +282,7 @@ def profile_of(
         hook_s_per_element_and_rank=hook_further_s,
         spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
         moments=_kept_elements(optimizers, parameters) / num_elements,
-        sources=tuple(
-            Source(field=field, source=source)
-            for field in (
-                "batches",
-                "optimizer_s",
-                "select_s_per_element",
-                "selectors",
-                "codecs",
-                "copy_s_per_byte",
-                "bucket_s_per_byte",
-                "publish_s_per_byte",
-                "mean_s_per_byte",
-                "low_rank_s_per_element",
-                "hook_s_per_element",
-                "moments",
-            )
-        ),
+        sources=Source.of(**dict.fromkeys(_TIMED, source)),
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from markupsafe import Markup
 
 from offbeat.errors import RecordError
 from offbeat.run.config import RunConfig, ScriptCommand
-from offbeat.run.records import Evaluation, Summary
+from offbeat.run.records import Evaluation, Summary, write_whole
 from offbeat_lab.analysis import winner
 from offbeat_lab.breakdown import Steps, read_steps
 from offbeat_lab.comparison import ComparedStrategy, is_comparison, read_comparison
@@ -65,14 +64,8 @@ def write_report(directory: Path) -> Path:
         RecordError: there is nothing to report on, a newer version wrote it, or the page cannot be
             written. An earlier page is then left as it was.
     """
-    page = render(read_report(directory))
     path = directory / NAME
-    try:
-        _replace(path, page)
-    except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}; make room, or report on a copy elsewhere"
-        ) from None
+    write_whole(path, render(read_report(directory)), "make room, or report on a copy elsewhere")
     return path
 
 
@@ -154,17 +147,6 @@ def _embed(values: Mapping[str, object]) -> Markup:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write all of `text` to `path`, or leave what is there."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read_run(record: Record, *, name: str) -> RunResults:
@@ -415,25 +397,20 @@ def _command(record: Record) -> str:
     config = record.config
     if config.script is not None:
         return _command_of_script(config, config.script)
-    words = [
-        "offbeat",
-        "train",
-        "--task",
-        config.task,
-        "--strategy",
-        config.strategy,
-        "--workers",
-        str(config.workers),
-    ]
-    words += (
-        ["--steps", str(config.steps)]
-        if config.steps is not None
-        else ["--epochs", str(config.epochs)]
-    )
-    words += ["--seed", str(config.seed)]
-    words += ["--eval-every", str(config.eval_every)] if config.eval_every is not None else []
-    words += ["--cluster", "cluster.toml"] if config.cluster is not None else []
-    words += ["--emulation", config.emulation] if config.emulation != "auto" else []
+    options = {
+        "--task": config.task,
+        "--strategy": config.strategy,
+        "--workers": config.workers,
+        "--steps": config.steps,
+        "--epochs": config.epochs,
+        "--seed": config.seed,
+        "--eval-every": config.eval_every,
+        "--cluster": None if config.cluster is None else "cluster.toml",
+        "--emulation": None if config.emulation == "auto" else config.emulation,
+    }
+    words = ["offbeat", "train"]
+    for name, value in options.items():
+        words += [name, str(value)] if value is not None else []
     for name, value in config.task_options.items():
         words += ["--set", f"{name}={_typed(value)}"] if value is not None else []
     for name, value in config.strategy_options.items():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.run.records import Evaluation, StepEvent
+from offbeat.run.records import ELSEWHERE, Evaluation, StepEvent, naming_failed_file
 from offbeat.session.checkpoint import Json
 from offbeat.transport.driver import Arrival
 from offbeat_lab.comparison import is_comparison, read_comparison
@@ -52,7 +52,8 @@ def write_trace(run: Path, out: Path) -> int:
             cannot be written. There is no half-written file then.
     """
     runs = _open_runs(run)
-    _refuse_existing(out)
+    if out.exists():
+        raise ConfigError(f"{out} exists; choose another --out")
     num_events = 0
     with _whole_file(out) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -90,11 +91,6 @@ def _open_runs(path: Path) -> list[tuple[str, TraceTimeline]]:
             " what kept it"
         )
     return begun
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise ConfigError(f"{out} exists; choose another --out")
 
 
 class TraceTimeline:
@@ -318,18 +314,17 @@ def _whole_file(out: Path) -> Iterator[IO[str]]:
     """A text file that gets its name once all of it has been written; removed if that fails."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        if not out.parent.exists():
-            out.parent.mkdir(parents=True)
-        # the fastest level: a trace is so repetitive that the others gain little
-        with (
-            gzip.open(temporary, "wt", 1, "utf-8")
-            if out.suffix == ".gz"
-            else temporary.open("w", encoding="utf-8")
-        ) as file:
-            yield file
-        os.replace(temporary, out)
-    except OSError as error:
-        raise RecordError(f"cannot write {out}: {error.strerror}; choose another --out") from None
+        with naming_failed_file(out, ELSEWHERE):
+            if not out.parent.exists():
+                out.parent.mkdir(parents=True)
+            # the fastest level: a trace is so repetitive that the others gain little
+            with (
+                gzip.open(temporary, "wt", 1, "utf-8")
+                if out.suffix == ".gz"
+                else temporary.open("w", encoding="utf-8")
+            ) as file:
+                yield file
+            os.replace(temporary, out)
     finally:
         with suppress(OSError):
             temporary.unlink()

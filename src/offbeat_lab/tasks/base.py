@@ -52,12 +52,6 @@ class TaskOptions(BaseModel):
     )
 
 
-class SizedOptions(TaskOptions):
-    """Options of tasks whose model comes in several sizes."""
-
-    size: Size = Field("tiny", description="model size: about 0.1, 1, 5 or 25 million parameters")
-
-
 class Task(ABC):
     """One model and one data set. Constructing it checks the options and touches no data yet.
 

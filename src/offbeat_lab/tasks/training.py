@@ -10,12 +10,13 @@ from pydantic import Field, model_validator
 from torch import nn
 from typing_extensions import override
 
-from offbeat_lab.tasks.base import SizedOptions, Task
+from offbeat_lab.tasks.base import Size, Task, TaskOptions
 
 
-class TrainingOptions(SizedOptions):
-    """What users set in a training loop of their own."""
+class TrainingOptions(TaskOptions):
+    """What users set in a training loop of their own, and the size of the model."""
 
+    size: Size = Field("tiny", description="model size: about 0.1, 1, 5 or 25 million parameters")
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="optimizer")
     momentum: float = Field(
         0.9,

@@ -1,7 +1,7 @@
-"""The background averager: averages travel and are merged while the trainer computes.
+"""Averages that travel and are merged while the trainer computes.
 
-`BackgroundAverager` puts together what a rank needs for that. Callbacks of strategies extend
-`BackgroundCallback`; `BackgroundWeightAverage` is that of WAGMA-SGD and AD-PSGD.
+`BackgroundCallback` puts together what a rank needs for that; `BackgroundWeightAverage` is that of
+WAGMA-SGD and AD-PSGD.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def delta_merge(
     return partial(DeltaMerge, statistics=statistics, has_anchor=has_anchor)
 
 
-class BackgroundAverager:
+class BackgroundCallback(Callback):
     """What takes part in averages on behalf of a rank while its trainer computes. Making it starts
     the threads for that, and is collective.
 
@@ -62,20 +62,15 @@ class BackgroundAverager:
         num_flags: how many counters `model` adds to the model's own, >= 0.
         rounding: how values travel; None: as they are.
         changes: how differences from global synchronizations do in the averages between them.
-        yields: as of `ProgressThread`.
-
-    Attributes:
-        weights, staging, model: as given.
-        progress: runs the protocol.
-        rank: this rank, for errors and remarks.
-        inform: tells the user what was counted.
-        num_steps_before: steps of the run before its ranks have begun to average.
-        record_wait: is told from when to when the trainer waited, in seconds of the monotonic
-            clock.
+        overlap: whether the trainer computes while an average travels: then it comes first where
+            there are too few processors for both.
 
     Raises:
         PeerError: a newcomer received no model.
     """
+
+    averages_models = True
+    averages_alone = True
 
     def __init__(
         self,
@@ -89,17 +84,15 @@ class BackgroundAverager:
         num_flags: int = 0,
         rounding: Rounding | None = None,
         changes: CodedChanges | None = None,
-        yields: bool = False,
+        overlap: bool = False,
     ) -> None:
         # Compiling takes longer than peers wait for an answer, so it comes before the first.
         rounding_kernels.warm()
         if changes is not None:
             changes.encode(np.ones(1, staging.dtype), None, begin=staging.num_elements)
-        self.weights, self.staging, self.model = weights, staging, model
-        self.rank = context.driver.name_of(context.driver.rank)
-        self.record_wait = context.record_wait
-        self.inform = context.notices.inform
-        self.num_steps_before = context.num_steps
+        self._weights, self._staging, self._model = weights, staging, model
+        self._rank, self._overlap = context.driver.name_of(context.driver.rank), overlap
+        self._record_wait, self._inform = context.record_wait, context.notices.inform
         buffers = weights.buffers()
         num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
 
@@ -117,53 +110,42 @@ class BackgroundAverager:
                 group_of=lambda version: group_of(version, position, num_members),
             )
 
-        self.progress = ProgressThread(
+        self._progress = ProgressThread(
             model,
             serve=serve,
             settings=settings,
             count=context.count,
             notify=context.notices.notify,
             name_of=context.driver.name_of,
-            yields=yields,
+            yields=overlap,
         )
         self._generations: Generations | None = None  # None in a world of one
         try:
-            self._generations = context.enter(self.progress)
-            self.progress.wait_for_model()
+            self._generations = context.enter(self._progress)
+            self._progress.wait_for_model()
         except BaseException:
-            self.close()
+            self._end()
             raise
+        self.start_step = model.step
+        self._num_steps = self.start_step or context.num_steps
+        self._encode_s = 0.0
+        if model.has_begun:  # this rank is a newcomer and has the model of a member
+            self._load()
 
-    def confirm_membership(self) -> None:
+    def _confirm_membership(self) -> None:
         """Raise what this rank does not know yet if it was suspended: that its peers have gone on
         or ended without it, and that it cannot join them again.
         """
         if self._generations is not None:
             self._generations.confirm()
-        self.model.raise_failure()
+        self._model.raise_failure()
 
-    def close(self, *, over: bool = False) -> None:
+    def _end(self, *, over: bool = False) -> None:
         """End the threads of this rank. `over`: the run has ended for all members."""
         # The membership first: otherwise it could begin a generation whose mesh is never closed.
         if self._generations is not None:
             self._generations.close(over=over)
-        self.progress.close()
-
-
-class BackgroundCallback(Callback):
-    """The callback of a rank that has a background averager."""
-
-    averages_models = True
-    averages_alone = True
-
-    def __init__(self, averager: BackgroundAverager) -> None:
-        self._averager = averager
-        self._model = averager.model
-        self.start_step = self._model.step
-        self._num_steps = self.start_step or averager.num_steps_before
-        self._encode_s = 0.0
-        if self._model.has_begun:  # this rank is a newcomer and has the model of a member
-            self._load()
+        self._progress.close()
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
@@ -178,15 +160,15 @@ class BackgroundCallback(Callback):
     @override
     def on_finish(self) -> None:
         self._publish()
-        self._averager.confirm_membership()
-        self._averager.progress.stop_stepping()
+        self._confirm_membership()
+        self._progress.stop_stepping()
         # Averages on this rank's behalf have arrived since its last step, and peers have their
         # parts of them.
         self._load()
         counts = self._model.counts
         if counts.contributions:
-            self._averager.inform(
-                f"worker {self._averager.rank} had {counts.made} averages and missed"
+            self._inform(
+                f"worker {self._rank} had {counts.made} averages and missed"
                 f" {counts.missed}; {counts.stale / counts.contributions:.0%} of what they"
                 " were made of came from workers that were computing"
             )
@@ -195,7 +177,7 @@ class BackgroundCallback(Callback):
     def on_rest(self) -> None:
         if self._model.has_begun:
             self._model.rest()
-            self._averager.progress.end_step()
+            self._progress.end_step()
 
     @override
     def on_resume(self) -> None:
@@ -203,16 +185,16 @@ class BackgroundCallback(Callback):
 
     @override
     def on_abandon(self, reason: str) -> None:
-        self._averager.progress.abort(reason)
-        self._averager.close()
+        self._progress.abort(reason)
+        self._end()
 
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         self._publish()
         # Peers have sent the buffers that were chosen when the average began, after `attach`.
-        weights = replace(weights, chosen=self._averager.weights.chosen)
-        with self._averager.staging.written(weights.tensors()) as into:
-            counters, missing = self._averager.progress.mean(into)
+        weights = replace(weights, chosen=self._weights.chosen)
+        with self._staging.written(weights.tensors()) as into:
+            counters, missing = self._progress.mean(into)
         weights.write_counters(counters)
         return missing
 
@@ -240,28 +222,26 @@ class BackgroundCallback(Callback):
     @override
     def close(self) -> None:
         try:
-            self._averager.confirm_membership()
+            self._confirm_membership()
         finally:
-            self._averager.close(over=self._averager.progress.leave())
+            self._end(over=self._progress.leave())
 
     def _publish(self) -> None:
         """Publish the model, unless it is published."""
         if not self._model.has_begun:
-            self._model.begin(
-                self._read(), self._averager.weights.read_counters(), step=self._num_steps
-            )
+            self._model.begin(self._read(), self._weights.read_counters(), step=self._num_steps)
 
     def _advance(self) -> None:
         """Publish the model as it is at the end of a step."""
         begin_s = time.perf_counter()
         self._num_steps += 1
-        staging, tensors = self._averager.staging, self._averager.weights.tensors()
+        staging, tensors = self._staging, self._weights.tensors()
         if not staging.shares_memory:  # a device is faster at that than the host
-            require_finite(tensors, rank=self._averager.rank)
+            require_finite(tensors, rank=self._rank)
         parts = staging.parts(tensors)
-        counters = self._averager.weights.read_counters()
+        counters = self._weights.read_counters()
         if not self._model.advance(parts, counters, is_given=not staging.shares_memory):
-            raise non_finite_weights(self._averager.rank)
+            raise non_finite_weights(self._rank)
         self._encode_s += time.perf_counter() - begin_s
 
     def _arrive(self, must_wait: Callable[[int], bool], *, for_average: bool = True) -> int | None:
@@ -276,14 +256,14 @@ class BackgroundCallback(Callback):
         """
         begin_s = time.monotonic()
         # Peers that wait for the end of this step are told before this rank waits for anybody.
-        self._averager.progress.end_step()
+        self._progress.end_step()
         self._wait_for_late()
         version = self._model.arrive(must_wait)
         if version is not None:
-            self._averager.progress.arrive(version)
+            self._progress.arrive(version)
             if must_wait(version):
                 self._model.wait(for_average=for_average)
-        self._averager.record_wait(begin_s, time.monotonic())
+        self._record_wait(begin_s, time.monotonic())
         return version
 
     def _wait_for_late(self) -> None:
@@ -291,8 +271,8 @@ class BackgroundCallback(Callback):
         ends none for long may itself be waiting for this rank, outside of its steps.
         """
         if late := self._model.wait_for_late(HOLD_S):
-            names = self._averager.progress.names(late)
-            self._averager.inform(
+            names = self._progress.names(late)
+            self._inform(
                 f"this worker has waited {HOLD_S:g} s for worker {names}, which is further behind"
                 " than two periods, and goes on. A worker that does something else than a step"
                 " should do it within session.resting(), or after session.finish()"
@@ -301,38 +281,31 @@ class BackgroundCallback(Callback):
     def _load(self) -> None:
         """Continue with what averages have made of the model."""
         begin_s = time.perf_counter()
-        averager, tensors = self._averager, self._averager.weights.tensors()
+        tensors = self._weights.tensors()
         values, counters, is_held = self._model.take()
         if not is_held:
-            averager.staging.write_(values, tensors)
+            self._staging.write_(values, tensors)
             # The tensors do not hold exactly `values` where their type is shorter. The next step
             # must count from what they hold.
-            if not averager.staging.exact:
+            if not self._staging.exact:
                 self._model.rebase(self._read())
-        averager.weights.write_counters(counters)
+        self._weights.write_counters(counters)
         self._encode_s += time.perf_counter() - begin_s
 
     def _read(self) -> Values:
-        values = self._averager.staging.read(self._averager.weights.tensors())
-        require_finite([torch.from_numpy(values)], rank=self._averager.rank)
+        values = self._staging.read(self._weights.tensors())
+        require_finite([torch.from_numpy(values)], rank=self._rank)
         return values
 
 
 class BackgroundWeightAverage(BackgroundCallback):
     """After every optimizer step, publishes this rank's weights and takes the averaged ones.
 
-    Args:
-        averager: averages on behalf of this rank.
-        overlap: whether the trainer continues as soon as enough ranks have arrived (at once where
-            one suffices) and takes the average at the end of a later step; else it waits for the
-            average.
+    With `overlap` the trainer continues as soon as enough ranks have arrived (at once where one
+    suffices) and takes the average at the end of a later step; else it waits for the average.
     """
 
     state_key: ClassVar[str] = "group_average"
-
-    def __init__(self, averager: BackgroundAverager, *, overlap: bool) -> None:
-        super().__init__(averager)
-        self._overlap = overlap
 
     @override
     def on_before_step(self) -> None:
@@ -344,8 +317,8 @@ class BackgroundWeightAverage(BackgroundCallback):
         if self._model.is_due:
             self._arrive(self._must_wait, for_average=not self._overlap)
         else:
-            self._averager.progress.end_step()
+            self._progress.end_step()
         self._load()
 
     def _must_wait(self, version: int) -> bool:
-        return not self._overlap or self._averager.progress.must_wait(version)
+        return not self._overlap or self._progress.must_wait(version)

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Literal, TypeAlias
 
 from offbeat.arithmetic.groups import VersionGroup
@@ -119,7 +119,7 @@ class RoundManager(ProtocolMember):
         """The trainer of this rank has arrived at `version`."""
         self._arrived = max(self._arrived, version)
         if self._late_at is not None:
-            self._announce(self._late_at, self.live_peers)
+            self._tell(MessageKind.ARRIVED, self.live_peers, version=self._late_at)
             self._late_at = None
         if version in self._closed:
             return
@@ -153,17 +153,10 @@ class RoundManager(ProtocolMember):
         if arrived and managed.group.min_arrivals > 1 and not managed.is_small:
             # The announcement goes ahead of the chunks, which may take long: a trainer that waits
             # for arrivals only can then continue.
-            self._announce(version, frozenset(group) - {self._rank})
+            self._tell(MessageKind.ARRIVED, frozenset(group) - {self._rank}, version=version)
         # Where all wait for all, suspected peers get the values too: they are waited for.
         absent = self.counts.dead if managed.waits_for_all else self._absent()
         self._outgoing += managed.round.contribute(mine, absent, arrived=arrived)
-
-    def _announce(self, version: int, peers: Set[int]) -> None:
-        """Tell `peers` that this rank has arrived at `version` or a later one."""
-        announcement = ModelMessage(
-            kind=MessageKind.ARRIVED, generation=self._settings.generation, version=version
-        ).to_bytes()
-        self._outgoing += [(peer, announcement) for peer in sorted(peers)]
 
     def _call_contributions(self, managed: ManagedRound, now_s: float) -> None:
         """Enough members have arrived, so all must contribute. From now on the round waits for the
@@ -277,11 +270,8 @@ class RoundManager(ProtocolMember):
 
     # Deadlines
 
-    def time_left_s(self, now_s: float) -> float | None:
-        earliest_s = min(
-            (managed.deadline_s for managed in self._rounds.values()), default=math.inf
-        )
-        return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
+    def _deadlines_s(self) -> Iterable[float]:
+        return (managed.deadline_s for managed in self._rounds.values())
 
     def on_deadline(self, now_s: float) -> None:
         late = min(self._rounds.values(), key=lambda managed: managed.deadline_s)

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from offbeat.averaging.background.deadlines import deadline_s
@@ -203,11 +204,8 @@ class PairMember(ProtocolMember):
     def _forget_rank(self, rank: int) -> None:
         """Nothing to do here: `_advance` closes the requests to absent partners."""
 
-    def time_left_s(self, now_s: float) -> float | None:
-        earliest_s = min(
-            (request.deadline_s for request in self._requests.values()), default=math.inf
-        )
-        return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
+    def _deadlines_s(self) -> Iterable[float]:
+        return (request.deadline_s for request in self._requests.values())
 
     def on_deadline(self, now_s: float) -> None:
         late = min(self._requests.values(), key=lambda request: request.deadline_s)

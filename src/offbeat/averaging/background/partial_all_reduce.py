@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.background.averager import BackgroundAverager, BackgroundCallback
+from offbeat.averaging.background import group_average
+from offbeat.averaging.background.averager import BackgroundCallback, GroupOf
 from offbeat.averaging.background.gradient_ledger import GradientLedger, UsedParameters
+from offbeat.callbacks.context import Context
 from offbeat.codec.model_wire import Values
 from offbeat.errors import CheckpointError, UnsupportedError
+from offbeat.weights.model_weights import ModelWeights, Staging
 
 
 class PartialAllReduce(BackgroundCallback):
@@ -23,9 +26,9 @@ class PartialAllReduce(BackgroundCallback):
     that have come.
 
     Args:
-        averager: averages on behalf of this rank.
-        gradients: the model that it averages, with its gradients.
-        parameters: the model's parameters by name.
+        context, weights, group_of: as of `BackgroundCallback`.
+        staging: of the weights.
+        gradients: the model that is averaged, with its gradients.
         averages_models: whether a version averages models instead of gradients.
     """
 
@@ -33,15 +36,25 @@ class PartialAllReduce(BackgroundCallback):
 
     def __init__(
         self,
-        averager: BackgroundAverager,
+        context: Context,
+        weights: ModelWeights,
         gradients: GradientLedger,
         *,
-        parameters: Mapping[str, torch.nn.Parameter],
+        staging: Staging,
+        group_of: GroupOf,
         averages_models: Callable[[int], bool],
     ) -> None:
-        super().__init__(averager)
+        super().__init__(
+            context,
+            weights,
+            gradients,
+            staging=staging,
+            serve=group_average.serve,
+            group_of=group_of,
+            num_flags=len(context.parameters),
+        )
         self._gradients = gradients
-        self._parameters = list(parameters.values())
+        self._parameters = list(context.parameters.values())
         self._averages_models = averages_models
 
     @override
@@ -96,14 +109,14 @@ class PartialAllReduce(BackgroundCallback):
         gradients = [None if p.grad is None else _dense(p.grad) for p in self._parameters]
         if not any(gradient is not None for gradient in gradients):
             return
-        likes = self._averager.weights.tensors()
+        likes = self._weights.tensors()
         used = np.array([gradient is not None for gradient in gradients])
         gradients += [None] * (len(likes) - len(gradients))  # buffers have no gradient
         own = [
             torch.zeros_like(like) if gradient is None else gradient
             for gradient, like in zip(gradients, likes, strict=True)
         ]
-        self._gradients.owe(self._averager.staging.read(own), used)
+        self._gradients.owe(self._staging.read(own), used)
 
     def _write_gradients(self, update: Values | None, used: UsedParameters) -> None:
         """Write `update` into `param.grad`, or None where no rank used the parameter or it is
@@ -114,26 +127,26 @@ class PartialAllReduce(BackgroundCallback):
             for p in self._parameters
         ]
         if update is not None:
-            buffers = self._averager.weights.tensors()[len(gradients) :]
-            self._averager.staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])
+            buffers = self._weights.tensors()[len(gradients) :]
+            self._staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])
         for parameter, gradient, is_used in zip(self._parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used and parameter.requires_grad else None
 
     def _by_name(self, values: Values | None) -> dict[str, torch.Tensor]:
-        weights = self._averager.weights
+        weights = self._weights
         tensors = [torch.zeros_like(tensor) for tensor in weights.tensors()]
         if values is not None:
-            self._averager.staging.write_(values, tensors)
+            self._staging.write_(values, tensors)
         return dict(zip(weights.names[: len(self._parameters)], tensors, strict=False))
 
     def _vector(self, by_name: Mapping[str, torch.Tensor]) -> Values:
-        weights = self._averager.weights
+        weights = self._weights
         likes = weights.tensors()
         own = [
             by_name[name].to(like)
             for name, like in zip(weights.names[: len(by_name)], likes, strict=False)
         ]
-        return self._averager.staging.read([*own, *map(torch.zeros_like, likes[len(own) :])])
+        return self._staging.read([*own, *map(torch.zeros_like, likes[len(own) :])])
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

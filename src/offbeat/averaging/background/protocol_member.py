@@ -11,8 +11,9 @@ The trainer of a rank speaks to its own member by posting the messages of `arriv
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 
 from offbeat.averaging.background.interface import (
@@ -147,16 +148,15 @@ class ProtocolMember(ABC):
             )
         self.counts.suspected.discard(sender)  # any message shows that the sender is there
         match message.kind:
-            case MessageKind.STOP_STEPPING:
-                self._mark_stopped(sender)
-                self._tell(MessageKind.STOPPED, self.live_peers)
-            case MessageKind.FINISH:
-                self._mark_finished(sender)
-                self._tell(MessageKind.FINISHED, self.live_peers)
-            case MessageKind.STOPPED:
-                self._mark_stopped(sender)
-            case MessageKind.FINISHED:
-                self._mark_finished(sender)
+            case MessageKind.STOP_STEPPING | MessageKind.STOPPED:
+                self.counts.stopped.add(sender)
+                if sender == self._rank:
+                    self._tell(MessageKind.STOPPED, self.live_peers)
+            case MessageKind.FINISH | MessageKind.FINISHED:
+                self._finished.add(sender)
+                self.counts.stopped.add(sender)
+                if sender == self._rank:
+                    self._tell(MessageKind.FINISHED, self.live_peers)
             case MessageKind.FETCH_MODEL:
                 self._request_model(message.version, now_s)
             case MessageKind.MODEL_REQUEST:
@@ -176,9 +176,14 @@ class ProtocolMember(ABC):
         self._forget_rank(rank)
         self._advance(now_s)
 
-    @abstractmethod
     def time_left_s(self, now_s: float) -> float | None:
         """The time until the earliest deadline; None where no peer is awaited with a deadline."""
+        earliest_s = min(self._deadlines_s(), default=math.inf)
+        return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
+
+    @abstractmethod
+    def _deadlines_s(self) -> Iterable[float]:
+        """All deadlines; infinity is none."""
 
     @abstractmethod
     def on_deadline(self, now_s: float) -> None:
@@ -220,16 +225,10 @@ class ProtocolMember(ABC):
         )
         return mine
 
-    def _tell(self, kind: MessageKind, peers: Set[int]) -> None:
-        message = ModelMessage(kind=kind, generation=self._settings.generation).to_bytes()
+    def _tell(self, kind: MessageKind, peers: Set[int], *, version: int = -1) -> None:
+        generation = self._settings.generation
+        message = ModelMessage(kind=kind, generation=generation, version=version).to_bytes()
         self._outgoing += [(peer, message) for peer in sorted(peers)]
-
-    def _mark_stopped(self, rank: int) -> None:
-        self.counts.stopped.add(rank)
-
-    def _mark_finished(self, rank: int) -> None:
-        self._finished.add(rank)
-        self._mark_stopped(rank)
 
     def _request_model(self, peer: int, now_s: float) -> None:
         assert peer != self._rank, "a rank has its own model without a request"

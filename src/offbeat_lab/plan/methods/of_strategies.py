@@ -26,7 +26,7 @@ from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat.transport.operations import Collective
 from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps
-from offbeat_lab.plan.simulation import FEW_WORKERS, Method, Setting, Simulated
+from offbeat_lab.plan.simulation import FEW_WORKERS, Setting, Simulated
 
 
 class SoloSteps(Strategy):
@@ -179,7 +179,7 @@ class BackgroundSteps(StrategySteps):
         )
 
 
-def method_of(name: str, recipe: Any) -> Method:
+def method_of(name: str, recipe: Any) -> StrategySteps:
     """What a strategy does in a step.
 
     Args:
@@ -191,7 +191,7 @@ def method_of(name: str, recipe: Any) -> Method:
     """
     match name:
         case "alone":
-            method: Method = _by_itself(SoloSteps())
+            method: StrategySteps = _by_itself(SoloSteps())
         case "ddp":
             method = _by_itself(AllReduce())
         case "ddp-fp16" | "ddp-bf16":
@@ -227,7 +227,7 @@ _EXTRA_BYTES: Final = {
 """Of those that have vectors and messages in memory which a simulation does not make."""
 
 
-def _by_itself(strategy: Any, *, by_tensor: bool = False) -> Method:
+def _by_itself(strategy: Any, *, by_tensor: bool = False) -> StrategySteps:
     """Of a strategy that takes its steps itself.
 
     Args:

@@ -47,7 +47,6 @@ from offbeat_lab.plan.profile import FLOAT_BYTES, Layer, ModelProfile
 from offbeat_lab.plan.simulation import (
     FEW_WORKERS,
     ClosedForm,
-    Method,
     Run,
     Setting,
     Simulated,
@@ -67,19 +66,23 @@ LEAST_TENSORS: Final = 16
 _MOST_TENSORS = 1024
 
 
-class StrategySteps(Method):
-    """What the callbacks of `strategy` do.
+class StrategySteps:
+    """What the callbacks of `strategy` do in a step.
 
     Args:
         strategy: that all ranks train with.
-        extra_bytes: as of `Method`.
+        extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
+            callbacks were seen to hold, if that is more.
         by_tensor: whether tensors must not be fused, because their shapes count.
 
     Attributes:
+        steps_in_a_period: steps after which its exchanges repeat.
+        kind_of: as `Strategy.step_kinds` says.
+        least_steps: as many are simulated at least, where none are asked for.
         most_tensors: of all simulated workers together.
     """
 
-    weightless = True
+    least_steps = 1
     most_tensors = _MOST_TENSORS
 
     def __init__(self, strategy: Any, *, extra_bytes: float, by_tensor: bool = False) -> None:
@@ -94,18 +97,25 @@ class StrategySteps(Method):
         self.steps_in_a_period, self.kind_of = period, strategy.step_kinds()
         self.extra_bytes = extra_bytes
 
-    @override
     def period_of(self, world_size: int) -> int:
+        """Steps of a rank of so many, after which exchanges repeat."""
         if self._strategy.shares_samples:
             return max(1, round(int(self._strategy.mega_batch) / world_size))
         return self.steps_in_a_period
 
-    @override
     def simulate(self, setting: Setting) -> Simulated:
+        """A step on `setting`."""
         key = self._strategy, setting.key
         if key not in setting.simulated:
             setting.simulated[key] = self._simulate(setting)
         return setting.simulated[key]
+
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        """How long a step is waited for peers, if messages took no time, where a rank encodes for
+        `encode_s`.
+        """
+        quick_s = self.simulate(setting.without_network()).step_s
+        return max(0.0, quick_s - setting.ideal_s - encode_s)
 
     def _simulate(self, setting: Setting) -> Simulated:
         if self._strategy.shares_samples and setting.world_size > FEW_WORKERS:
