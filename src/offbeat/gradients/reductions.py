@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.device_copies import on_device
-from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.residual import ErrorFeedback, add_owed
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
@@ -536,12 +536,13 @@ class SparseReduction(Reduction):
         # A mean that overflows is not applied: a GradScaler skips the step and lowers its scale.
         shown[~np.isfinite(shown)] = 0
         lost = kept.values[mine] - shown / factor
-        self.feedback.owe(
+        add_owed(
+            self.feedback.residual,
             Sparse(
                 indices=kept.indices[mine],
                 values=lost.astype(kept.values.dtype),
                 num_elements=self._bucket.num_elements,
-            )
+            ),
         )
 
     def _scale_(self, flat: torch.Tensor, factor: float) -> None:
