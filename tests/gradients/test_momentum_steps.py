@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.topk_codec import SELECTORS
@@ -17,6 +18,7 @@ from offbeat.gradients import optimizer_momentum
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum, mix_by_kernel, mix_by_torch
+from offbeat.transport.single_rank import SingleRank
 
 N = 100
 nesterov_or_not = pytest.mark.parametrize("nesterov", [False, True])
@@ -45,7 +47,14 @@ class Momentum:
         )
         named = {str(number): each for number, each in enumerate(self.parameters)}
         (self.bucket,) = make_buckets(named, cap_bytes=None)
-        self.transform = OptimizerMomentum(self.optimizer, world_size=1, inform=lambda text: None)
+        context = Context(
+            parameters=named,
+            driver=SingleRank(),
+            new_stream=stream_counter(),
+            notices=Notices(0),
+            optimizer=self.optimizer,
+        )
+        self.transform = OptimizerMomentum(context)
         self.transform.init(self.bucket, None)
         self.few = few
         self.transform.follow(cast(DensitySchedule, self))

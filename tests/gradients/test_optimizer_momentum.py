@@ -251,6 +251,37 @@ def test_a_step_that_raises_hides_nothing() -> None:
         assert options_of(optimizer) == before
 
 
+def test_a_step_that_is_interrupted_takes_no_momentum_from_the_next_one() -> None:
+    net = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.2
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def step() -> float:
+        before = net.weight.item()
+        optimizer.zero_grad()
+        net(torch.ones(1, 1).double()).sum().backward()
+        optimizer.step()
+        return before - net.weight.item()
+
+    def interrupted_step() -> None:
+        handle = optimizer.register_step_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        handle.remove()
+
+    with offbeat.attach(net, optimizer, offbeat.TopK(density=1.0)):
+        interrupted_step()
+        assert step() == pytest.approx(0.1 * 1.9)
+        interrupted_step()
+        optimizer.load_state_dict(saved)
+        step()
+        assert optimizer.param_groups[0]["lr"] == 0.2
+
+
 def test_parameters_may_come_later() -> None:
     nets = [Net(), Net()]
     optimizers = [

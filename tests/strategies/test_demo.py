@@ -87,3 +87,22 @@ def test_coefficients_keep_lengths_and_come_back() -> None:
     torch.testing.assert_close(flat.norm(), before.norm())
     transform_(flat, blocks, inverse=True)
     torch.testing.assert_close(flat, before)
+
+
+def test_buckets_have_the_size_that_is_asked_for_and_change_nothing() -> None:
+    weights, num_buckets = [], []
+    for bucket_mib in (None, 1e-6):
+        net = torch.nn.Linear(8, 4)
+        torch.nn.init.ones_(net.weight)
+        torch.nn.init.zeros_(net.bias)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with offbeat.attach(net, optimizer, offbeat.DeMo(), bucket_mib=bucket_mib) as session:
+            for step in range(3):
+                (net(torch.ones(1, 8)) * gradient_of(0, step).flatten()[:4]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            local = session.state_dict()["callbacks"]["gradients"]["local"]
+        num_buckets.append(sum(name.startswith("weight/") for name in local))
+        weights.append(net.weight.detach().clone())
+    assert num_buckets == [1, 2]
+    assert torch.equal(*weights)

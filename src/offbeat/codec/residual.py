@@ -40,6 +40,8 @@ class ErrorFeedback:
         decay: what is owed is multiplied by it when a step is committed, in (0, 1].
 
     Attributes:
+        residual: what is owed, shape (n,). Live: writes change the state; another buffer after each
+            commit.
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
     """
 
@@ -59,18 +61,11 @@ class ErrorFeedback:
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
-        self._residual, self._accumulator = (
+        self.residual, self._accumulator = (
             torch.zeros(num_elements if wanted else 0, dtype=state_dtype, device=device)
             for wanted in (True, self._is_half)
         )
         self._gradient: torch.Tensor | None = None  # the caller's buffer, while a step is staged
-
-    @property
-    def residual(self) -> torch.Tensor:
-        """What is owed, shape (n,). Live: writes change the state; another buffer after each
-        commit.
-        """
-        return self._residual
 
     def stage(
         self,
@@ -93,7 +88,7 @@ class ErrorFeedback:
         accumulated = self._begin(flat, gradient)
         selection = self._selector.select(
             accumulated,
-            self._residual,
+            self.residual,
             k=min(k, accumulated.numel()),
             weight=weight,
             state=self.selector_state,
@@ -113,7 +108,7 @@ class ErrorFeedback:
             gradient: see `stage`.
         """
         accumulated = self._begin(flat, gradient)
-        torch.add(self._residual, accumulated, alpha=weight, out=accumulated)
+        torch.add(self.residual, accumulated, alpha=weight, out=accumulated)
         if self._is_half:
             flat.copy_(accumulated)
             accumulated.sub_(flat)
@@ -128,21 +123,15 @@ class ErrorFeedback:
         """
         # What is left in the gradient's buffer is the new residual, and the old residual's buffer
         # becomes the gradient's: no copy of either is made.
-        gradient, free = self._staged(), self._residual
-        self._residual = self._accumulator if self._is_half else gradient
+        gradient, free = self._staged(), self.residual
+        self.residual = self._accumulator if self._is_half else gradient
         self._finish()
         if self._is_half:
             self._accumulator, free = free, gradient
-        add_owed(self._residual, owed)
+        add_owed(self.residual, owed)
         if self._decay != 1:
-            self._residual.mul_(self._decay)
+            self.residual.mul_(self._decay)
         return free.zero_()
-
-    def owe(self, owed: Sparse) -> None:
-        """Add `owed` to the residual, after `commit`: what was lost on the way from the sum to the
-        gradient.
-        """
-        add_owed(self._residual, owed)
 
     def commit_all(self) -> None:
         """All of acc was sent: nothing is owed but what rounding to half precision lost.
@@ -151,9 +140,9 @@ class ErrorFeedback:
         """
         self._staged()
         if self._is_half:
-            self._residual, self._accumulator = self._accumulator, self._residual
+            self.residual, self._accumulator = self._accumulator, self.residual
         else:
-            self._residual.zero_()
+            self.residual.zero_()
         self._finish()
 
     def discard(self) -> None:

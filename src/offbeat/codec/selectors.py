@@ -6,8 +6,7 @@ on an accelerator):
 
     guess a threshold                                   (from a sample, or the last step's)
     one pass: add, write back, test for finiteness, collect the candidates that reach the threshold
-    finish among the candidates, or, if there are too few or too many, find the k-th magnitude digit
-    by digit
+    finish among the candidates, or, if there are too few or too many, among all elements
 
 The guess steers only which way is taken. Exact selection does not depend on it: k largest
 magnitudes, among equal ones those at lower indices; zeros are never selected, so there may be fewer
@@ -18,8 +17,8 @@ exactly. Its threshold follows the count, in the spirit of Ok-Topk (Li and Hoefl
 proportion instead of by a fixed factor.
 
 Cost: 12 bytes of memory traffic a float32 element, as an in-place addition. In the rare fallback,
-another pass (float32: four, in the worst case) that only reads. Temporary memory: 12 bytes a
-candidate, of which there are about 1.5 k at density 0.001.
+a partition of a copy of all magnitudes. Temporary memory: 12 bytes a candidate, of which there are
+about 1.5 k at density 0.001.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ BLOCK = 32
 """Elements that are tested for candidates together; candidates are rare, so most blocks are passed
 over vectorised.
 """
-
-DIGIT_BITS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +170,7 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
         from offbeat.codec import cuda  # late, since it stands on this file
 
         return cuda.exact(flat, residual, k=k, weight=weight)
-    picked = _k_largest(flat, residual, k=k, weight=weight)
+    picked = _k_largest(flat.numpy(), residual.numpy(), weight, k)
     return _not_finite(flat.numpy()) if picked is None else Selection(sparse=picked, finite=True)
 
 
@@ -203,7 +200,7 @@ def reuse(
     values = flat.numpy()
     last = values.dtype.type(threshold)
     if not 0 < last < np.inf:
-        picked = _k_largest(flat, residual, k=k, weight=weight)
+        picked = _k_largest(values, residual.numpy(), weight, k)
         return _not_finite(values) if picked is None else _with_threshold(picked)
     guess = Guess(last, min(values.size, 4 * k))
     indices, found = _room(guess.capacity, values.dtype)
@@ -221,18 +218,18 @@ def reuse(
         )
     if k <= count <= guess.capacity:
         largest = _largest(indices[:count], found[:count], values.size, k)
-    else:
-        largest = _k_largest_of_sum(values, k)
-    return _with_threshold(_taken_out(values, largest))
+        return _with_threshold(_taken_out(values, largest))
+    of_sum = _k_largest(values, values, 0.0, k)  # which is there already
+    assert of_sum is not None, "it is finite"
+    return _with_threshold(of_sum)
 
 
 def _k_largest(
-    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float
+    values: NDArray[np.floating], owed: NDArray[np.floating], weight: float, k: int
 ) -> Sparse | None:
-    """The `k` largest, taken out of `flat`; None where something is not finite. Arguments as of
-    `exact`.
+    """The `k` largest of owed + weight * values, taken out of `values`; None where something is not
+    finite.
     """
-    values, owed = flat.numpy(), residual.numpy()
     scale = values.dtype.type(weight)
     guess = _guess(values, owed, scale, k)
     indices, found = _room(guess.capacity, values.dtype)
@@ -241,19 +238,7 @@ def _k_largest(
         return None
     if _suffices(guess, count, k):
         return _taken_out(values, _largest(indices[:count], found[:count], values.size, k))
-    return _taken_out(values, by_digits(values, k))
-
-
-def _k_largest_of_sum(values: NDArray[np.floating], k: int) -> Sparse:
-    """The `k` largest of what has been added up already."""
-    guess = _guess(values, values, values.dtype.type(0), k)
-    indices, found = _room(guess.capacity, values.dtype)
-    count = _collect(values, guess.threshold, indices, found)
-    return (
-        _largest(indices[:count], found[:count], values.size, k)
-        if _suffices(guess, count, k)
-        else by_digits(values, k)
-    )
+    return _taken_out(values, largest_of_all(values, k))
 
 
 def _taken_out(values: NDArray[np.floating], picked: Sparse) -> Sparse:
@@ -339,22 +324,15 @@ def _largest(
     return keep_largest(Sparse(indices=indices, values=values, num_elements=num_elements), k)[0]
 
 
-def by_digits(values: NDArray[np.floating], k: int) -> Sparse:
-    """The `k` largest, whatever the distribution: the k-th magnitude is found 16 bits at a time."""
+def largest_of_all(values: NDArray[np.floating], k: int) -> Sparse:
+    """The `k` largest, whatever the distribution."""
     bits, mask = bits_of(values), magnitude_mask(values.dtype)
-    counts = np.empty(1 << DIGIT_BITS, dtype=np.int64)
-    kth, left = 0, k
-    for shift in reversed(range(0, 8 * values.itemsize, DIGIT_BITS)):
-        above = (-1 << (shift + DIGIT_BITS)) % (1 << 64)
-        _digit_counts(bits, mask, np.uint64(kth), np.uint64(above), np.uint64(shift), counts)
-        at_least = np.cumsum(counts[::-1])
-        place = int(np.searchsorted(at_least, left))
-        left -= int(at_least[place] - counts[-1 - place])
-        kth |= counts.size - 1 - place << shift
+    magnitudes = bits & mask
+    magnitudes.partition(values.size - k)
+    # At least 1: zeros are not selected.
+    kth = max(magnitudes[values.size - k], mask.dtype.type(1))
     marks = np.empty(values.size, dtype=np.bool_)
-    _take_largest(
-        bits, mask, mask.dtype.type(max(kth, 1)), k, marks
-    )  # at least 1: zeros are not selected
+    _take_largest(bits, mask, kth, k, marks)
     indices = np.flatnonzero(marks)
     return Sparse(indices=indices, values=values[indices], num_elements=values.size)
 
@@ -384,35 +362,6 @@ def _append(
 
 
 @kernel
-def _collect(
-    flat: NDArray[np.floating],
-    threshold: np.floating,
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-) -> int:
-    """List what reaches `threshold`, or is NaN.
-
-    Args:
-        flat: shape (n,).
-        threshold: of the same dtype, > 0.
-        indices: takes indices; `BLOCK` places more than are wanted.
-        values: takes values; as large.
-
-    Returns:
-        How many there are. Beyond indices.size - BLOCK they are only counted.
-    """
-    count = 0
-    for begin in range(0, flat.size, BLOCK):
-        end = min(begin + BLOCK, flat.size)
-        hit = False
-        for i in range(begin, end):
-            hit |= not abs(flat[i]) < threshold
-        if hit:
-            count = _append(flat, begin, end, threshold, indices, values, count)
-    return count
-
-
-@kernel
 def accumulate_and_collect(
     flat: NDArray[np.floating],
     residual: NDArray[np.floating],
@@ -421,18 +370,19 @@ def accumulate_and_collect(
     indices: NDArray[np.int64],
     values: NDArray[np.floating],
 ) -> tuple[int, bool]:
-    """flat = residual + weight * flat, and `_collect` it.
+    """flat = residual + weight * flat, and list what reaches `threshold`, or is NaN.
 
     Args:
         flat: shape (n,), overwritten.
-        residual: shape (n,), of another memory.
+        residual: shape (n,); may be `flat` itself.
         weight: of the same dtype.
-        threshold: as of `_collect`, and finite: so whatever is not finite reaches it.
-        indices: as of `_collect`.
-        values: as of `_collect`.
+        threshold: of the same dtype, > 0, and finite: so whatever is not finite reaches it.
+        indices: takes indices; `BLOCK` places more than are wanted.
+        values: takes values; as large.
 
     Returns:
-        The count, as of `_collect`, and whether all of `flat` is finite.
+        How many there are, which beyond indices.size - BLOCK are only counted; and whether all of
+        `flat` is finite.
     """
     count = 0
     finite = True
@@ -469,26 +419,6 @@ def sample_magnitudes(
     for i in range(out.size):
         j = i * stride + (i * 40503 & 0xFFFF) % stride
         out[i] = abs(residual[j] + weight * flat[j])
-
-
-@kernel
-def _digit_counts(
-    bits: NDArray[np.unsignedinteger],
-    mask: np.unsignedinteger,
-    prefix: np.uint64,
-    above: np.uint64,
-    shift: np.uint64,
-    counts: NDArray[np.int64],
-) -> None:
-    """Count the digits at `shift` of the magnitudes that agree with `prefix` in the bits `above`.
-
-    `counts` has 2**DIGIT_BITS places.
-    """
-    counts[:] = 0
-    for i in range(bits.size):
-        key = np.uint64(bits[i] & mask)
-        if key & above == prefix:
-            counts[np.int64(key >> shift) & 0xFFFF] += 1
 
 
 @kernel

@@ -165,20 +165,12 @@ class WeightlessWire:
     def keep_largest(
         self, entries: WeightlessSparse, k: int
     ) -> tuple[WeightlessSparse, WeightlessSparse]:
-        kept = min(float(k), entries.num_pairs)
-        return (
-            WeightlessSparse(kept, entries.num_places),
-            WeightlessSparse(entries.num_pairs - kept, entries.num_places),
-        )
+        return _parted(entries, min(float(k), entries.num_pairs))
 
     def split_common(
         self, entries: WeightlessSparse, other: WeightlessSparse
     ) -> tuple[WeightlessSparse, WeightlessSparse]:
-        common = entries.num_pairs * other.num_pairs / entries.num_places
-        return (
-            WeightlessSparse(common, entries.num_places),
-            WeightlessSparse(entries.num_pairs - common, entries.num_places),
-        )
+        return _parted(entries, entries.num_pairs * other.num_pairs / entries.num_places)
 
     def partition(self, entries: WeightlessSparse, num_owners: int) -> list[WeightlessSparse]:
         part = WeightlessSparse(entries.num_pairs / num_owners, entries.num_places / num_owners)
@@ -207,6 +199,12 @@ class WeightlessWire:
 
     def split(self, message: Message, count: int) -> Sequence[Message]:
         return cast("tuple[Message, ...]", _content(message))
+
+
+def _parted(entries: WeightlessSparse, num: float) -> tuple[WeightlessSparse, WeightlessSparse]:
+    """So many of them, and the others."""
+    others = WeightlessSparse(entries.num_pairs - num, entries.num_places)
+    return WeightlessSparse(num, entries.num_places), others
 
 
 def _content(message: object) -> object:

@@ -45,6 +45,7 @@ class Bucket:
         parameters: the parameters.
         offsets: where each one's place begins, and the end of the last.
         num_elements: elements of all of them.
+        flat: the buffer, shape (num_elements,). May be replaced by another one of the same kind.
     """
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], indices: list[int]) -> None:
@@ -57,27 +58,18 @@ class Bucket:
         self._dense = [is_dense(parameter) for parameter in self.parameters]
         self._views: dict[int, list[torch.Tensor]] = {}
         first = self.parameters[0]
-        self._flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The buffer, shape (num_elements,). May be replaced by another one of the same kind."""
-        return self._flat
-
-    @flat.setter
-    def flat(self, flat: torch.Tensor) -> None:
-        self._flat = flat
+        self.flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
 
     @property
     def views(self) -> list[torch.Tensor]:
         """The place of each parameter in the buffer, in the parameter's shape and, where it is
         dense, memory order.
         """
-        place = self._flat.data_ptr()
+        place = self.flat.data_ptr()
         if place not in self._views:
             if len(self._views) == _NUM_BUFFERS:
                 self._views.clear()
-            self._views[place] = self.views_of(self._flat)
+            self._views[place] = self.views_of(self.flat)
         return self._views[place]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -98,7 +90,7 @@ class Bucket:
     @property
     def state_dtype(self) -> torch.dtype:
         """In which state is kept that gathers gradients: float32, also for half precision."""
-        return torch.float64 if self._flat.dtype == torch.float64 else torch.float32
+        return torch.float64 if self.flat.dtype == torch.float64 else torch.float32
 
     def holds(self, position: int, gradient: torch.Tensor) -> bool:
         """Whether `gradient` already is this bucket's view."""
@@ -106,7 +98,7 @@ class Bucket:
             return False
         return (
             gradient.data_ptr() == self.views[position].data_ptr()
-            and gradient.device == self._flat.device
+            and gradient.device == self.flat.device
         )
 
     def copy_in(self, gradients: Mapping[int, torch.Tensor]) -> None:

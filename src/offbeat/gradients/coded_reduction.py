@@ -89,9 +89,9 @@ class CodedReduction(ResidualReduction):
         self._residual, self._mine = owed, self._residual
         for position in np.flatnonzero(~self.tally.used).tolist():
             self._take_back(position, kept)
-        flat = self._show(kept)
-        if self._decay != 1:
+        if self._decay != 1:  # before what waits comes back
             self._residual.mul_(self._decay)
+        flat = self._show(kept)
         self.encode_s += time.perf_counter() - begin_s
         return flat
 

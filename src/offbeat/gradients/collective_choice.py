@@ -189,13 +189,8 @@ class CheapestCollective(Callback):
         if (
             saved["world_size"] == self._world_size
         ):  # otherwise the old figures say nothing about the new ranks
-            network = saved["network"]
-            self.network = NetworkCosts(
-                messages=LinkCost(**network["messages"]),
-                dense=LinkCost(**network["dense"]),
-                select_s_per_element=network["select_s_per_element"],
-                entry_s=network["entry_s"],
-            )
+            links = {name: LinkCost(**saved["network"][name]) for name in ("messages", "dense")}
+            self.network = NetworkCosts(**{**saved["network"], **links})
 
 
 def measured_costs(

@@ -37,7 +37,7 @@ for half precision, which takes a further one while a step lasts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -47,6 +47,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.callback import CallbackState
+from offbeat.callbacks.context import Context
 from offbeat.codec.jit import kernel
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
@@ -91,25 +92,18 @@ class OptimizerMomentum(GradientTransform):
     Nothing is taken before `take` is called.
 
     Args:
-        optimizer: a `torch.optim.SGD` with momentum, which it does not dampen.
-        world_size: number of ranks, whose gradients are averaged.
-        inform: is told what was taken.
+        context: lent by the session; its optimizer is a `torch.optim.SGD` with momentum, which it
+            does not dampen.
     """
 
     what: ClassVar[str] = "momentum"
     is_taken = True
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        world_size: int,
-        inform: Callable[[str], None],
-    ) -> None:
-        super().__init__(optimizer)
-        self._world_size = world_size
-        self._optimizer = optimizer
-        self._inform = inform
+    def __init__(self, context: Context) -> None:
+        assert context.optimizer is not None
+        super().__init__(context.optimizer)
+        self._world_size = context.driver.world_size
+        self._optimizer, self._inform = context.optimizer, context.notices.inform
         self._states: dict[int, _State] = {}
         self._at_once = False  # in this step all of a gradient's momentum is applied
         self._handles: list[Any] = []
@@ -145,6 +139,7 @@ class OptimizerMomentum(GradientTransform):
                 " momentum_correction=None leaves it there"
             )
             self._take_buffers()
+        self._show_options()  # a step that raised was not followed by `on_after_step`
         groups = self._optimizer.param_groups
         self._options = [(float(group["momentum"]), bool(group["nesterov"])) for group in groups]
 
@@ -227,7 +222,6 @@ class OptimizerMomentum(GradientTransform):
     @override
     def on_before_update(self) -> None:
         """Hide from the optimizer what has been applied."""
-        self._show_options()  # a step that raised was not followed by `on_after_step`
         groups = self._optimizer.param_groups
         self._shown = [{name: group[name] for name in _HIDDEN} for group in groups]
         for group, has_decayed in zip(groups, self._decays, strict=False):
@@ -294,6 +288,7 @@ class OptimizerMomentum(GradientTransform):
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """What was loaded is what the user has set."""
+        self._shown = []
         self.take()
         self._take_buffers()
 
@@ -415,12 +410,13 @@ def mix_by_torch(
         flat.mul_(a).add_(velocity, alpha=b)
 
 
-def momentum_to_take(
-    optimizer: torch.optim.SGD, *, world_size: int, inform: Callable[[str], None]
-) -> OptimizerMomentum | None:
-    """The momentum of `optimizer`; None if it has none, or one that has to stay there, which
-    `inform` is told.
+def momentum_to_take(context: Context) -> OptimizerMomentum | None:
+    """The momentum of the context's optimizer; None if that is no SGD, or has none, or one that has
+    to stay there, which is said.
     """
+    optimizer, inform = context.optimizer, context.notices.inform
+    if type(optimizer) is not torch.optim.SGD:
+        return None
     largest = max(float(group["momentum"]) for group in optimizer.param_groups)
     if largest == 0:
         return None
@@ -436,4 +432,4 @@ def momentum_to_take(
             " optimizer, where it sees the mean of what was sent"
         )
         return None
-    return OptimizerMomentum(optimizer, world_size=world_size, inform=inform)
+    return OptimizerMomentum(context)

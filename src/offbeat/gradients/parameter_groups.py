@@ -27,9 +27,8 @@ points (twelve seeds).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -40,18 +39,15 @@ from offbeat.gradients.buckets import Bucket
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRange:
+class GroupRange(NamedTuple):
     """Neighbouring elements whose parameters are in one group.
 
     Attributes:
-        begin: the first one's place in the bucket.
-        end: the place after the last one.
+        place: of the elements in the bucket.
         group: the number of the group; None: the optimizer has none of the parameters.
     """
 
-    begin: int
-    end: int
+    place: slice
     group: int | None
 
 
@@ -96,12 +92,12 @@ class GroupRanges:
             yield slice(0, self._bucket.num_elements), default
             return
         here, begin = default, 0
-        for each in self.ranges:
-            option = default if each.group is None else options[each.group]
+        for place, group in self.ranges:
+            option = default if group is None else options[group]
             if option != here:
-                if each.begin > begin:
-                    yield slice(begin, each.begin), here
-                here, begin = option, each.begin
+                if place.start > begin:
+                    yield slice(begin, place.start), here
+                here, begin = option, place.start
         yield slice(begin, self._bucket.num_elements), here
 
     def add_decay_(
@@ -138,8 +134,8 @@ class GroupRanges:
         begin = 0
         for group, end in zip(self._groups, self._bucket.offsets[1:], strict=True):
             if self._ranges and self._ranges[-1].group == group:
-                begin = self._ranges.pop().begin
-            self._ranges.append(GroupRange(begin, end, group))
+                begin = self._ranges.pop().place.start
+            self._ranges.append(GroupRange(slice(begin, end), group))
             begin = end
 
 
@@ -200,19 +196,17 @@ class OwedRate:
             return []
         if not self._leads_to_plain_steps():
             return []
-        places = self._places.ranges
+        ranges = self._places.ranges
         resting = [
-            slice(each.begin, each.end)
-            for each in places
-            if rests and each.group is not None and not now[each.group]
+            place for place, group in ranges if rests and group is not None and not now[group]
         ]
         for place in resting:
             gradient[place] = 0
-        here = [1.0 if each.group is None else factors[each.group] for each in places]
+        here = [1.0 if each.group is None else factors[each.group] for each in ranges]
         if min(here) == max(here):
             residual.mul_(here[0])
         else:  # there may be thousands of ranges, and each operation on one of them costs more
-            sizes = torch.tensor([each.end - each.begin for each in places])
+            sizes = torch.tensor([place.stop - place.start for place, _ in ranges])
             vector = torch.tensor(here, dtype=residual.dtype).repeat_interleave(sizes)
             residual.mul_(vector.to(residual.device))
         return resting

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.device_copies import on_device
-from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.residual import ErrorFeedback, add_owed
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
@@ -104,13 +104,17 @@ class Reduction:
     gives_whole: ClassVar[bool] = True
     ages: EntryAges | None = None
     encode_s: float = 0.0
+    _tail: torch.Tensor
+    """Of those that sum tensors: what the tally of all ranks is written to."""
     _owed_weight: float = 0.0
     """This rank's when something was owed last; 0: it had none yet."""
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self._bucket, self._driver, self._stream = bucket, driver, stream
         self.tally = Tally.of_nobody(len(bucket.indices))
-        self._aside: list[tuple[slice, torch.Tensor]] = []  # from `launch` on
+        # What one exchange leaves for the methods that end it, from `launch` on:
+        self._aside: list[tuple[slice, torch.Tensor]] = []
+        self._sums: Sequence[Pending[torch.Tensor]] = ()
 
     @property
     def residual(self) -> torch.Tensor | None:
@@ -133,11 +137,13 @@ class Reduction:
             grad_scale: the AMP scale in force.
         """
 
-    @abstractmethod
     def wait(self) -> Tally | torch.Tensor:
         """Wait for the peers. Returns the tally of all ranks, or the numbers that it has been
         written to, where the host has not waited for the device. See `wait_for`.
         """
+        for pending in self._sums:
+            pending.wait()
+        return self._tail
 
     @abstractmethod
     def commit(self) -> torch.Tensor:
@@ -348,7 +354,6 @@ class DenseReduction(Reduction):
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         super().__init__(bucket, driver, stream)
-        self._sums: list[Pending[torch.Tensor]] = []
         size = NUM_COUNTERS + len(bucket.indices)
         self._message = bucket.flat
         if bucket.flat.dtype in _EXACT:
@@ -366,11 +371,6 @@ class DenseReduction(Reduction):
         self._sums = launch_sums(
             self._driver, self._stream, self._message, *(() if rides else (self._tail,))
         )
-
-    def wait(self) -> torch.Tensor:
-        for pending in self._sums:
-            pending.wait()
-        return self._tail
 
     def commit(self) -> torch.Tensor:
         if self.tally.weight not in (0, self._driver.world_size):
@@ -441,7 +441,6 @@ class SparseReduction(Reduction):
         self._plan = plan
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
-        self._sums: list[Pending[torch.Tensor]] = []
         self._joined: torch.Tensor | None = None
         self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
@@ -495,13 +494,12 @@ class SparseReduction(Reduction):
     def wait(self) -> Tally | torch.Tensor:
         if self._pending is not None:
             return self._pending.wait().tally
-        for pending in self._sums:
-            pending.wait()
+        tail = super().wait()
         if self._joined is not None:
             size = self._bucket.num_elements
             self._bucket.flat.copy_(self._joined[:size])
             self._tail.copy_(self._joined[size:])
-        return self._tail
+        return tail
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
@@ -536,12 +534,13 @@ class SparseReduction(Reduction):
         # A mean that overflows is not applied: a GradScaler skips the step and lowers its scale.
         shown[~np.isfinite(shown)] = 0
         lost = kept.values[mine] - shown / factor
-        self.feedback.owe(
+        add_owed(
+            self.feedback.residual,
             Sparse(
                 indices=kept.indices[mine],
                 values=lost.astype(kept.values.dtype),
                 num_elements=self._bucket.num_elements,
-            )
+            ),
         )
 
     def _scale_(self, flat: torch.Tensor, factor: float) -> None:

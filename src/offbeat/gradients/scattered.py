@@ -43,22 +43,16 @@ class ScatterReduction(Reduction):
         self._begin, self._end = part_of(bucket, driver)
         self._tail = bucket.flat.new_zeros(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         bucket.flat = self._message[: bucket.num_elements]
-        self._under_way: list[Pending[torch.Tensor]] = []
 
     def launch(
         self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
     ) -> None:
         self._begin_sum(gradient, tally, self._tail)
         scattering = dense_reduce_scatter(self._message)
-        self._under_way = [
+        self._sums = [
             self._driver.launch(scattering, self._stream.next()),
             *launch_sums(self._driver, self._stream, self._tail),
         ]
-
-    def wait(self) -> torch.Tensor:
-        for pending in self._under_way:
-            pending.wait()
-        return self._tail
 
     def commit(self) -> torch.Tensor:
         if self.tally.weight not in (0, self._driver.world_size):

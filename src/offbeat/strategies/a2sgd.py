@@ -54,11 +54,7 @@ class A2SGD(AveragingStrategy):
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._gradients.check(model, optimizer)
-
-    @property
-    def _gradients(self) -> _TwoMeans:
-        return _TwoMeans()
+        _TwoMeans().check(model, optimizer)
 
     @override
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
@@ -69,7 +65,7 @@ class A2SGD(AveragingStrategy):
             notify=context.notices.notify,
         )
         average = PeriodicAverage(exchange, GrowingPeriod(self.period))
-        return [*self._gradients.build(replace(context, replica_check_interval=0)), average]
+        return [*_TwoMeans().build(replace(context, replica_check_interval=0)), average]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
-from offbeat.gradients.buckets import Bucket, make_buckets, num_rows
+from offbeat.gradients.buckets import Bucket, num_rows
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
 from offbeat.strategies.gradient import GradientStrategy
@@ -61,6 +61,7 @@ class DeMo(GradientStrategy):
 
     name: ClassVar[str] = "demo"
     needs_optimizer: ClassVar[bool] = False
+    bucket_mib: ClassVar[float | None] = None
 
     density: float = 1 / 128
     decay: float = 0.999
@@ -76,10 +77,6 @@ class DeMo(GradientStrategy):
     def entries(self) -> TopKCodec:
         """How coefficients travel. Raises `ConfigError` for a codec that is none."""
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
-
-    @override
-    def buckets(self, context: Context) -> list[Bucket]:
-        return make_buckets(context.parameters, cap_bytes=None)
 
     @override
     def reduction(

@@ -80,11 +80,8 @@ class EntriesStrategy(GradientStrategy):
 
     @override
     def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
-        optimizer, taken = context.optimizer, None
-        if self.takes_over and type(optimizer) is torch.optim.SGD:
-            world_size, inform = context.driver.world_size, context.notices.inform
-            taken = momentum_to_take(optimizer, world_size=world_size, inform=inform)
-        return taken or GradientTransform(optimizer)
+        taken = momentum_to_take(context) if self.takes_over else None
+        return taken or GradientTransform(context.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
