@@ -66,7 +66,7 @@ def describe(
 
 def _hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    described = {}
+    described: dict[str, str] = {}
     for number, options in enumerate(options_of(optimizer)):
         parameters = optimizer.param_groups[number]["params"]
         options["params"] = str([names[id(parameter)] for parameter in parameters])

@@ -712,7 +712,8 @@ class Session:
         For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models
         afterwards, the model has what was averaged on its behalf after its last step, and no rank
         waits any more for this one to train. With `DeAR` parameters and the state of the optimizer
-        are whole on every rank. `close` does it too. With the others there is nothing to do.
+        are whole on every rank, until all of them take another step. `close` does it too. With the
+        others there is nothing to do.
         """
         self._check_open("finish")
         before, self._finished_at = self._finished_at, self._events.num_steps
