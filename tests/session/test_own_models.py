@@ -11,7 +11,10 @@ import torch
 import offbeat
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
+from offbeat.session.agreement import adopt_state_of_rank_0
 from offbeat.strategies.base import Strategy
+from offbeat.transport.driver import Stream
+from thread_support.world import ThreadDriver, results_of
 
 
 class Keeps(torch.nn.Module):
@@ -37,6 +40,28 @@ def test_a_model_that_keeps_activations_can_be_averaged() -> None:
     assert model.kept[0].requires_grad
     assert torch.equal(averaged(torch.ones(3, 2)), model(torch.ones(3, 2)))
     assert not any(p is q for p, q in zip(averaged.parameters(), model.parameters(), strict=True))
+
+
+def test_the_state_of_an_optimizer_is_that_of_rank_0_whichever_parameters_a_rank_has_used() -> None:
+    """Auto hands it out when it leaves a strategy whose ranks differ."""
+
+    def job(driver: ThreadDriver) -> dict[str, Any]:
+        layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1, bias=False) for name in "abc"})
+        optimizer = torch.optim.Adam(layers.parameters(), lr=0.1)
+        for name in ("ab", "bc")[driver.rank]:
+            for _ in range(driver.rank + 1):
+                layers[name](torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        parameters = dict(layers.named_parameters())
+        adopt_state_of_rank_0(driver, Stream(7), optimizer, parameters)
+        layers["c"](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {name: optimizer.state[p] for name, p in parameters.items() if name != "c.weight"}
+
+    first, second = results_of(2, job)
+    assert first["a.weight"]["step"] == first["b.weight"]["step"] == 1
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 class Asks(Callback):

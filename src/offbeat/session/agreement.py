@@ -66,7 +66,7 @@ def describe(
 
 def _hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    described = {}
+    described: dict[str, str] = {}
     for number, options in enumerate(options_of(optimizer)):
         parameters = optimizer.param_groups[number]["params"]
         options["params"] = str([names[id(parameter)] for parameter in parameters])
@@ -134,6 +134,37 @@ def adopt_rank_0(driver: Driver, stream: Stream, tensors: Iterable[torch.Tensor]
     with torch.no_grad():
         for tensor in tensors:
             driver.run(_broadcast(tensor), stream.next())
+
+
+def adopt_state_of_rank_0(
+    driver: Driver,
+    stream: Stream,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> None:
+    """Give the optimizer rank 0's state, also of parameters that only some ranks have used.
+    Collective.
+    """
+    mine = {
+        name: {
+            key: (list(value.shape), str(value.dtype).removeprefix("torch."), value.is_cpu)
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+        for name, parameter in parameters.items()
+    }
+    kept = []
+    for name, described in driver.run(gather_values(mine), stream.next())[0].items():
+        parameter = parameters[name]
+        if described.keys() != mine[name].keys():  # one of the two has not used it
+            optimizer.state[parameter] = {
+                key: torch.zeros(
+                    shape, dtype=getattr(torch, dtype), device="cpu" if on_cpu else parameter.device
+                )
+                for key, (shape, dtype, on_cpu) in described.items()
+            }
+        kept += [optimizer.state[parameter][key] for key in described]
+    adopt_rank_0(driver, stream, kept)
 
 
 def _broadcast(tensor: torch.Tensor) -> Collective[None]:

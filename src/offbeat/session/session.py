@@ -39,7 +39,7 @@ from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost, Generations, newest_run, of_run
 from offbeat.membership.island import Island
-from offbeat.session.agreement import adopt_rank_0, agree, describe
+from offbeat.session.agreement import adopt_rank_0, adopt_state_of_rank_0, agree, describe
 from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LockstepLoader, make_loader
@@ -643,10 +643,8 @@ class Session:
             self._take_mean()
         optimizer = self._context.optimizer
         if self._driver.world_size > 1 and optimizer is not None:
-            states = [optimizer.state.get(p, {}) for p in self._parameters.values()]
-            tensors = [value for state in states for _, value in sorted(state.items())]
-            kept = [value for value in tensors if isinstance(value, torch.Tensor)]
-            adopt_rank_0(self._traffic.counting.inner, self._control, kept)
+            driver = self._traffic.counting.inner
+            adopt_state_of_rank_0(driver, self._control, optimizer, self._parameters)
 
     def _act_by(self, strategy: Strategy, stays: Callback, *, num_steps: int = 0) -> None:
         """Let callbacks of `strategy` take the place of those at work, but for `stays`, after
@@ -714,7 +712,8 @@ class Session:
         For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models
         afterwards, the model has what was averaged on its behalf after its last step, and no rank
         waits any more for this one to train. With `DeAR` parameters and the state of the optimizer
-        are whole on every rank. `close` does it too. With the others there is nothing to do.
+        are whole on every rank, until all of them take another step. `close` does it too. With the
+        others there is nothing to do.
         """
         self._check_open("finish")
         before, self._finished_at = self._finished_at, self._events.num_steps
