@@ -193,3 +193,27 @@ def test_fragments_are_runs_of_about_equal_elements() -> None:
     assert [name for fragment in fragments for name in fragment] == list(named)
     assert [sum(p.numel() for p in each.values()) for each in fragments] == [20, 20, 20]
     assert len(fragments_of({"0": named["0"]}, 4)) == 1
+
+
+@pytest.mark.parametrize("fragments", [6, 12])
+def test_no_fragment_is_averaged_more_often_than_once_a_period(fragments: int) -> None:
+    """Where one parameter is larger than a fragment, and where there are more fragments than
+    parameters.
+    """
+
+    def job(driver: ThreadDriver) -> list[bool]:
+        model = make_model()
+        optimizer = sgd(model)
+        strategy = offbeat.LocalSGD(period=12, exchange=f"{fragments}x0")
+        apart = []
+        with session_on(driver, model, optimizer, strategy) as session:
+            for step in range(24):
+                step_of(model, optimizer, driver.rank, step)
+                apart.append(len({repr(m) for m in session.gather(model[0].weight.tolist())}) > 1)
+        return apart
+
+    (apart, *_) = results_of(RANKS, job)
+    assert [step for step, is_apart in enumerate(apart, start=1) if not is_apart] == [
+        12 // fragments,
+        12 + 12 // fragments,
+    ]

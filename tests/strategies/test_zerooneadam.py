@@ -27,7 +27,7 @@ class Often(offbeat.ZeroOneAdam):
 
 @dataclass(frozen=True, kw_only=True)
 class NearlyLossless(Often):
-    codec: ClassVar[str] = "linear8"
+    written_as: ClassVar[str] = "linear8"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ class CentralModel(WeightExchange):
         means = coded.mean()
         self.encode_s += coded.encode_s - spent_s
         for total, mean in zip(sums, means, strict=False):
-            torch.mul(mean, self._peers.driver.world_size, out=total)
+            torch.mul(real(mean), self._peers.driver.world_size, out=total)
         corrections = self._pack.views(self._corrections)
         for correction, owed in zip(corrections, coded.owed(), strict=False):
             correction.sub_(owed)
@@ -148,10 +148,11 @@ class CentralModel(WeightExchange):
             self._coded.load({**self._coded.state(), "local": state.get("local", {})})
         kept = {k: v for k, v in state["replicated"].items() if isinstance(v, torch.Tensor)}
         self._central = []
-        if not kept:
-            return
-        self.begin()
-        restore_(self.state()["replicated"], kept, "the central model")
+        if kept:
+            vectors = self._pack.vectors(self._weights.tensors())
+            views = zip(self._weights.names, self._pack.views(vectors), strict=True)
+            restore_({f"centre/{name}": view for name, view in views}, kept, "the central model")
+            self._central = vectors
 
     @override
     def close(self) -> None:

@@ -209,7 +209,6 @@ class MeanOfMembers(WeightExchange):
         self._record_wait = context.record_wait
         self.samples = self.steps = 0
         self.average: Average | None = None
-        self._stagings: dict[int, Staging] = {}  # by the number of tensors
         self._within, self._is_encoded = _Within(self._rank), False
         peers = Everyone(self._within, Stream(0))
         self._codec = coded_changes(context.parameters, codec, peers)
@@ -313,9 +312,7 @@ class MeanOfMembers(WeightExchange):
         if not tensors:
             return []
         begin_s, values = time.perf_counter(), None
-        if len(tensors) not in self._stagings:
-            self._stagings[len(tensors)] = Staging(tensors)
-        staging = self._stagings[len(tensors)]
+        staging = Staging(tensors)
         if weights[position]:
             values = staging.read(tensors)
         self.encode_s += time.perf_counter() - begin_s

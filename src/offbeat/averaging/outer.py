@@ -25,6 +25,7 @@ from typing_extensions import override
 from offbeat.averaging.periodic import TakeMean
 from offbeat.codec.device_copies import on_device, on_host
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
+from offbeat.weights.model_weights import restore_
 
 OuterFactory: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the parameters it is given, as
@@ -197,19 +198,16 @@ def _fill(
     saved: Mapping[str, Any],
 ) -> None:
     """Overwrite what `_fresh` made by what was saved."""
-    shapes = {key: value.shape for key, value in saved.items() if key.startswith("anchor/")}
-    expected = {f"anchor/{name}": anchor.shape for name, anchor in anchors.items()}
-    for key in [*expected, *shapes]:
-        if shapes.get(key) != expected.get(key):
-            raise _mismatch(key)
     # What an optimizer keeps is known only once it has taken a step. What this one does to the
     # anchors is overwritten below.
     for anchor in anchors.values():
         anchor.grad = torch.zeros_like(anchor)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    moved = {f"anchor/{name}": anchor.detach() for name, anchor in anchors.items()}
+    began = {key: value for key, value in saved.items() if key.startswith("anchor/")}
+    restore_(moved, began, "the outer optimizer's state")
     for name, anchor in anchors.items():
-        anchor.detach().copy_(saved[f"anchor/{name}"])
         kept = optimizer.state.get(anchor, {})
         keys = {
             key: f"{_prefix(optimizer)}{key}/{name}"
@@ -221,20 +219,13 @@ def _fill(
             continue
         for key, full_key in keys.items():
             value, live = saved.get(full_key), kept[key]
-            if isinstance(live, torch.Tensor):
-                if not isinstance(value, torch.Tensor) or value.shape != live.shape:
-                    raise _mismatch(full_key)
-                live.copy_(value)
-            elif full_key not in saved:
-                raise _mismatch(full_key)
-            else:
-                kept[key] = value
-
-
-def _mismatch(key: str) -> CheckpointError:
-    return CheckpointError(
-        f"the outer optimizer's state was saved with another model or strategy: see {key!r}"
-    )
+            shape = live.shape if isinstance(live, torch.Tensor) else None
+            if full_key not in saved or getattr(value, "shape", None) != shape:
+                raise CheckpointError(
+                    "the outer optimizer's state was saved with another model or strategy: see"
+                    f" {full_key!r}"
+                )
+            kept[key] = value if shape is None else live.copy_(value)
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ from offbeat.gradients.reductions import (
 from offbeat.membership.island import Island
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.transport.operations import Collective
-from offbeat.weights.model_weights import ModelWeights, average_, non_finite_weights
+from offbeat.weights.model_weights import ModelWeights, average_, non_finite_weights, real
 from offbeat.weights.optimizer_state import average_optimizer_state_
 
 T = TypeVar("T")
@@ -159,15 +159,20 @@ class EncodedChanges:
         peers: Everyone,
     ) -> None:
         self._rank, self._names = peers.driver.rank, tuple(parameters)
+        parts = {name: real(parameter) for name, parameter in parameters.items()}
         wide = {
             name: torch.nn.Parameter(
-                torch.empty_like(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32))
+                torch.empty_like(part, dtype=torch.promote_types(part.dtype, torch.float32))
             )
-            for name, p in parameters.items()
+            for name, part in parts.items()
         }
+        self._are_complex = [parameter.is_complex() for parameter in parameters.values()]
         self._buckets = make_buckets(wide, cap_bytes=None)
         for bucket in self._buckets:
-            bucket.parameters = [parameters[name] for name in bucket.names]  # which may be frozen
+            bucket.parameters = [  # which say whether they are frozen
+                wide[name] if parameters[name].is_complex() else parameters[name]
+                for name in bucket.names
+            ]
         self.reductions = [reduce_by(bucket, peers) for bucket in self._buckets]
         self._places = {
             index: (bucket, position)
@@ -181,7 +186,7 @@ class EncodedChanges:
         """
         for index, change in enumerate(changes):
             bucket, position = self._places[index]
-            bucket.copy_in({position: change})
+            bucket.copy_in({position: real(change)})
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             # Codes of few bits have no zero.
             used = np.array(
@@ -207,7 +212,11 @@ class EncodedChanges:
             raise non_finite_weights(self._rank)
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
             bucket.flat = reduction.commit()
-        return [bucket.views[position] for _, (bucket, position) in sorted(self._places.items())]
+        means = [bucket.views[position] for _, (bucket, position) in sorted(self._places.items())]
+        return [
+            torch.view_as_complex(mean.clone()) if is_complex else mean
+            for mean, is_complex in zip(means, self._are_complex, strict=True)
+        ]
 
     def discard(self) -> None:
         """Give up what `launch` let leave: it is as if it had not been called."""

@@ -150,6 +150,7 @@ class StreamingMean(WeightExchange):
             _Fragment(fragment, peers, codec, outer)
             for fragment in fragments_of(parameters, streaming.fragments)
         ]
+        self._num_turns = streaming.fragments
         self._under_way: int | None = None  # the place of a fragment
 
     @override
@@ -159,13 +160,16 @@ class StreamingMean(WeightExchange):
 
     @override
     def launch(self, number: int) -> None:
-        self._under_way = number % len(self._fragments)
-        self._fragments[self._under_way].launch()
+        place = number % self._num_turns
+        if place < len(self._fragments):
+            self._fragments[place].launch()
+            self._under_way = place
 
     @override
     def merge(self) -> None:
         place, driver, stream = self._under_way, self._peers.driver, self._peers.stream
-        assert place is not None, "nothing was launched"
+        if place is None:
+            return  # the model has fewer parameters than fragments were asked for
         if not place:
             tensors = self._weights.tensors()
             statistics = [tensors[each] for each in self._weights.positions_of_statistics()]
@@ -249,12 +253,17 @@ def _parameter_of(key: str) -> str:
 def fragments_of(
     parameters: Mapping[str, torch.nn.Parameter], count: int
 ) -> Sequence[Mapping[str, torch.nn.Parameter]]:
-    """The parameters in at most `count` runs of about equal elements, in the model's order."""
+    """The parameters in `count` runs of about equal elements, in the model's order; in fewer where
+    there are fewer parameters. A large one leaves no run empty.
+    """
     total = max(1, sum(parameter.numel() for parameter in parameters.values()))
-    fragments: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(count)]
+    fragments: list[dict[str, torch.nn.Parameter]] = []
     before = 0
     for name, parameter in parameters.items():
         middle = before + parameter.numel() / 2
-        fragments[min(count - 1, int(middle * count / total))][name] = parameter
+        place = min(count - 1, int(middle * count / total))
+        if place >= len(fragments):
+            fragments.append({})
+        fragments[min(place, len(fragments) - 1)][name] = parameter
         before += parameter.numel()
-    return [fragment for fragment in fragments if fragment]
+    return fragments

@@ -525,7 +525,9 @@ class MergeProtocol:
                 generation=generation,
                 proposals=tuple(proposals),
             )
-            if not needs_mean(outcome):
+            if outcome.kind not in ("merge", "step", "mean") or (
+                outcome.kind == "mean" and hold_the_same(proposals)
+            ):
                 return outcome
             if outcome.kind == "merge" and not own.proposal.is_new and self._momentum is not None:
                 # Without a batch this rank has not yet noted where the first mega-batch began.
@@ -783,13 +785,6 @@ class _OwnProposal:
     proposal: MergeProposal
     model: ModelSnapshot
     touched: Mapping[int, RowSet]
-
-
-def needs_mean(outcome: MergeOutcome) -> bool:
-    """Whether models must be averaged for what was agreed."""
-    if outcome.kind == "mean":
-        return not hold_the_same(outcome.proposals)
-    return outcome.kind in ("merge", "step")
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:

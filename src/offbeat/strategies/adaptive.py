@@ -143,11 +143,6 @@ class AdaptiveSGD(MegaBatchStrategy):
         if self.codec is not None:
             require_real(model)
 
-    @property
-    def weight_codec(self) -> WeightCodec | None:
-        """How changes of weights travel; None: weights travel whole."""
-        return chosen_codec(self.codec)
-
     def plan(self) -> MegaBatchPlan:
         return MegaBatchPlan(
             mega_batch=self.mega_batch,

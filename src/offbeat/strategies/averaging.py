@@ -34,6 +34,11 @@ class AveragingStrategy(Strategy):
     changes_gradients: ClassVar[bool] = False
     """Whether what is exchanged besides weights is gradients, before a step."""
 
+    @property
+    def weight_codec(self) -> WeightCodec | None:
+        """How changes of weights travel, by an option `codec`; None: weights travel whole."""
+        return chosen_codec(getattr(self, "codec", None))
+
     @abstractmethod
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         """What exchanges `weights`."""

@@ -32,7 +32,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy, chosen_codec
+from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
@@ -64,7 +64,7 @@ class Crossbow(AveragingStrategy):
             raise ConfigError(
                 f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
             )
-        codec = chosen_codec(self.codec)
+        codec = self.weight_codec
         if codec is not None and (codec.decay != 1 or codec.clip_to_median):
             raise ConfigError(
                 f"codec={self.codec!r} lets what is owed fade or clips what has travelled, and"
@@ -75,7 +75,7 @@ class Crossbow(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
-        peers, codec = Everyone(driver, context.new_stream()), chosen_codec(self.codec)
+        peers, codec = Everyone(driver, context.new_stream()), self.weight_codec
         changes = coded_changes(context.parameters, codec, peers)
         central = CentralModel(weights, peers, alpha=alpha, changes=changes)
         return [PeriodicAverage(central, GrowingPeriod(self.period))]

@@ -57,11 +57,6 @@ class DPSGD(AveragingStrategy):
         super().__post_init__()
         codec_of_differences(self.codec)
 
-    @property
-    def weight_codec(self) -> WeightCodec | None:
-        """How changes of weights travel; None: weights travel whole."""
-        return codec_of_differences(self.codec)
-
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver, codec = context.driver, self.weight_codec
         row = ring_weights(driver.rank, driver.world_size)

@@ -350,11 +350,6 @@ class LocalSGD(AveragingStrategy):
             return gradients if start == gradients.name else kind(exchange=gradients)
         return start
 
-    @property
-    def weight_codec(self) -> WeightCodec | None:
-        """How changes of weights travel; None: weights travel whole."""
-        return chosen_codec(self.codec)
-
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
             self.first_steps.check(model, optimizer)

@@ -71,11 +71,6 @@ class SGP(AveragingStrategy):
                 f" {world_size} ranks; each rank can send to {world_size - 1} others"
             )
 
-    @property
-    def weight_codec(self) -> WeightCodec | None:
-        """How changes of weights travel; None: weights travel whole."""
-        return codec_of_differences(self.codec)
-
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver
 

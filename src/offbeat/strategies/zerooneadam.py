@@ -39,12 +39,11 @@ from typing_extensions import override
 
 from offbeat.averaging.periodic import (
     AveragingSchedule,
-    EncodedChanges,
     Everyone,
     MeanOfAll,
     PeriodicAverage,
     TakeMean,
-    by_codec,
+    coded_changes,
 )
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
@@ -67,7 +66,7 @@ class ZeroOneAdam(AveragingStrategy):
     """
 
     name: ClassVar[str] = "zerooneadam"
-    codec: ClassVar[str] = "sign"
+    written_as: ClassVar[str] = "sign"
     """How sums of momenta travel: a name of `WEIGHT_CODECS`."""
     updates: ClassVar[int] = 16
     """Second moments are updated so many times before the distance of updates doubles."""
@@ -91,7 +90,7 @@ class ZeroOneAdam(AveragingStrategy):
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         peers, schedule = Everyone(context.driver, context.new_stream()), RarerSteps(self)
         steps = LocalAdam(context, schedule, peers)
-        changes = EncodedChanges(context.parameters, by_codec(WEIGHT_CODECS[self.codec]), peers)
+        changes = coded_changes(context.parameters, WEIGHT_CODECS[self.written_as], peers)
         exchange = MeanOfAll(weights, peers, changes=changes, rule=steps)
         return [steps, PeriodicAverage(exchange, schedule)]
 
