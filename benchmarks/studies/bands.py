@@ -32,9 +32,9 @@ from statistics import mean
 from typing import Final
 
 import _benchmarks  # noqa: F401
+from _band_fit import MeasuredCell, fit_band
 from _measure import Row, main
 from _results import Figure, ResultFile
-from band_fit import MeasuredCell, fit_band
 from offbeat_lab.cluster import Cluster, LinkSpec, RackSpec, from_flags
 from offbeat_lab.plan import bands
 from offbeat_lab.plan.bands import Band, Factor

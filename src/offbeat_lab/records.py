@@ -79,6 +79,11 @@ class LinkCheck:
     round_trip_s: float
     together: bool = True
 
+    @property
+    def measured_bit_per_s(self) -> float:
+        """The worse of the two directions, which the page shows."""
+        return min(self.sent_bit_per_s, self.received_bit_per_s)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulationReport:

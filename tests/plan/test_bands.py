@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from band_fit import COVERAGE, FASTER, MeasuredCell, fit_band, holds
+from _band_fit import COVERAGE, FASTER, MeasuredCell, fit_band, holds
 from offbeat_lab.plan.bands import Band, band_of
 
 

@@ -254,7 +254,7 @@ def test_an_averaged_state_is_sent_with_the_model(name: str, moments: int) -> No
         ("topk", 2),  # and what is owed
         ("ef21", 3),
         (f"{LOCAL}:outer=diloco", 2),  # anchor and momentum
-        (f"{LOCAL}:codec=sparseloco", 4),  # anchor and its gradient, buckets, what is owed
+        (f"{LOCAL}:codec=sparseloco", 3),  # anchor, buckets, what is owed
     ],
 )
 def test_memory_is_what_callbacks_hold(spec: str, copies: int) -> None:

@@ -314,7 +314,7 @@ class GradientExchange(Callback):
     ) -> None:
         self.counts, self._island = counts, context.island
         self._driver, self._words = context.driver, context.new_stream()
-        self._norm_over_ranks = norm_over_ranks or self._norm_of_first
+        self._norm_over_ranks = norm_over_ranks
         self._transform = transform or GradientTransform(None)
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
@@ -758,7 +758,8 @@ class GradientExchange(Callback):
             for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
         }
         parameters = [placed[index] for index in sorted(placed)]
-        return clip_gradients_(parameters, max_norm, agree_on=self._norm_over_ranks)
+        agree_on = self._norm_over_ranks or self._norm_of_first
+        return clip_gradients_(parameters, max_norm, agree_on=agree_on)
 
     def _norm_of_first(self, norm: float) -> float:
         said = torch.tensor([self._island.hypot(norm)], dtype=torch.float64)

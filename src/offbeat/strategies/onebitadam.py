@@ -205,7 +205,7 @@ class FrozenAdam(GradientTransform):
             return
         self._has_looked = True
         states = [*self._states()]
-        num_steps = max((float(state["step"]) for _, state in states), default=0.0)
+        num_steps = max((float(state.get("step", 0)) for _, state in states), default=0.0)
         if num_steps < self._freeze_step:
             return
         self._frozen_at = num_steps

@@ -3,7 +3,7 @@ others: a band on both sides, and how many cells like a new one there were.
 
 A step's band depends on how much there is to exchange: what is exchanged beside computing slows it
 down, and what nothing hides takes longer than links would need. In logarithms of measured over
-predicted, the edges are linear in both shares of a step. `benchmarks/studies/band_fit.py` fits
+predicted, the edges are linear in both shares of a step. `benchmarks/studies/_band_fit.py` fits
 them.
 """
 
