@@ -23,15 +23,27 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def listening_part() -> tuple[Callback, list[str]]:
-    """A part that overrides every event, and the events that it got."""
+class Listen(Strategy):
+    """A strategy of one callback."""
+
+    name = "listen"
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+
+    def build(self, context: Context) -> list[Callback]:
+        return [self._callback]
+
+
+def listening_strategy() -> tuple[Strategy, list[str]]:
+    """One whose callback overrides every event, and the events that it got."""
     heard: list[str] = []
 
     def note(name: str) -> Any:
         return lambda self, *args, **kwargs: heard.append(name)
 
     cls = type("Listening", (Callback,), {"state_key": "listening", **{n: note(n) for n in EVENTS}})
-    return cls(), heard
+    return Listen(cls()), heard
 
 
 def call(part: Callback, event: str) -> None:
@@ -57,17 +69,10 @@ def test_a_part_may_ignore_every_event(event: str) -> None:
 
 
 def test_a_session_gives_the_events_of_a_step_in_order() -> None:
-    part, heard = listening_part()
-
-    class Listen(Strategy):
-        name = "listen"
-
-        def build(self, context: Context) -> list[Callback]:
-            return [part]
-
+    listen, heard = listening_strategy()
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with offbeat.attach(net, optimizer, Listen()) as session:
+    with offbeat.attach(net, optimizer, listen) as session:
         session.weigh(2)
         net(torch.ones(2, 2)).sum().backward()
         optimizer.step()
@@ -86,7 +91,7 @@ def test_a_session_gives_the_events_of_a_step_in_order() -> None:
         "on_finish",
     ]
     heard.clear()
-    with offbeat.attach(net, optimizer, Listen()):
+    with offbeat.attach(net, optimizer, listen):
         optimizer.step(lambda: net(torch.ones(2, 2)).sum().backward())
     assert heard[0] == "on_closure"
     assert heard[-3:] == ["on_before_update", "on_after_step", "on_finish"]
@@ -94,16 +99,9 @@ def test_a_session_gives_the_events_of_a_step_in_order() -> None:
 
 
 def test_a_rank_rests_until_the_outermost_block_is_left() -> None:
-    part, heard = listening_part()
-
-    class Listen(Strategy):
-        name = "listen"
-
-        def build(self, context: Context) -> list[Callback]:
-            return [part]
-
+    listen, heard = listening_strategy()
     net = torch.nn.Linear(2, 1)
-    with offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), Listen()) as session:
+    with offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), listen) as session:
         with session.resting():
             with session.resting():
                 pass
@@ -121,14 +119,8 @@ def test_a_forward_pass_says_whether_it_is_for_training(trains: bool) -> None:
         def on_forward_begins(self, *, trains: bool) -> None:
             told.append(trains)
 
-    class Listen(Strategy):
-        name = "listen"
-
-        def build(self, context: Context) -> list[Callback]:
-            return [Forward()]
-
     net = torch.nn.Linear(2, 1)
-    with offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), Listen()):
+    with offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), Listen(Forward())):
         net.train(trains)
         net(torch.ones(2, 2))
         with torch.no_grad():
