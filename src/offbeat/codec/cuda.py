@@ -69,7 +69,7 @@ def reuse(
         k: likewise.
         weight: likewise.
         threshold: as of `selectors.reuse`.
-        within: likewise.
+        within: so many times k entries may reach it, at least and at most.
     """
     if not 0 < threshold < math.inf:
         return _with_threshold(exact(flat, residual, k=k, weight=weight))

@@ -161,10 +161,10 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
     """Pick exactly the `k` largest of residual + weight * flat.
 
     Args:
-        flat: as of `Selector.select`.
-        residual: likewise.
-        k: likewise.
-        weight: likewise.
+        flat: the gradient, which `Selector.select` describes; it is overwritten.
+        residual: what is owed, of the same shape.
+        k: how many entries are wanted.
+        weight: of `flat`.
     """
     if flat.device.type != "cpu":
         from offbeat.codec import cuda  # late, since it stands on this file
@@ -186,10 +186,10 @@ def reuse(
     """Pick what reaches `threshold`, if that is about `k` entries, else the `k` largest.
 
     Args:
-        flat: as of `Selector.select`.
-        residual: likewise.
-        k: likewise.
-        weight: likewise.
+        flat: the gradient, which `Selector.select` describes; it is overwritten.
+        residual: what is owed, of the same shape.
+        k: how many entries are wanted.
+        weight: of `flat`.
         threshold: a magnitude, as the last selection returned it; 0 when there was none.
         within: so many times k entries may reach it, at least and at most; the latter at most 4.
     """
