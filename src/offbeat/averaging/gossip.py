@@ -91,7 +91,7 @@ class _ChangeWire:
     def encode(self, vector: torch.Tensor, known: torch.Tensor) -> Message:
         """What brings `known` nearer to `vector`."""
         if self._all is not None:
-            return self._all.encode(vector - known, self._tally)[0]
+            return self._all.encode_(vector - known, self._tally)
         selection = self._selector.select(
             known.clone(), vector, k=self._k, weight=-1.0, state=self.selector_state
         )
@@ -101,7 +101,7 @@ class _ChangeWire:
     def apply_(self, message: Message, known: torch.Tensor) -> None:
         """Bring `known` nearer."""
         if self._all is not None:
-            known.add_(self._all.decode(message, known)[0])
+            self._all.decode_to(message, known, adds=True)
         else:
             add_owed(known, self._entries.decode(message)[0])
 

@@ -224,58 +224,76 @@ def encode_signs(values: NDArray[np.floating], block: int, packed: NDArray[np.ui
 
 
 @kernel
-def decode_scaled(
+def _codes_of(
+    packed: NDArray[np.uint8], bits: int, codes: NDArray[np.uint8], spare: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """Inverse of `_side_by_side`: the codes, in one of the two arrays. Bytes are halved until they
+    are codes.
+
+    Args:
+        codes: has 8 places more than a block has codes, and so has `spare`.
+    """
+    codes[: packed.size] = packed
+    count, width = packed.size, 8
+    while width > bits:
+        width //= 2
+        mask = np.uint8((1 << width) - 1)
+        for i in range(count):
+            spare[2 * i] = codes[i] & mask
+            spare[2 * i + 1] = codes[i] >> np.uint8(width)
+        codes, spare = spare, codes
+        count *= 2
+    return codes
+
+
+@kernel
+def decode_linear(
     packed: NDArray[np.uint8],
     scales: NDArray[np.float32],
     block: int,
     bits: int,
-    levels: NDArray[np.float32],
     values: NDArray[np.float32],
 ) -> None:
-    """Read packed codes: scale * levels[code].
+    """What `encode_linear` has written. Levels are as far below zero as above, and the outermost
+    ones are the scale itself.
 
     Args:
         packed: codes of 1, 2, 4 or 8 bits.
         scales: of each block of values.
         block: values of a block, a multiple of 8.
         bits: of a code.
-        levels: what codes stand for, with a scale of 1.
         values: takes them.
     """
-    codes, spare = np.empty(block + 8, dtype=np.uint8), np.empty(block + 8, dtype=np.uint8)
+    buffer, spare = np.empty(block + 8, dtype=np.uint8), np.empty(block + 8, dtype=np.uint8)
     num_bytes = block * bits // 8
+    highest = np.float32((1 << bits) - 1)
+    share = np.float32(1 / highest)
     for number in range(scales.size):
         scale = scales[number]
         coded = packed[number * num_bytes : (number + 1) * num_bytes]
-        codes[: coded.size] = coded
-        count, width = coded.size, 8
-        while width > bits:  # halves, until they are codes
-            width //= 2
-            mask = np.uint8((1 << width) - 1)
-            for i in range(count):
-                spare[2 * i] = codes[i] & mask
-                spare[2 * i + 1] = codes[i] >> np.uint8(width)
-            codes, spare = spare, codes
-            count *= 2
+        codes = _codes_of(coded, bits, buffer, spare)
         part = values[number * block : (number + 1) * block]
         for i in range(part.size):
-            part[i] = levels[codes[i]] * scale
+            level = np.float32(codes[i]) * np.float32(2) - highest
+            part[i] = level * share * scale
 
 
 @kernel
-def block_scales(
-    values: NDArray[np.floating], block: int, takes_mean: bool, scales: NDArray[np.float32]
+def decode_exponents(
+    packed: NDArray[np.uint8], scales: NDArray[np.float32], block: int, values: NDArray[np.float32]
 ) -> None:
-    """The largest magnitude of each block, or the mean magnitude; at most what float32 can say."""
-    limit = np.finfo(np.float32).max
+    """What `encode_exponents` has written. Arguments as of `decode_linear`."""
+    buffer, spare = np.empty(block + 8, dtype=np.uint8), np.empty(block + 8, dtype=np.uint8)
+    words = np.empty(block, dtype=np.int32)
+    shares = words.view(np.float32)
     for number in range(scales.size):
-        begin, end = number * block, min(values.size, (number + 1) * block)
-        largest = total = 0.0
-        if takes_mean:
-            for i in range(begin, end):
-                total += abs(values[i])
-            scales[number] = np.float32(total / (end - begin) if total < limit else limit)
-        else:
-            for i in range(begin, end):
-                largest = max(largest, float(abs(values[i])))
-            scales[number] = np.float32(largest if largest < limit else limit)
+        scale = scales[number]
+        codes = _codes_of(packed[number * block // 2 : (number + 1) * block // 2], 4, buffer, spare)
+        part = values[number * block : (number + 1) * block]
+        for i in range(part.size):
+            code = np.int32(codes[i])
+            magnitude = code & np.int32(7)
+            exponent = (magnitude + np.int32(120)) << np.int32(23) if magnitude else np.int32(0)
+            words[i] = exponent | ((code & np.int32(8)) << np.int32(28))
+        for i in range(part.size):
+            part[i] = shares[i] * scale

@@ -2,17 +2,22 @@
 
 head     magic, version, codec of values, number of elements, size of the tally
 tally    see `codec.tally`
-values   see `codec.value_codecs`
+values   see `codec.value_codecs`: those of one piece of the vector after the other
+
+A piece is small enough for the processor's cache, where it stays while it is coded, and while what
+coding loses is taken from it. So both read and write the vector once.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.tally import Tally
@@ -22,6 +27,8 @@ from offbeat.errors import WireError
 
 MAGIC = b"OFBD"
 VERSION = 1
+PIECE: Final = 1 << 16
+"""Elements that are coded at once."""
 _HEAD = struct.Struct("<4sBBxxQI")
 
 
@@ -37,56 +44,80 @@ class DenseWire:
     num_parameters: int
     values: ValueCodec
 
-    def encode(self, vector: torch.Tensor, tally: Tally) -> tuple[Message, torch.Tensor]:
-        """Lay a message out.
+    def encode_(self, vector: torch.Tensor, tally: Tally) -> Message:
+        """Lay a message out, and leave in `vector` what the receiver of it still lacks.
 
         Args:
             vector: float32 or float64, shape (n,), on any device. One without content gives a
                 message of its size.
             tally: what the message says beside it.
-
-        Returns:
-            The payload, and what `decode` will make of it.
         """
         if vector.is_meta:
             size = _HEAD.size + Tally.num_bytes(self.num_parameters)
-            size += int(self.values.num_bytes(vector.numel()))
+            size += self._num_bytes(vector.numel())
             message = WeightlessCode(size, (vector, tally), vector.numel(), self.values)
-            return cast(Message, message), vector
-        on_wire = self.values.encode(vector.cpu().numpy())
+            return cast(Message, message)
         counts = tally.to_bytes()
-        head = _HEAD.pack(MAGIC, VERSION, self.values.code, vector.numel(), len(counts))
-        return b"".join((head, counts, on_wire.data)), self._read(on_wire.view(np.uint8), vector)
+        head = _HEAD.pack(MAGIC, VERSION, self.values.code, vector.numel(), len(counts)) + counts
+        payload = np.empty(len(head) + self._num_bytes(vector.numel()), np.uint8)
+        payload[: len(head)] = np.frombuffer(head, np.uint8)
+        host = vector.cpu()
+        for values, coded in self._pieces(host.numpy(), payload[len(head) :]):
+            on_wire = self.values.encode(values).view(np.uint8)
+            coded[:] = on_wire  # first: a codec that rounds nothing may give back what it got
+            values -= self.values.decode(on_wire, values.size)
+        if host is not vector:
+            vector.copy_(host)
+        return payload.data
 
-    def decode(self, payload: Message, like: torch.Tensor) -> tuple[torch.Tensor, Tally]:
-        """Read a message: what `encode` wrote, or anything else that reached this rank.
+    def decode_to(self, payload: Message, into: torch.Tensor, *, adds: bool = False) -> Tally:
+        """Read a message: what `encode_` wrote, or anything else that reached this rank.
 
         Args:
             payload: as received.
-            like: a vector of the message's size, of the dtype and on the device of the result.
+            into: takes the values; of the message's size, float32 or float64, on any device.
+            adds: whether they are added to what is there.
 
         Raises:
             WireError: the payload is no message, is damaged, or is of another version, bucket,
-                model or choice of codec.
+                model or choice of codec. Then `into` is as it was.
         """
         if isinstance(payload, WeightlessCode):
-            # One rank may stand for all: what it reads may be what it sent, of another length.
-            return like, cast("tuple[torch.Tensor, Tally]", payload.content)[1]
-        data, count = memoryview(payload).cast("B"), like.numel()
+            return cast("tuple[torch.Tensor, Tally]", payload.content)[1]
+        data, count = memoryview(payload).cast("B"), into.numel()
         if len(data) < _HEAD.size:
             raise WireError(f"a message of {len(data)} bytes is too short; it was truncated")
         magic, version, code, size, tally_bytes = _HEAD.unpack_from(data)
         found, expected = (magic, version, code, size), (MAGIC, VERSION, self.values.code, count)
         at_values = _HEAD.size + tally_bytes
-        if found != expected or len(data) != at_values + int(self.values.num_bytes(count)):
+        if found != expected or len(data) != at_values + self._num_bytes(count):
             raise WireError(
                 f"a message of {len(data)} bytes begins with {found}, expected is {expected}; it is"
                 " damaged, or the ranks use different models, options or versions of offbeat"
             )
         tally = Tally.from_bytes(data[_HEAD.size : at_values], num_parameters=self.num_parameters)
-        return self._read(np.frombuffer(data[at_values:], np.uint8).copy(), like), tally
-
-    def _read(self, coded: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+        host = into.cpu()
         with np.errstate(over="ignore"):  # what is damaged may be too large for float32
-            values = torch.from_numpy(self.values.decode(coded, like.numel()))
-        return values.to(like.device, like.dtype)
+            coded = np.frombuffer(data[at_values:], np.uint8)
+            for values, on_wire in self._pieces(host.numpy(), coded):
+                # Copied, because what was received is not writable, and may not be aligned.
+                read = self.values.decode(on_wire.copy(), values.size)
+                np.copyto(values, values + read if adds else read)
+        if host is not into:
+            into.copy_(host)
+        return tally
+
+    def _num_bytes(self, count: int) -> int:
+        whole, rest = divmod(count, PIECE)
+        return int(whole * self.values.num_bytes(PIECE) + self.values.num_bytes(rest))
+
+    def _pieces(
+        self, values: NDArray[np.floating], coded: NDArray[np.uint8]
+    ) -> Iterator[tuple[NDArray[np.floating], NDArray[np.uint8]]]:
+        """Each piece of a vector, and its place in the message."""
+        begin = 0
+        for first in range(0, values.size, PIECE):
+            piece = values[first : first + PIECE]
+            end = begin + int(self.values.num_bytes(piece.size))
+            yield piece, coded[begin:end]
+            begin = end

@@ -62,30 +62,42 @@ class _ScaledValues(ValueCodec):
 
     @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
-        num_scales = -(-values.size // BLOCK)
+        scales = self._scales(values)
         coded = np.empty(int(self.num_bytes(values.size)), dtype=np.uint8)
-        scales = coded[: 4 * num_scales].view(np.float32)
-        bit_kernels.block_scales(values, BLOCK, self.scale_is_mean, scales)
-        self._pack(values, scales, coded[4 * num_scales :])
+        coded[: scales.nbytes] = scales.view(np.uint8)
+        self._pack(values, scales, coded[scales.nbytes :])
         return coded
 
     @override
     def decode(self, coded: NDArray[np.uint8], count: int) -> NDArray[np.floating]:
         at_codes = 4 * -(-count // BLOCK)
         scales, values = coded[:at_codes].view(np.float32), np.empty(count, dtype=np.float32)
-        bit_kernels.decode_scaled(coded[at_codes:], scales, BLOCK, self.bits, self._levels, values)
+        self._unpack(coded[at_codes:], scales, values)
         return values
 
-    @property
-    @abstractmethod
-    def _levels(self) -> NDArray[np.float32]:
-        """What each code stands for, with a scale of 1."""
+    def _scales(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Of each block, at most what float32 can say."""
+        begins = np.arange(0, values.size, BLOCK)
+        magnitudes = np.abs(values)
+        if self.scale_is_mean:
+            with np.errstate(over="ignore"):
+                scales = np.add.reduceat(magnitudes, begins)
+            scales /= np.minimum(values.size - begins, BLOCK)
+        else:
+            scales = np.maximum.reduceat(magnitudes, begins)
+        return np.fmin(scales, np.finfo(np.float32).max).astype(np.float32)
 
     @abstractmethod
     def _pack(
         self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
     ) -> None:
         """Write the code of each value into `packed`, in the order in which `pack` does."""
+
+    def _unpack(
+        self, packed: NDArray[np.uint8], scales: NDArray[np.float32], values: NDArray[np.float32]
+    ) -> None:
+        """Read what `_pack` has written. Codes are evenly spaced levels, unless it says else."""
+        bit_kernels.decode_linear(packed, scales, BLOCK, self.bits, values)
 
 
 class LinearValues(_ScaledValues):
@@ -103,11 +115,6 @@ class LinearValues(_ScaledValues):
     def __init__(self, bits: int, *, stochastic: bool = False) -> None:
         super().__init__(bits)
         self.stochastic = stochastic
-
-    @property
-    @override
-    def _levels(self) -> NDArray[np.float32]:
-        return np.linspace(-1, 1, 1 << self.bits, dtype=np.float32)
 
     @override
     def _pack(
@@ -131,11 +138,6 @@ class SignValues(_ScaledValues):
     def __init__(self) -> None:
         super().__init__(bits=1)
 
-    @property
-    @override
-    def _levels(self) -> NDArray[np.float32]:
-        return np.array([-1, 1], dtype=np.float32)
-
     @override
     def _pack(
         self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
@@ -149,23 +151,21 @@ class E3M0Values(_ScaledValues):
     """
 
     code = 7
-    _MAGNITUDES: ClassVar[NDArray[np.float32]] = np.concatenate(
-        [np.zeros(1, np.float32), np.exp2(np.arange(-6, 1, dtype=np.float32))]
-    )
 
     def __init__(self) -> None:
         super().__init__(bits=4)
-
-    @property
-    @override
-    def _levels(self) -> NDArray[np.float32]:
-        return np.concatenate([self._MAGNITUDES, -self._MAGNITUDES])
 
     @override
     def _pack(
         self, values: NDArray[np.floating], scales: NDArray[np.float32], packed: NDArray[np.uint8]
     ) -> None:
         bit_kernels.encode_exponents(values, scales, BLOCK, packed)
+
+    @override
+    def _unpack(
+        self, packed: NDArray[np.uint8], scales: NDArray[np.float32], values: NDArray[np.float32]
+    ) -> None:
+        bit_kernels.decode_exponents(packed, scales, BLOCK, values)
 
 
 class LevelValues(ValueCodec):

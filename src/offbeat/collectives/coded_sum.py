@@ -72,19 +72,15 @@ def coded_sum(
     peers = [(rank + hop) % world_size for hop in range(1, world_size)]
     tallies = [tally] * world_size
     for owner in peers:
-        payload, read = wire.encode(mine[regions[owner]], tally)
-        mine[regions[owner]].sub_(read)
-        yield Send(owner, payload)
+        yield Send(owner, wire.encode_(mine[regions[owner]], tally))
     own = mine[regions[rank]]
     for sender in reversed(peers):  # in the order in which they send to this rank
-        part, tallies[sender] = wire.decode((yield Recv(sender)), own)
-        own += part
-    payload, read = wire.encode(own, tally)
-    kept[regions[rank]] = read  # first: a codec that rounds nothing may give back what it got
-    own -= read
+        tallies[sender] = wire.decode_to((yield Recv(sender)), own, adds=True)
+    payload = wire.encode_(own, tally)
     for peer in peers:
         yield Send(peer, payload)
+    wire.decode_to(payload, kept[regions[rank]])
     for owner in reversed(peers):
-        kept[regions[owner]], _ = wire.decode((yield Recv(owner)), kept[regions[owner]])
+        wire.decode_to((yield Recv(owner)), kept[regions[owner]])
     # In the order of ranks: sums of weights depend on it.
     return CodedSum(kept, mine, reduce(Tally.merge, tallies))
