@@ -209,6 +209,23 @@ def test_two_passes_in_a_step_are_one_with_the_sum_of_their_gradients() -> None:
     torch.testing.assert_close(nets[0].weight, nets[1].weight, rtol=1e-9, atol=1e-9)
 
 
+def test_passes_in_a_step_may_use_different_parameters() -> None:
+    """As those of two losses do."""
+    found = []
+    for num_passes in (1, 2):
+        net = torch.nn.ModuleList([Net(), Net()])
+        optimizer = optimizer_of(net, weight_decay=DECAY)
+        with offbeat.attach(net, optimizer, Lossless(freeze_step=FREEZE)):
+            for step in range(NUM_STEPS):
+                losses = [(each.weight * gradient_of(0, step)).sum() for each in net]
+                for loss in losses if num_passes == 2 else [sum(losses)]:
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(torch.stack([each.weight.detach() for each in net]))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
 def test_a_parameter_that_no_rank_uses_keeps_its_momentum() -> None:
     def job(driver: ThreadDriver) -> list[torch.Tensor]:
         net = Net()

@@ -213,7 +213,7 @@ class GradientTransform(Callback):
         *,
         weight: float,
         grad_scale: float,
-        continues: bool,
+        continues: NDArray[np.bool_],
     ) -> tuple[torch.Tensor, float]:
         """Turn the gradient that `bucket` holds into what is exchanged. State is staged until
         `settle`.
@@ -223,7 +223,8 @@ class GradientTransform(Callback):
             used: which of its parameters have a gradient.
             weight: of the gradient: this rank's weight / `grad_scale`.
             grad_scale: the AMP scale in force.
-            continues: whether an earlier exchange belongs to the same optimizer step.
+            continues: which of its parameters an earlier exchange has given a gradient that
+                belongs to the same optimizer step.
 
         Returns:
             What is exchanged, shape (n,): the bucket's buffer, or in half precision another one in
@@ -575,7 +576,8 @@ class GradientExchange(Callback):
         for listener in self._listeners:
             listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
         # Gradients of parameters that the optimizer does not have may be older than its last step.
-        continues = self._exchanged_since_step and self._stashed[b] is not None
+        belongs = self._exchanged_since_step and self._stashed[b] is not None
+        continues = self._published[b] if belongs else np.zeros_like(used)
         grad_scale = self._grad_scale()
         self._transform.take()
         gradient, weight = self._transform.update(

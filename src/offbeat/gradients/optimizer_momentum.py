@@ -151,13 +151,13 @@ class OptimizerMomentum(GradientTransform):
         *,
         weight: float,
         grad_scale: float,
-        continues: bool,
+        continues: NDArray[np.bool_],
     ) -> tuple[torch.Tensor, float]:
         """Add weight decay, and apply momentum."""
-        self._velocity_is_loaded = False
-        if not continues:  # what belongs to one step is added up, so all of it has the same unit
+        self._velocity_is_loaded, goes_on = False, bool(continues.any())
+        if not goes_on:  # what belongs to one step is added up, so all of it has the same unit
             self._at_once = self._density is not None and self._density.sends_few()
-            self._add_decay_(bucket, used, grad_scale)
+        self._add_decay_(bucket, used, grad_scale, continues=goes_on)
         state = self._states[id(bucket)]
         if self._at_once and state.is_zero is None:
             state.is_zero = not state.velocity.any()
@@ -170,7 +170,7 @@ class OptimizerMomentum(GradientTransform):
         mix = mix_by_kernel if step.device.type == "cpu" else mix_by_torch
         for here, (factor, nesterov) in state.groups.merged(self._options, default=(0.0, False)):
             scale, at_once = 1 / grad_scale, self._at_once
-            shares = shares_of(factor, nesterov, scale, continues=continues, at_once=at_once)
+            shares = shares_of(factor, nesterov, scale, continues=goes_on, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
         places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
         for parameter, begin, end in places:
@@ -187,7 +187,9 @@ class OptimizerMomentum(GradientTransform):
                 state.is_zero = None if self._at_once else False
             state.is_staged = False
 
-    def _add_decay_(self, bucket: Bucket, used: NDArray[np.bool_], grad_scale: float) -> None:
+    def _add_decay_(
+        self, bucket: Bucket, used: NDArray[np.bool_], grad_scale: float, *, continues: bool
+    ) -> None:
         """Without momentum weight decay can stay where it is."""
         param_groups = self._optimizer.param_groups
         self._decays = [bool(group["momentum"]) for group in param_groups]
@@ -195,7 +197,8 @@ class OptimizerMomentum(GradientTransform):
             coupled_decay(group) if here else 0.0
             for group, here in zip(param_groups, self._decays, strict=True)
         ]
-        self._states[id(bucket)].groups.add_decay_(used, decays, grad_scale)
+        groups = self._states[id(bucket)].groups
+        groups.add_decay_(used, decays, grad_scale, continues=continues)
 
     @override
     def leaves_plain_steps(self) -> bool:

@@ -172,28 +172,27 @@ class FrozenAdam(GradientTransform):
         *,
         weight: float,
         grad_scale: float,
-        continues: bool,
+        continues: NDArray[np.bool_],
     ) -> tuple[torch.Tensor, float]:
         """Turn the gradient into momentum, which a later exchange of the same step adds to."""
         self._look()
         if not self.is_taken:
             return bucket.flat, weight
         param_groups, groups = self._optimizer.param_groups, self._groups[id(bucket)]
-        if not continues:
-            decays = [
-                0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
-                for group in param_groups
-            ]
-            groups.add_decay_(used, decays)
+        decays = [
+            0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
+            for group in param_groups
+        ]
+        groups.add_decay_(used, decays, continues=bool(continues.any()))
         momentum = bucket.flat.to(bucket.state_dtype)
-        for parameter, view, number in zip(
-            bucket.parameters, bucket.views_of(momentum), groups.groups, strict=True
+        for parameter, view, number, goes_on in zip(
+            bucket.parameters, bucket.views_of(momentum), groups.groups, continues, strict=True
         ):
             if number is None:
                 continue
             beta1 = float(param_groups[number]["betas"][0])
             view.mul_(beta1 - 1 if param_groups[number]["maximize"] else 1 - beta1)
-            if not continues and (state := self._optimizer.state.get(parameter)):
+            if not goes_on and (state := self._optimizer.state.get(parameter)):
                 view.add_(state["exp_avg"], alpha=beta1)
         return momentum, weight
 
