@@ -255,6 +255,24 @@ def test_what_adam_has_gathered_before_is_gone_on_with() -> None:
     torch.testing.assert_close(moved(attached=True), moved(attached=False), rtol=0.01, atol=1e-4)
 
 
+def test_adam_goes_on_after_the_session_with_steps_of_the_same_size() -> None:
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+    def step() -> float:
+        before = net.weight.detach().clone()
+        net.weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float((before - net.weight.detach()).mean())
+
+    with offbeat.attach(net, optimizer, offbeat.ZeroOneAdam(freeze_step=2)):
+        sizes = [step() for _ in range(50)]
+    sizes += [step() for _ in range(3)]
+    # The gradient has always been 1, so that Adam moves by the learning rate.
+    assert sizes == pytest.approx([0.01] * len(sizes), rel=0.02)
+
+
 def test_what_cannot_be_is_refused() -> None:
     net = Net()
     with pytest.raises(UnsupportedError, match="ZeroOneAdam freezes"):

@@ -114,6 +114,14 @@ def divisor_of(square: torch.Tensor, num_updates: float, group: Mapping[str, Any
     return divisor.masked_fill_(square == 0, torch.inf)
 
 
+def regrow_(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: float) -> None:
+    """Let second moments of so many updates be what they would be after as many as Adam counts
+    steps: for so grown it takes them.
+    """
+    grown = _grown(state["step"], group) / _grown(num_updates, group)
+    state["exp_avg_sq"].mul_(grown)
+
+
 def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
     """The share of the mean square that second moments have after so many updates."""
     beta2 = float(group["betas"][1])
@@ -221,14 +229,11 @@ class FrozenAdam(GradientTransform):
 
     @override
     def give_back(self) -> None:
-        """Adam goes on from where its state is. It takes second moments for those of as many steps
-        as it counts, so they become what they would be after all of these.
-        """
+        """Adam goes on from where its state is."""
         self._hidden.show()
         if self.is_taken:
             for group, state in self._states():
-                grown = _grown(state["step"], group) / _grown(self._frozen_at, group)
-                state["exp_avg_sq"].mul_(grown)
+                regrow_(state, group, self._frozen_at)
         self._frozen_at = 0.0
 
     # Events

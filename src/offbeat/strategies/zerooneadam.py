@@ -49,7 +49,7 @@ from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.gradients.exchange import HiddenGradients
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.onebitadam import divisor_of, remark_of_freeze, require_adam
+from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze, require_adam
 from offbeat.strategies.options import require_at_least, require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
@@ -231,9 +231,12 @@ class LocalAdam(Callback, TakeMean):
         self._parameters[name].copy_(self._moved(name, self.sums[name], group))
 
     def _moved(self, name: str, summed: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        num_updates = self._before[name] + self._schedule.num_updates(self._num_steps)
         square = self._state(name)["exp_avg_sq"]
-        return self.anchor[name] - summed / divisor_of(square, num_updates, group)
+        return self.anchor[name] - summed / divisor_of(square, self._num_updates(name), group)
+
+    def _num_updates(self, name: str) -> float:
+        """How often second moments were updated."""
+        return self._before[name] + self._schedule.num_updates(self._num_steps)
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
@@ -255,6 +258,15 @@ class LocalAdam(Callback, TakeMean):
     @override
     def on_after_step(self) -> None:
         self._hidden.show()
+
+    @override
+    def close(self) -> None:
+        """Adam goes on from where its state is."""
+        self._hidden.show()
+        for name, group in self._groups().items():
+            if self._num_steps and (state := self._optimizer.state.get(self._parameters[name])):
+                regrow_(state, group, self._num_updates(name))
+        self._num_steps = 0
 
     @override
     def state_dict(self) -> CallbackState:
