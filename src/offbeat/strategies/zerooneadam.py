@@ -32,7 +32,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from typing_extensions import override
@@ -53,6 +53,9 @@ from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze,
 from offbeat.strategies.options import require_at_least, require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
+
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +166,11 @@ class LocalAdam(Callback, TakeMean):
 
     def _state(self, name: str) -> Mapping[str, Any]:
         state: dict[str, Any] = self._optimizer.state[self._parameters[name]]
+        summed = self.sums[name]
         if "step" not in state:
-            moments = {key: torch.zeros_like(self.sums[name]) for key in ("exp_avg", "exp_avg_sq")}
-            state |= {"step": torch.zeros(()), **moments}
+            state |= {"step": torch.zeros(()), **{key: torch.zeros_like(summed) for key in MOMENTS}}
+        for key in MOMENTS:  # a loaded state has the parameter's type
+            state[key] = state[key].to(summed.dtype)
         return state
 
     def _begin(self) -> None:
@@ -264,8 +269,10 @@ class LocalAdam(Callback, TakeMean):
         """Adam goes on from where its state is."""
         self._hidden.show()
         for name, group in self._groups().items():
-            if self._num_steps and (state := self._optimizer.state.get(self._parameters[name])):
+            parameter = self._parameters[name]
+            if self._num_steps and (state := self._optimizer.state.get(parameter)):
                 regrow_(state, group, self._num_updates(name))
+                state |= {key: state[key].to(parameter.dtype) for key in MOMENTS}
         self._num_steps = 0
 
     @override
