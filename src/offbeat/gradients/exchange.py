@@ -343,7 +343,7 @@ class GradientExchange(Callback):
         self._put_off = list[PutOff]()
         self._num_accumulated = 0
         self._synchronised = True
-        self._exchanged_since_step = False
+        self._exchanges_since_step = 0
         self._exchanges_before_closure: int | None = None
         self._unsent = self._has_told_of_dropped = False
 
@@ -443,7 +443,7 @@ class GradientExchange(Callback):
     @override
     def on_before_step(self) -> None:
         self._transform.take()
-        if not self._exchanged_since_step or self._unsent:
+        if not self._exchanges_since_step or self._unsent:
             self.on_join()
 
     @override
@@ -479,7 +479,9 @@ class GradientExchange(Callback):
     @override
     def on_after_step(self) -> None:
         self._exchanges_before_closure = None
-        self._exchanged_since_step = self._counts_samples = False
+        if self._clipping is not None:
+            self._clipping.num_shares = max(1, self._exchanges_since_step)
+        self._exchanges_since_step, self._counts_samples = 0, False
 
     @override
     def on_finish(self) -> None:
@@ -506,7 +508,7 @@ class GradientExchange(Callback):
         # every rank in every bucket.
         tallies = wait_for([reduction for _, reduction in self._pairs])
         self._num_launched = 0
-        self._exchanged_since_step = True
+        self._exchanges_since_step += 1
         self._unsent = False
         self.counts.exchanges += 1
         # Every rank holds the same tallies, of its own shards, and the island's ranks tell each
@@ -576,7 +578,7 @@ class GradientExchange(Callback):
         for listener in self._listeners:
             listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
         # Gradients of parameters that the optimizer does not have may be older than its last step.
-        belongs = self._exchanged_since_step and self._stashed[b] is not None
+        belongs = self._exchanges_since_step and self._stashed[b] is not None
         continues = self._published[b] if belongs else np.zeros_like(used)
         grad_scale = self._grad_scale()
         self._transform.take()
@@ -636,7 +638,7 @@ class GradientExchange(Callback):
         if (
             was_dropped
             and (self._may_keep_entries or self._listeners)
-            and self._exchanged_since_step
+            and self._exchanges_since_step
             and not self.counts.skipped_in_a_row
             and not self._has_told_of_dropped
         ):
