@@ -627,8 +627,8 @@ class GradientExchange(Callback):
         self._copy_in(b)
         used = np.zeros(len(bucket.parameters), dtype=np.bool_)
         used[list(arrived)] = True
-        if not used.all():
-            bucket.clear(np.flatnonzero(~used).tolist())
+        for position in np.flatnonzero(~used).tolist():
+            bucket.views[position].zero_()
         return used
 
     def _look_for_dropped(self, *, was_dropped: bool) -> None:

@@ -157,8 +157,11 @@ class OptimizerMomentum(GradientTransform):
         self._velocity_is_loaded, goes_on = False, bool(continues.any())
         if not goes_on:  # what belongs to one step is added up, so all of it has the same unit
             self._at_once = self._density is not None and self._density.sends_few()
-        self._add_decay_(bucket, used, grad_scale, continues=goes_on)
-        state = self._states[id(bucket)]
+        param_groups, state = self._optimizer.param_groups, self._states[id(bucket)]
+        # Without momentum weight decay can stay where it is.
+        self._decays = [bool(group["momentum"]) for group in param_groups]
+        decays = [coupled_decay(group) if group["momentum"] else 0.0 for group in param_groups]
+        state.groups.add_decay_(used, decays, grad_scale, continues=goes_on)
         if self._at_once and state.is_zero is None:
             state.is_zero = not state.velocity.any()
         if self._at_once and state.is_zero:
@@ -186,19 +189,6 @@ class OptimizerMomentum(GradientTransform):
                 state.velocity, state.staged = state.staged, state.velocity
                 state.is_zero = None if self._at_once else False
             state.is_staged = False
-
-    def _add_decay_(
-        self, bucket: Bucket, used: NDArray[np.bool_], grad_scale: float, *, continues: bool
-    ) -> None:
-        """Without momentum weight decay can stay where it is."""
-        param_groups = self._optimizer.param_groups
-        self._decays = [bool(group["momentum"]) for group in param_groups]
-        decays = [
-            coupled_decay(group) if here else 0.0
-            for group, here in zip(param_groups, self._decays, strict=True)
-        ]
-        groups = self._states[id(bucket)].groups
-        groups.add_decay_(used, decays, grad_scale, continues=continues)
 
     @override
     def leaves_plain_steps(self) -> bool:

@@ -180,7 +180,9 @@ class OptimizerScaling(GradientTransform):
             return bucket.flat, weight
         moments = self._moments[id(bucket)]
         goes_on = bool(continues.any())
-        self._add_decay_(moments, used, continues=goes_on)
+        if self.is_taken:
+            decays = [coupled_decay(group) for group in self._optimizer.param_groups]
+            moments.groups.add_decay_(used, decays, continues=goes_on)
         if goes_on:
             moments.gradient.add_(bucket.flat)
         else:
@@ -340,17 +342,6 @@ class OptimizerScaling(GradientTransform):
             mean = torch.lerp(moments.mean[here], gradient, 1 - beta1).div_(1 - beta1**steps)
             result[here] = with_noise(mean, square, beta1, share).sqrt_().add_(eps)
         return result
-
-    def _add_decay_(
-        self, moments: _Moments, used: NDArray[np.bool_], *, continues: bool
-    ) -> None:
-        """Weight decay that Adam, unlike AdamW, adds to the gradient."""
-        if self.is_taken:
-            decays = [
-                0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
-                for group in self._optimizer.param_groups
-            ]
-            moments.groups.add_decay_(used, decays, continues=continues)
 
     def _update(self) -> None:
         """The optimizer's step, which then finds no gradient."""

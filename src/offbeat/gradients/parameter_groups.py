@@ -152,6 +152,8 @@ class GroupRanges:
 
 def coupled_decay(group: Mapping[str, Any]) -> float:
     """The weight decay of an optimizer's group that is added to gradients."""
+    if group.get("decoupled_weight_decay"):
+        return 0.0
     decay = float(group["weight_decay"])
     return -decay if group["maximize"] else decay  # where it negates what it is given
 

@@ -17,9 +17,9 @@ Cost per step: as of AllReduce at first, then 2(P-1)/P n bits sent by each rank 
 Differences from the paper: signs are those of the step, and not of momentum, whose elements may
 differ by orders: where v is small next to that of its neighbours, as of a bias before a BatchNorm,
 their scale would make steps many thousand times too large. A scale is the mean magnitude of 1,024
-values, and not the mean square of a tensor; both roundings of a rank are owed in one vector; Adam's bias corrections, which the
-paper leaves out, go on for m and are frozen with v; an element whose v is 0, because it had no
-gradient so far, stays as it is: its sign cannot be 0, and would be divided by eps.
+values, and not the mean square of a tensor; both roundings of a rank are owed in one vector; Adam's
+bias corrections, which the paper leaves out, go on for m and are frozen with v; an element whose v
+is 0, because it had no gradient so far, stays as it is: its sign cannot be 0.
 """
 
 from __future__ import annotations
@@ -189,10 +189,7 @@ class FrozenAdam(GradientTransform):
         if not self.is_taken:
             return bucket.flat, weight
         param_groups, groups = self._optimizer.param_groups, self._groups[id(bucket)]
-        decays = [
-            0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
-            for group in param_groups
-        ]
+        decays = [coupled_decay(group) for group in param_groups]
         groups.add_decay_(used, decays, continues=bool(continues.any()))
         momentum = bucket.flat.to(bucket.state_dtype)
         for parameter, view, number, goes_on in zip(
