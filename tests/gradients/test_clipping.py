@@ -156,6 +156,23 @@ def test_an_outlier_adds_its_share_and_ranks_that_agree_are_clipped_late(num_ran
     assert float(mean_of_clipped(alike, 2.0).norm()) == pytest.approx(2.0 * math.sqrt(num_ranks))
 
 
+@pytest.mark.parametrize("num_passes", [1, 4])
+def test_passes_whose_sum_is_a_step_are_clipped_as_shares_of_it(num_passes: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(num_passes, 10_000, generator=draw, dtype=torch.float64)
+    net = nn.Linear(10_000, 1, bias=False).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    strategy = offbeat.TopK(density=1.0, clip_norm=0.5)
+    with offbeat.attach(net, optimizer, strategy) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for x in inputs:
+                net(x).backward()
+            session.clip_grad_norm_(0.5)
+            optimizer.step()
+    assert float(net.weight.grad.norm()) == pytest.approx(0.5, rel=0.02)
+
+
 def test_what_is_not_finite_is_skipped_and_not_clipped() -> None:
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

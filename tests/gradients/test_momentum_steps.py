@@ -70,7 +70,7 @@ class Momentum:
         self.bucket.flat.copy_(gradient)
         used = np.ones(len(self.parameters), dtype=np.bool_)
         return self.transform.update(
-            self.bucket, used, weight=weight, grad_scale=1.0, continues=continues
+            self.bucket, used, weight=weight, grad_scale=1.0, continues=used & continues
         )
 
     def step(self, gradient: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -104,6 +104,22 @@ def test_several_exchanges_in_a_step_are_one_step_of_momentum(kind: str) -> None
     assert_same(net, plain, **CLOSE)
 
 
+@pytest.mark.parametrize("kind", ["momentum", "nesterov", "weight decay"])
+@pytest.mark.parametrize("name", SEND_ALL)
+def test_exchanges_of_a_step_may_be_of_different_parameters(name: str, kind: str) -> None:
+    """As those of two losses are."""
+    net, plain = Net(), Net()
+    optimizer, plain_optimizer = (OPTIMIZERS[kind](each) for each in (net, plain))
+    with offbeat.attach(net, optimizer, SEND_ALL[name]):
+        for model, opt in ((net, optimizer), (plain, plain_optimizer)):
+            for step in range(5):
+                for model.use_branch in (False, True):
+                    loss_of(model, step).backward()
+                opt.step()
+                opt.zero_grad()
+    assert_same(net, plain, **CLOSE)
+
+
 @pytest.mark.parametrize("attach_first", [True, False])
 def test_a_scheduler_may_change_it(attach_first: bool) -> None:
     nets = [Net(), Net()]

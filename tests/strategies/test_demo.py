@@ -73,6 +73,26 @@ def test_the_optimizer_gets_signs() -> None:
         assert torch.equal(model.weight.grad, torch.ones(3, 4))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_several_passes_and_a_scaler_leave_signs_as_they_are(fused: bool) -> None:
+    model = torch.nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    strategy = offbeat.DeMo(density=1.0)
+    with offbeat.attach(model, optimizer, strategy, scaler=scaler) as session:
+        for unscales in (False, True):
+            for _ in range(2):
+                scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                session.clip_grad_norm_(0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert torch.equal(model.weight, before - 0.25 - 0.25)
+
+
 def test_coefficients_keep_lengths_and_come_back() -> None:
     parameters = {
         "conv": torch.nn.Parameter(torch.empty(6, 3, 5, 5)),

@@ -15,6 +15,7 @@ from conformance_support.lent import lent
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
+from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 SHAPE, LR, BETA1, BETA2, EPS, DECAY = (5, 6), 0.01, 0.8, 0.9, 1e-3, 0.1
@@ -86,12 +87,16 @@ class Reference:
             self.mean = BETA1 * self.mean + (1 - BETA1) * gradient
             self.square = BETA2 * self.square + (1 - BETA2) * gradient**2
         else:
-            self.mean = self.mean_of(
-                [BETA1 * self.mean + (1 - BETA1) * gradient for gradient in gradients]
-            )
-        square = self.square / (1 - BETA2 ** min(step + 1, FREEZE))
-        moves = LR * self.mean / (1 - BETA1 ** (step + 1)) / (square.sqrt() + EPS)
-        weight -= torch.where(square > 0, moves, 0)
+            momenta = [BETA1 * self.mean + (1 - BETA1) * gradient for gradient in gradients]
+            divisor = self.divisor(FREEZE)
+            self.mean = self.mean_of([momentum / divisor for momentum in momenta])
+            self.mean *= torch.where(divisor.isinf(), 0, divisor)
+        moves = LR * self.mean / (1 - BETA1 ** (step + 1))
+        weight -= moves / self.divisor(min(step + 1, FREEZE))
+
+    def divisor(self, num_updates: int) -> torch.Tensor:
+        root = (self.square / (1 - BETA2**num_updates)).sqrt() + EPS
+        return torch.where(self.square > 0, root, torch.inf)
 
     def mean_of(self, momenta: list[torch.Tensor]) -> torch.Tensor:
         if self.lossless:
@@ -209,6 +214,23 @@ def test_two_passes_in_a_step_are_one_with_the_sum_of_their_gradients() -> None:
     torch.testing.assert_close(nets[0].weight, nets[1].weight, rtol=1e-9, atol=1e-9)
 
 
+def test_passes_in_a_step_may_use_different_parameters() -> None:
+    """As those of two losses do."""
+    found = []
+    for num_passes in (1, 2):
+        net = torch.nn.ModuleList([Net(), Net()])
+        optimizer = optimizer_of(net, weight_decay=DECAY)
+        with offbeat.attach(net, optimizer, Lossless(freeze_step=FREEZE)):
+            for step in range(NUM_STEPS):
+                losses = [(each.weight * gradient_of(0, step)).sum() for each in net]
+                for loss in losses if num_passes == 2 else [sum(losses)]:
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(torch.stack([each.weight.detach() for each in net]))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
 def test_a_parameter_that_no_rank_uses_keeps_its_momentum() -> None:
     def job(driver: ThreadDriver) -> list[torch.Tensor]:
         net = Net()
@@ -227,6 +249,25 @@ def test_a_parameter_that_no_rank_uses_keeps_its_momentum() -> None:
     for momentum, _ in results:
         torch.testing.assert_close(momentum, torch.full((2,), 1 - BETA1).double())
     torch.testing.assert_close(sum(owed for _, owed in results), torch.zeros(2).double())
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.OneBitAdam(freeze_step=5), offbeat.ZeroOneAdam(freeze_step=5, period=2)]
+)
+def test_elements_with_smaller_gradients_than_their_neighbours_make_no_larger_steps(
+    strategy: Strategy,
+) -> None:
+    net = Net()
+    optimizer = optimizer_of(net)
+    optimizer.param_groups[0]["eps"] = 1e-12
+    sizes = torch.logspace(0, -8, SHAPE[1])
+    with offbeat.attach(net, optimizer, strategy):
+        for step in range(20):
+            before = net.weight.detach().clone()
+            (net.weight * gradient_of(0, FREEZE + step) * sizes).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert float((net.weight - before).detach().abs().max()) < 3 * LR
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RAdam])

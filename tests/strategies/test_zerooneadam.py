@@ -255,6 +255,27 @@ def test_what_adam_has_gathered_before_is_gone_on_with() -> None:
     torch.testing.assert_close(moved(attached=True), moved(attached=False), rtol=0.01, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_goes_on_after_the_session_with_steps_of_the_same_size(dtype: torch.dtype) -> None:
+    net = Net().to(dtype)
+    with torch.no_grad():
+        net.weight.mul_(2**-4)  # which bfloat16 can still tell from where it is a step later
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+
+    def step() -> float:
+        before = net.weight.detach().clone()
+        net.weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float((before - net.weight.detach()).mean())
+
+    with offbeat.attach(net, optimizer, offbeat.ZeroOneAdam(freeze_step=2)):
+        sizes = [step() for _ in range(50)]
+    sizes += [step() for _ in range(3)]
+    # The gradient has always been 1, so that Adam moves by the learning rate.
+    assert sizes == pytest.approx([0.01] * len(sizes), rel=0.02 if dtype == torch.float32 else 0.2)
+
+
 def test_what_cannot_be_is_refused() -> None:
     net = Net()
     with pytest.raises(UnsupportedError, match="ZeroOneAdam freezes"):

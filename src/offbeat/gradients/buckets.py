@@ -4,7 +4,7 @@ carries them all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -115,11 +115,6 @@ class Bucket:
                 places.append(place)
                 dense.append(gradient.detach() if gradient.requires_grad else gradient)
         for_each("copy_", places, dense)
-
-    def clear(self, positions: Sequence[int]) -> None:
-        """Zeros in the places of those that have no gradient."""
-        for position in positions:
-            self.views[position].zero_()
 
 
 def make_buckets(

@@ -24,6 +24,10 @@ What this means for the mean of the clipped gradients:
 - all ranks agree: its norm is c sqrt(P) at most, so they are clipped later than a clipped mean
   would be. A limit of c for each gradient would be right then, and would shorten gradients that
   differ at random by sqrt(P) all the time.
+
+Where a step is the sum of N exchanges, each rank has N shares in the mean, and the limit is
+c sqrt(P / N): with one of c sqrt(P) for each of them a loop that accumulates gradients would hardly
+be clipped.
 """
 
 from __future__ import annotations
@@ -48,12 +52,14 @@ class LocalClipping:
             and where nothing is clipped.
         clip_norm: the threshold at the moment.
         is_given: whether the strategy was given the threshold, and does not follow a loop's.
+        num_shares: how many gradients of a rank make up a step, as they did in the last one.
     """
 
     def __init__(self, clip_norm: float | None, *, world_size: int) -> None:
         self.norm = 0.0
         self.is_given = clip_norm is not None
         self.clip_norm = clip_norm
+        self.num_shares = 1
         self._world_size = world_size
 
     def clip_(
@@ -70,7 +76,7 @@ class LocalClipping:
         if self.clip_norm is None:
             return
         self.norm = combine(_norm(flats)) / grad_scale
-        limit = self.clip_norm * math.sqrt(self._world_size)
+        limit = self.clip_norm * math.sqrt(self._world_size / self.num_shares)
         if math.isfinite(self.norm) and self.norm > limit:
             for flat in flats:
                 flat.mul_(limit / self.norm)

@@ -213,7 +213,7 @@ class GradientTransform(Callback):
         *,
         weight: float,
         grad_scale: float,
-        continues: bool,
+        continues: NDArray[np.bool_],
     ) -> tuple[torch.Tensor, float]:
         """Turn the gradient that `bucket` holds into what is exchanged. State is staged until
         `settle`.
@@ -223,7 +223,8 @@ class GradientTransform(Callback):
             used: which of its parameters have a gradient.
             weight: of the gradient: this rank's weight / `grad_scale`.
             grad_scale: the AMP scale in force.
-            continues: whether an earlier exchange belongs to the same optimizer step.
+            continues: which of its parameters an earlier exchange has given a gradient that
+                belongs to the same optimizer step.
 
         Returns:
             What is exchanged, shape (n,): the bucket's buffer, or in half precision another one in
@@ -342,7 +343,7 @@ class GradientExchange(Callback):
         self._put_off = list[PutOff]()
         self._num_accumulated = 0
         self._synchronised = True
-        self._exchanged_since_step = False
+        self._exchanges_since_step = 0
         self._exchanges_before_closure: int | None = None
         self._unsent = self._has_told_of_dropped = False
 
@@ -442,7 +443,7 @@ class GradientExchange(Callback):
     @override
     def on_before_step(self) -> None:
         self._transform.take()
-        if not self._exchanged_since_step or self._unsent:
+        if not self._exchanges_since_step or self._unsent:
             self.on_join()
 
     @override
@@ -478,7 +479,9 @@ class GradientExchange(Callback):
     @override
     def on_after_step(self) -> None:
         self._exchanges_before_closure = None
-        self._exchanged_since_step = self._counts_samples = False
+        if self._clipping is not None:
+            self._clipping.num_shares = max(1, self._exchanges_since_step)
+        self._exchanges_since_step, self._counts_samples = 0, False
 
     @override
     def on_finish(self) -> None:
@@ -505,7 +508,7 @@ class GradientExchange(Callback):
         # every rank in every bucket.
         tallies = wait_for([reduction for _, reduction in self._pairs])
         self._num_launched = 0
-        self._exchanged_since_step = True
+        self._exchanges_since_step += 1
         self._unsent = False
         self.counts.exchanges += 1
         # Every rank holds the same tallies, of its own shards, and the island's ranks tell each
@@ -575,7 +578,8 @@ class GradientExchange(Callback):
         for listener in self._listeners:
             listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
         # Gradients of parameters that the optimizer does not have may be older than its last step.
-        continues = self._exchanged_since_step and self._stashed[b] is not None
+        belongs = self._exchanges_since_step and self._stashed[b] is not None
+        continues = self._published[b] if belongs else np.zeros_like(used)
         grad_scale = self._grad_scale()
         self._transform.take()
         gradient, weight = self._transform.update(
@@ -623,8 +627,8 @@ class GradientExchange(Callback):
         self._copy_in(b)
         used = np.zeros(len(bucket.parameters), dtype=np.bool_)
         used[list(arrived)] = True
-        if not used.all():
-            bucket.clear(np.flatnonzero(~used).tolist())
+        for position in np.flatnonzero(~used).tolist():
+            bucket.views[position].zero_()
         return used
 
     def _look_for_dropped(self, *, was_dropped: bool) -> None:
@@ -634,7 +638,7 @@ class GradientExchange(Callback):
         if (
             was_dropped
             and (self._may_keep_entries or self._listeners)
-            and self._exchanged_since_step
+            and self._exchanges_since_step
             and not self.counts.skipped_in_a_row
             and not self._has_told_of_dropped
         ):

@@ -151,14 +151,17 @@ class OptimizerMomentum(GradientTransform):
         *,
         weight: float,
         grad_scale: float,
-        continues: bool,
+        continues: NDArray[np.bool_],
     ) -> tuple[torch.Tensor, float]:
         """Add weight decay, and apply momentum."""
-        self._velocity_is_loaded = False
-        if not continues:  # what belongs to one step is added up, so all of it has the same unit
+        self._velocity_is_loaded, goes_on = False, bool(continues.any())
+        if not goes_on:  # what belongs to one step is added up, so all of it has the same unit
             self._at_once = self._density is not None and self._density.sends_few()
-            self._add_decay_(bucket, used, grad_scale)
-        state = self._states[id(bucket)]
+        param_groups, state = self._optimizer.param_groups, self._states[id(bucket)]
+        # Without momentum weight decay can stay where it is.
+        self._decays = [bool(group["momentum"]) for group in param_groups]
+        decays = [coupled_decay(group) if group["momentum"] else 0.0 for group in param_groups]
+        state.groups.add_decay_(used, decays, grad_scale, continues=goes_on)
         if self._at_once and state.is_zero is None:
             state.is_zero = not state.velocity.any()
         if self._at_once and state.is_zero:
@@ -170,7 +173,7 @@ class OptimizerMomentum(GradientTransform):
         mix = mix_by_kernel if step.device.type == "cpu" else mix_by_torch
         for here, (factor, nesterov) in state.groups.merged(self._options, default=(0.0, False)):
             scale, at_once = 1 / grad_scale, self._at_once
-            shares = shares_of(factor, nesterov, scale, continues=continues, at_once=at_once)
+            shares = shares_of(factor, nesterov, scale, continues=goes_on, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
         places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
         for parameter, begin, end in places:
@@ -186,16 +189,6 @@ class OptimizerMomentum(GradientTransform):
                 state.velocity, state.staged = state.staged, state.velocity
                 state.is_zero = None if self._at_once else False
             state.is_staged = False
-
-    def _add_decay_(self, bucket: Bucket, used: NDArray[np.bool_], grad_scale: float) -> None:
-        """Without momentum weight decay can stay where it is."""
-        param_groups = self._optimizer.param_groups
-        self._decays = [bool(group["momentum"]) for group in param_groups]
-        decays = [
-            coupled_decay(group) if here else 0.0
-            for group, here in zip(param_groups, self._decays, strict=True)
-        ]
-        self._states[id(bucket)].groups.add_decay_(used, decays, grad_scale)
 
     @override
     def leaves_plain_steps(self) -> bool:

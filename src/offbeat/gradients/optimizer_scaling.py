@@ -169,20 +169,23 @@ class OptimizerScaling(GradientTransform):
         *,
         weight: float,
         grad_scale: float,
-        continues: bool,
+        continues: NDArray[np.bool_],
     ) -> tuple[torch.Tensor, float]:
         """Turn the gradient into the scaled one. There is no `grad_scale` here, because there is no
         scaling where there is a GradScaler. The gradient of an earlier exchange of the same step is
-        part of what counts, and weight decay has been added there.
+        part of what counts.
         """
         self._state_is_loaded = False
         if self.is_taken is False:
             return bucket.flat, weight
         moments = self._moments[id(bucket)]
-        if continues:
+        goes_on = bool(continues.any())
+        if self.is_taken:
+            decays = [coupled_decay(group) for group in self._optimizer.param_groups]
+            moments.groups.add_decay_(used, decays, continues=goes_on)
+        if goes_on:
             moments.gradient.add_(bucket.flat)
         else:
-            self._add_decay_(moments, used)
             moments.gradient.copy_(bucket.flat)
         if self.is_taken:
             bucket.flat.div_(self._denominator(moments))
@@ -339,15 +342,6 @@ class OptimizerScaling(GradientTransform):
             mean = torch.lerp(moments.mean[here], gradient, 1 - beta1).div_(1 - beta1**steps)
             result[here] = with_noise(mean, square, beta1, share).sqrt_().add_(eps)
         return result
-
-    def _add_decay_(self, moments: _Moments, used: NDArray[np.bool_]) -> None:
-        """Weight decay that Adam, unlike AdamW, adds to the gradient."""
-        if self.is_taken:
-            decays = [
-                0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
-                for group in self._optimizer.param_groups
-            ]
-            moments.groups.add_decay_(used, decays)
 
     def _update(self) -> None:
         """The optimizer's step, which then finds no gradient."""

@@ -68,6 +68,7 @@ class GroupRanges:
         self._sizes: list[int] = []
         self._ranges: list[GroupRange] = []
         self._groups: list[int | None] = []
+        self._decayed = np.zeros(len(bucket.parameters), dtype=np.bool_)
 
     @property
     def ranges(self) -> Sequence[GroupRange]:
@@ -101,19 +102,29 @@ class GroupRanges:
         yield slice(begin, self._bucket.num_elements), here
 
     def add_decay_(
-        self, used: NDArray[np.bool_], decays: Sequence[float], grad_scale: float = 1.0
+        self,
+        used: NDArray[np.bool_],
+        decays: Sequence[float],
+        grad_scale: float = 1.0,
+        *,
+        continues: bool,
     ) -> None:
-        """Add weight decay to the gradients in the bucket, which are multiplied by `grad_scale`.
+        """Add weight decay to the gradients in the bucket, which are multiplied by `grad_scale`: to
+        those that are a parameter's first ones in the optimizer's step.
 
         Args:
             used: which of the bucket's parameters have a gradient.
             decays: of each group.
             grad_scale: the AMP scale in force.
+            continues: whether earlier gradients belong to the same step.
         """
+        if not continues:
+            self._decayed = np.zeros_like(used)
+        first, self._decayed = used & ~self._decayed, self._decayed | used
         if not any(decays):
             return
         bucket, groups, views = self._bucket, self.groups, self._bucket.views
-        for position in np.flatnonzero(used).tolist():
+        for position in np.flatnonzero(first).tolist():
             number = groups[position]
             if number is not None and decays[number]:
                 alpha = decays[number] * grad_scale
@@ -141,6 +152,8 @@ class GroupRanges:
 
 def coupled_decay(group: Mapping[str, Any]) -> float:
     """The weight decay of an optimizer's group that is added to gradients."""
+    if group.get("decoupled_weight_decay"):
+        return 0.0
     decay = float(group["weight_decay"])
     return -decay if group["maximize"] else decay  # where it negates what it is given
 

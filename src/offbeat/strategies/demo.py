@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.selectors import Exact
 from offbeat.codec.sparseloco import ChunkSelector
@@ -38,9 +39,9 @@ from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket, num_rows
-from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
-from offbeat.strategies.gradient import GradientStrategy
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_density
 
 BLOCK = 64
@@ -60,7 +61,6 @@ class DeMo(GradientStrategy):
     """
 
     name: ClassVar[str] = "demo"
-    needs_optimizer: ClassVar[bool] = False
     bucket_mib: ClassVar[float | None] = None
 
     density: float = 1 / 128
@@ -83,6 +83,33 @@ class DeMo(GradientStrategy):
         self, bucket: Bucket, context: Context, transform: GradientTransform
     ) -> Reduction:
         return _Transformed(bucket, context, self)
+
+    @override
+    def reductions(
+        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
+    ) -> Reductions:
+        found = super().reductions(context, counts, transform)
+        return found._replace(callbacks=[_Signs(context)] if self.sign else [])
+
+
+class _Signs(Callback):
+    """Leaves signs of gradients to the optimizer. Not before its step: what belongs to it may be
+    the sum of several exchanges, and signs that were clipped would be none.
+    """
+
+    state_key: ClassVar[str] = "signs"
+    may_begin_anew: ClassVar[bool] = True
+
+    def __init__(self, context: Context) -> None:
+        self._parameters, self._optimizer = context.parameters.values(), context.optimizer
+
+    @override
+    def on_before_update(self) -> None:
+        # A fused optimizer divides by a GradScaler's scale within its step.
+        scale = getattr(self._optimizer, "grad_scale", None)
+        for parameter in self._parameters:
+            if (gradient := parameter.grad) is not None:
+                gradient.sign_().mul_(1.0 if scale is None else scale)
 
 
 class CosineBlock(NamedTuple):
@@ -162,7 +189,7 @@ class _Transformed(SparseReduction):
     """The sparse mean of cosine coefficients."""
 
     def __init__(self, bucket: Bucket, context: Context, strategy: DeMo) -> None:
-        self._blocks, self._sign = blocks_of(bucket), strategy.sign
+        self._blocks = blocks_of(bucket)
         codec = strategy.entries()
         selector = codec.selector
         if selector == Exact():
@@ -193,8 +220,6 @@ class _Transformed(SparseReduction):
         flat = super().commit()
         wide = flat.to(self._bucket.state_dtype)
         transform_(wide, self._blocks, inverse=True)
-        if self._sign:
-            wide.sign_().mul_(self._grad_scale)
         if wide is not flat:
             flat.copy_(wide)
         return flat

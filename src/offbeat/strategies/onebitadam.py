@@ -3,9 +3,9 @@ algorithm 1).
 
     until `freeze_step`: the user's Adam, with the mean of gradients
     then v stays, and in each step
-        m = beta1 m + (1 - beta1) gradient                 on each rank, from the mean m
-        m = mean of all ranks' m, as signs with a scale    by owners (`collectives.coded_sum`)
-        parameter -= lr m / (sqrt(v) + eps)
+        u = (beta1 m + (1 - beta1) gradient) / (sqrt(v) + eps)   on each rank, from the mean m
+        u = mean of all ranks' u, as signs with a scale          by owners (`collectives.coded_sum`)
+        parameter -= lr u;  m = (sqrt(v) + eps) u
 
 What signs lose is owed. The step is written here, and the optimizer then finds no gradient; m and v
 are those of `optimizer.state`, which is the same on all ranks, so it is shown, saved and loaded as
@@ -14,10 +14,12 @@ ever.
 Cost per step: as of AllReduce at first, then 2(P-1)/P n bits sent by each rank and a float32 for
 1,024 of them; a buffer of the gradient's size is owed.
 
-Differences from the paper: a scale is the mean magnitude of 1,024 values, and not the mean square
-of a tensor; both roundings of a rank are owed in one vector; Adam's bias corrections, which the
-paper leaves out, go on for m and are frozen with v; an element whose v is 0, because it had no
-gradient so far, stays as it is: its sign cannot be 0, and would be divided by eps.
+Differences from the paper: signs are those of the step, and not of momentum, whose elements may
+differ by orders: where v is small next to that of its neighbours, as of a bias before a BatchNorm,
+their scale would make steps many thousand times too large. A scale is the mean magnitude of 1,024
+values, and not the mean square of a tensor; both roundings of a rank are owed in one vector; Adam's
+bias corrections, which the paper leaves out, go on for m and are frozen with v; an element whose v
+is 0, because it had no gradient so far, stays as it is: its sign cannot be 0.
 """
 
 from __future__ import annotations
@@ -114,6 +116,14 @@ def divisor_of(square: torch.Tensor, num_updates: float, group: Mapping[str, Any
     return divisor.masked_fill_(square == 0, torch.inf)
 
 
+def regrow_(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: float) -> None:
+    """Let second moments of so many updates be what they would be after as many as Adam counts
+    steps: for so grown it takes them.
+    """
+    grown = _grown(state["step"], group) / _grown(num_updates, group)
+    state["exp_avg_sq"].mul_(grown)
+
+
 def _grown(num_updates: float, group: Mapping[str, Any]) -> float:
     """The share of the mean square that second moments have after so many updates."""
     beta2 = float(group["betas"][1])
@@ -172,30 +182,39 @@ class FrozenAdam(GradientTransform):
         *,
         weight: float,
         grad_scale: float,
-        continues: bool,
+        continues: NDArray[np.bool_],
     ) -> tuple[torch.Tensor, float]:
         """Turn the gradient into momentum, which a later exchange of the same step adds to."""
         self._look()
         if not self.is_taken:
             return bucket.flat, weight
         param_groups, groups = self._optimizer.param_groups, self._groups[id(bucket)]
-        if not continues:
-            decays = [
-                0.0 if group["decoupled_weight_decay"] else coupled_decay(group)
-                for group in param_groups
-            ]
-            groups.add_decay_(used, decays)
+        decays = [coupled_decay(group) for group in param_groups]
+        groups.add_decay_(used, decays, continues=bool(continues.any()))
         momentum = bucket.flat.to(bucket.state_dtype)
-        for parameter, view, number in zip(
-            bucket.parameters, bucket.views_of(momentum), groups.groups, strict=True
+        for parameter, view, number, goes_on in zip(
+            bucket.parameters, bucket.views_of(momentum), groups.groups, continues, strict=True
         ):
             if number is None:
                 continue
             beta1 = float(param_groups[number]["betas"][0])
             view.mul_(beta1 - 1 if param_groups[number]["maximize"] else 1 - beta1)
-            if not continues and (state := self._optimizer.state.get(parameter)):
+            if not goes_on and (state := self._optimizer.state.get(parameter)):
                 view.add_(state["exp_avg"], alpha=beta1)
         return momentum, weight
+
+    def divisors(self, bucket: Bucket) -> Iterator[torch.Tensor]:
+        """What the momentum of each of a bucket's parameters is divided by: 1 where the optimizer
+        does not have it.
+        """
+        param_groups, groups = self._optimizer.param_groups, self._groups[id(bucket)].groups
+        for parameter, number in zip(bucket.parameters, groups, strict=True):
+            if number is None:
+                yield parameter.new_ones(())
+            elif state := self._optimizer.state.get(parameter):
+                yield divisor_of(state["exp_avg_sq"], self._frozen_at, param_groups[number])
+            else:
+                yield parameter.new_full((), torch.inf)
 
     def _look(self) -> None:
         """Freeze, if it is time. Steps are the same on all ranks. Second moments of parameters that
@@ -222,14 +241,11 @@ class FrozenAdam(GradientTransform):
 
     @override
     def give_back(self) -> None:
-        """Adam goes on from where its state is. It takes second moments for those of as many steps
-        as it counts, so they become what they would be after all of these.
-        """
+        """Adam goes on from where its state is."""
         self._hidden.show()
         if self.is_taken:
             for group, state in self._states():
-                grown = _grown(state["step"], group) / _grown(self._frozen_at, group)
-                state["exp_avg_sq"].mul_(grown)
+                regrow_(state, group, self._frozen_at)
         self._frozen_at = 0.0
 
     # Events
@@ -301,6 +317,10 @@ class _MomentumReduction(CodedReduction):
     ) -> None:
         self._is_dense = not self._frozen.is_taken
         begin = self._dense.launch if self._is_dense else super().launch
+        if not self._is_dense:
+            divisors = self._frozen.divisors(self._bucket)
+            for momentum, divisor in zip(self._bucket.views_of(gradient), divisors, strict=True):
+                momentum.div_(divisor)
         begin(gradient, tally, weight=weight, grad_scale=grad_scale)
 
     @override
@@ -310,4 +330,9 @@ class _MomentumReduction(CodedReduction):
     @override
     def commit(self) -> torch.Tensor:
         self._dense.tally = self.tally
-        return self._dense.commit() if self._is_dense else super().commit()
+        if self._is_dense:
+            return self._dense.commit()
+        flat, divisors = super().commit(), self._frozen.divisors(self._bucket)
+        for step, divisor in zip(self._bucket.views_of(flat), divisors, strict=True):
+            step.mul_(divisor.masked_fill(divisor.isinf(), 0))
+        return flat

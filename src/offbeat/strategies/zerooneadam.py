@@ -3,22 +3,23 @@ at last local steps (arXiv 2202.06009, algorithm 1).
 
     in each step:
         m = beta1 m + (1 - beta1) gradient;  u += lr m                         on each rank
-        parameter = anchor - u / (sqrt(v) + eps)
+        parameter = anchor - u / d;  d = sqrt(v) + eps
     in some of them, ever further apart, until `freeze_step`:
         gradient = mean of all ranks';  v = beta2 v + (1 - beta2) gradient^2   before that
     after the others, and after `freeze_step` at ever longer intervals up to `period`:
-        U = mean of all ranks' u, as signs with a scale         by owners (`collectives.coded_sum`)
-        m = U / (sum of lr);  anchor -= U / (sqrt(v) + eps);  u = 0
+        U = mean of all ranks' u / d, as signs with a scale     by owners (`collectives.coded_sum`)
+        m = d U / (sum of lr);  anchor -= U;  u = 0
     where lr rises, m is multiplied by the last lr / lr
 
-What signs lose of u is owed. m and v are those of `optimizer.state`; the step is written here, and
+What signs lose of u / d is owed. m and v are those of `optimizer.state`; the step is written here, and
 the optimizer then finds no gradient.
 
 Cost per step: 2(P-1)/P n bits sent by each rank and a float32 for 1,024 of them, a `period`-th of
 it in the end; and what AllReduce sends in the steps in which v is updated. Four buffers of the
 model's size: anchor, u, and two for what is owed.
 
-Differences from the paper: where lr rises, momentum falls by as much. What is owed of u makes m
+Differences from the paper: signs are those of u / d and not of u, as with 1-bit Adam here; where
+lr rises, momentum falls by as much. What is owed of u makes m
 large once lr has fallen, and a warm restart would apply it at the full rate: without this it
 destroys the model, and a text model behind a warm-up and a cosine ends with 4 to 5% more bits (400
 steps, two seeds). In a step that updates v momentum takes the mean gradient, which is there
@@ -32,7 +33,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from typing_extensions import override
@@ -49,10 +50,13 @@ from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.gradients.exchange import HiddenGradients
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.onebitadam import divisor_of, remark_of_freeze, require_adam
+from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze, require_adam
 from offbeat.strategies.options import require_at_least, require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
+
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +167,11 @@ class LocalAdam(Callback, TakeMean):
 
     def _state(self, name: str) -> Mapping[str, Any]:
         state: dict[str, Any] = self._optimizer.state[self._parameters[name]]
+        summed = self.sums[name]
         if "step" not in state:
-            moments = {key: torch.zeros_like(self.sums[name]) for key in ("exp_avg", "exp_avg_sq")}
-            state |= {"step": torch.zeros(()), **moments}
+            state |= {"step": torch.zeros(()), **{key: torch.zeros_like(summed) for key in MOMENTS}}
+        for key in MOMENTS:  # a loaded state has the parameter's type
+            state[key] = state[key].to(summed.dtype)
         return state
 
     def _begin(self) -> None:
@@ -195,7 +201,7 @@ class LocalAdam(Callback, TakeMean):
             self._step(name, gradients[name], group, updates=updates)
             self._hidden.hide(self._parameters[name])
         if updates:
-            self.merge_([*self.sums.values()])
+            self.merge_([*self.changes()])
         if self._num_steps == self._schedule.freeze_step:
             self._inform(remark_of_freeze(self._optimizer, self._num_steps))
 
@@ -228,33 +234,52 @@ class LocalAdam(Callback, TakeMean):
         rate /= 1 - beta1 ** (self._before[name] + self._num_steps)
         self._rates[name] += rate
         self.sums[name].add_(state["exp_avg"], alpha=rate)
-        self._parameters[name].copy_(self._moved(name, self.sums[name], group))
+        moved = self.sums[name] / self._divisor(name, group)
+        self._parameters[name].copy_(self.anchor[name] - moved)
 
-    def _moved(self, name: str, summed: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        num_updates = self._before[name] + self._schedule.num_updates(self._num_steps)
-        square = self._state(name)["exp_avg_sq"]
-        return self.anchor[name] - summed / divisor_of(square, num_updates, group)
+    def _divisor(self, name: str, group: Mapping[str, Any]) -> torch.Tensor:
+        return divisor_of(self._state(name)["exp_avg_sq"], self._num_updates(name), group)
+
+    def _num_updates(self, name: str) -> float:
+        """How often second moments were updated."""
+        return self._before[name] + self._schedule.num_updates(self._num_steps)
 
     @override
     def changes(self) -> Iterator[torch.Tensor]:
-        return iter(self.sums.values())
+        """How far each parameter has moved back from the anchor."""
+        groups = self._groups()
+        for name, summed in self.sums.items():
+            yield summed / self._divisor(name, groups[name]) if self._rates[name] else summed
 
     @override
     @torch.no_grad()
     def merge_(self, changes: Sequence[torch.Tensor] | None) -> None:
         assert changes is not None, "momenta travel by a codec"
         groups = self._groups()
-        for name, summed in zip(self.sums, changes, strict=True):
+        for name, moved in zip(self.sums, changes, strict=True):
             if name in groups and (rate := self._rates[name]):
-                self.anchor[name].copy_(self._moved(name, summed, groups[name]))
+                divisor = self._divisor(name, groups[name])
+                divisor.masked_fill_(divisor.isinf(), 0)  # what has no second moment stays
+                self.anchor[name].sub_(moved.masked_fill(divisor == 0, 0))
                 self._parameters[name].copy_(self.anchor[name])
-                self._state(name)["exp_avg"].copy_(summed / rate)
+                self._state(name)["exp_avg"].copy_(moved * divisor / rate)
             self.sums[name].zero_()
             self._rates[name] = 0.0
 
     @override
     def on_after_step(self) -> None:
         self._hidden.show()
+
+    @override
+    def close(self) -> None:
+        """Adam goes on from where its state is."""
+        self._hidden.show()
+        for name, group in self._groups().items():
+            parameter = self._parameters[name]
+            if self._num_steps and (state := self._optimizer.state.get(parameter)):
+                regrow_(state, group, self._num_updates(name))
+                state |= {key: state[key].to(parameter.dtype) for key in MOMENTS}
+        self._num_steps = 0
 
     @override
     def state_dict(self) -> CallbackState:
