@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.led_island import led_by_first_rank
+from offbeat.averaging.led_island import LedIsland, led_by_first_rank
+from offbeat.averaging.outer import OuterFactory, OuterOptimizer
+from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.membership.island import Island
+from offbeat.strategies.localsgd import Outer
 from offbeat.transport.single_rank import SingleRank
 from offbeat.weights.model_weights import BufferNames, ModelWeights
 from thread_support.world import ThreadDriver, results_of
@@ -51,3 +57,55 @@ def test_a_frozen_parameter_stays_where_it_is_in_all_shards() -> None:
         return held
 
     assert results_of(2, job) == [[[1, 1], [2, 2], [3, 3], [4, 3], [5, 4]]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outer", [Outer(), partial(torch.optim.Adam, lr=0.01)], ids=["SGD", "Adam"])
+def test_a_run_goes_on_from_a_saved_state(outer: OuterFactory, dtype: torch.dtype) -> None:
+    """Anchors are wider than half precision, and Adam has a number of steps."""
+
+    def build(context: Context, whole: ModelWeights) -> list[Callback]:
+        rule = OuterOptimizer(context.parameters, make=outer)
+        average = MeanOfAll(whole, Everyone(context.driver, context.new_stream()), rule=rule)
+        return [PeriodicAverage(average, GrowingPeriod(2))]
+
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
+        def make() -> tuple[torch.nn.Parameter, LedIsland]:
+            shard = torch.nn.Parameter(torch.arange(4.0 + driver.rank).to(dtype))
+            context = Context(
+                parameters={"a": shard},
+                driver=SingleRank(),
+                new_stream=stream_counter(),
+                notices=Notices(driver.rank),
+                island=Island(driver),
+            )
+            weights = ModelWeights(
+                parameters=context.parameters, buffers=dict, chosen=BufferNames()
+            )
+            led = led_by_first_rank(context, weights, build, changes_gradients=False)
+            assert isinstance(led, LedIsland)
+            return shard, led
+
+        @torch.no_grad()
+        def steps(shard: torch.nn.Parameter, led: LedIsland, count: int) -> None:
+            for _ in range(count):
+                led.on_before_step()
+                shard.add_(1)
+                led.on_after_step()
+
+        shard, led = make()
+        steps(shard, led, 3)
+        kept = shard.detach().clone()
+        state = {
+            kind: {k: v.clone() if torch.is_tensor(v) else v for k, v in entries.items()}
+            for kind, entries in led.state_dict().items()
+        }
+        steps(shard, led, 4)
+        resumed, again = make()
+        resumed.data.copy_(kept)
+        again.load_state_dict(state)
+        steps(resumed, again, 4)
+        return shard.detach(), resumed.detach()
+
+    for went_on, resumed in results_of(2, job):
+        torch.testing.assert_close(resumed, went_on, rtol=0, atol=0)

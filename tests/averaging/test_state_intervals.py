@@ -165,6 +165,25 @@ def test_a_rank_without_states_is_given_none_of_them_or_all() -> None:
     assert found == [[]] * 5 + [["exp_avg", "exp_avg_sq", "step"]]
 
 
+def test_steps_of_a_parameter_that_one_rank_uses_at_a_time_are_counted() -> None:
+    """Rounded, the mean of 2 steps and 3 would be 2 after each average, however many there were."""
+
+    def job(driver: ThreadDriver) -> float:
+        model = make_model()
+        first = next(model.parameters())
+        optimizer = adam(model)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=1)):
+            for step in range(21):
+                model(torch.ones(2, 4, dtype=torch.float64)).mean().backward()
+                if (driver.rank + step) % 2:
+                    first.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+        return float(optimizer.state[first]["step"])
+
+    assert results_of(2, job) == [11, 11]
+
+
 def test_a_state_that_the_optimizer_lacks_is_refused_on_all_ranks() -> None:
     strategy = offbeat.LocalSGD(period=1, warmup=0, optimizer_state={"exp_avgs": 1})
 

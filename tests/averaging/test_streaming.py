@@ -128,8 +128,10 @@ def test_a_parameter_that_is_frozen_within_a_period_comes_to_the_mean(streaming:
         torch.testing.assert_close(each, mean)
 
 
-def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
-    strategy = offbeat.LocalSGD(period=4, exchange="2x1", outer="diloco", codec="linear4")
+@pytest.mark.parametrize("codec", ["linear4", offbeat.WeightCodec(density=0.3)], ids=str)
+@pytest.mark.parametrize("last", [12, 13])  # after 12 steps an average travels, too
+def test_a_run_goes_on_from_a_state_saved_while_an_average_travels(codec: Any, last: int) -> None:
+    strategy = offbeat.LocalSGD(period=4, exchange="2x1", outer="diloco", codec=codec)
 
     def job(driver: ThreadDriver) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         model = make_model()
@@ -138,12 +140,12 @@ def test_a_run_goes_on_from_a_state_saved_while_an_average_travels() -> None:
             for step in range(6):
                 step_of(model, optimizer, driver.rank, step)
             saved = session.state_dict(), copy.deepcopy(model.state_dict())
-            for step in range(6, 13):
+            for step in range(6, last):
                 step_of(model, optimizer, driver.rank, step)
             went_on = [parameter.detach().clone() for parameter in model.parameters()]
             session.load_state_dict(saved[0])
             model.load_state_dict(saved[1])
-            for step in range(6, 13):
+            for step in range(6, last):
                 step_of(model, optimizer, driver.rank, step)
             return went_on, [parameter.detach().clone() for parameter in model.parameters()]
 

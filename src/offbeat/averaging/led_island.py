@@ -266,22 +266,21 @@ class LedIsland(Callback):
             for kind, entries in state.items()
         }
         of_first = [
-            (kind, key.removesuffix("@0"))
+            (kind, key.removesuffix("@0"), _name_of(value.dtype), bool(value.dim()))
             for kind, entries in state.items()
             for key, value in entries.items()
             if torch.is_tensor(value) and key.endswith("@0")
         ]
-        found, keys = self._island.first((numbers, of_first))
-        own = self._weights.parameters
+        found, described = self._island.first((numbers, of_first))
         if self._island.rank:
-            mine = [torch.zeros_like(own[_parameter(key)]) for _, key in keys]
+            mine = [_room(self._weights, *each) for _, *each in described]
             self._island.spread({self._island.rank: mine})
         else:
-            mine = [state[kind][_at(key, 0)] for kind, key in keys]
+            mine = [state[kind][_at(key, 0)] for kind, key, *_ in described]
             self._island.spread(
-                {n: [state[kind][_at(key, n)] for kind, key in keys] for n in self._shards}
+                {n: [state[kind][_at(key, n)] for kind, key, *_ in described] for n in self._shards}
             )
-        for (kind, key), tensor in zip(keys, mine, strict=True):
+        for (kind, key, *_), tensor in zip(described, mine, strict=True):
             found.setdefault(kind, {})[key] = tensor
         return found
 
@@ -296,8 +295,9 @@ class LedIsland(Callback):
             if torch.is_tensor(value)
         }
         keys = [(kind, key) for kind, key in self._island.first([*mine])]
+        shapes = {name: parameter.shape for name, parameter in self._weights.parameters.items()}
         if any(
-            key not in mine or mine[key].shape != self._weights.parameters[_parameter(key[1])].shape
+            key not in mine or mine[key].shape not in ((), shapes[_parameter(key[1])])
             for key in keys
         ):
             raise CheckpointError("the state of another rank was saved with another model")
@@ -306,7 +306,10 @@ class LedIsland(Callback):
             self._island.collect({self._island.rank: own})
             return
         theirs = {
-            n: [torch.zeros_like(shard.parameters[_parameter(key)]) for _, key in keys]
+            n: [
+                _room(shard, key, _name_of(mine[kind, key].dtype), bool(mine[kind, key].dim()))
+                for kind, key in keys
+            ]
             for n, shard in self._shards.items()
         }
         self._island.collect(theirs)
@@ -376,6 +379,12 @@ class LedIsland(Callback):
 
 def _all_of(weights: ModelWeights) -> list[torch.Tensor]:
     return [*_tensors(weights).values()]
+
+
+def _room(weights: ModelWeights, key: str, dtype: str, has_shape: bool) -> torch.Tensor:
+    """Memory for an entry of a state, which may be wider than its parameter, or a single number."""
+    parameter = weights.parameters[_parameter(key)]
+    return parameter.new_zeros(parameter.shape if has_shape else (), dtype=getattr(torch, dtype))
 
 
 def _parameter(key: str) -> str:

@@ -114,7 +114,9 @@ class _Fragment:
         return self.means
 
     def forget(self) -> None:
-        """Nothing of it is under way."""
+        """Nothing of it is under way any more."""
+        if self.begun and not self.means and self.changes is not None:
+            self.changes.discard()
         self.begun, self.means = [], []
         if not self.owes:
             self.changes = None
@@ -221,6 +223,7 @@ class StreamingMean(WeightExchange):
         replicated, local = state["replicated"], state["local"]
         arrived = {key for key in replicated if key.startswith("arrived/")}
         for place, fragment in enumerate(self._fragments):
+            fragment.forget()
             if fragment.changes is not None:
                 fragment.changes.load(state)
             mine = {
@@ -229,7 +232,6 @@ class StreamingMean(WeightExchange):
                 if _parameter_of(key) in fragment.parameters
             }
             fragment.rule.load(mine)
-            fragment.forget()
             if arrived and arrived == {f"arrived/{name}" for name in fragment.parameters}:
                 self._under_way = place
                 for name, parameter in fragment.parameters.items():

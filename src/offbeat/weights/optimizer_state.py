@@ -144,7 +144,8 @@ class OptimizerStates:
     rank without it is given the mean.
 
     A number of steps is merged because the moments are: a rank that counted on with its own would
-    correct its peers' moments by it, and take steps of a wrong length. It is rounded.
+    correct its peers' moments by it, and take steps of a wrong length. It is not rounded, unless it
+    is an integer: where few ranks use a parameter, averages add less than half a step each.
 
     States of other shapes stay local. Of a parameter that has one, or of whose states only some are
     merged, a rank without states is given none, since its optimizer could not go on with some.
@@ -253,7 +254,7 @@ class OptimizerStates:
                 key, _, kind = name.partition(":")
                 if kind and (has_none or key in state):
                     before = state.get(key)
-                    is_whole = key == "step" or kind == "int" or _is_integer(before)
+                    is_whole = kind == "int" or _is_integer(before)
                     value = numbers[name][number]
                     value = round(value) if is_whole else value
                     if isinstance(before, torch.Tensor):
