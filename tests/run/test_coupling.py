@@ -412,6 +412,24 @@ def test_sessions_end_before_the_group(stack: ExitStack) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def test_what_torch_compile_has_wrapped_is_evaluated_as_the_mean_too(stack: ExitStack) -> None:
+    """Here that of the last average, which is two steps old."""
+    script = Script(offbeat.LocalSGD(period=4, warmup=0), stack)
+    model = nn.Linear(3, 1)
+    ddp = DistributedDataParallel(torch.compile(model, backend="eager"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(6):
+        step(ddp, optimizer)
+    own = model.weight.detach().clone()
+    model.eval()
+    mean = model.weight.detach().clone()
+    assert not torch.equal(mean, own)
+    ddp.train()
+    assert torch.equal(model.weight, own)
+    assert torch.equal(model.state_dict()["weight"], mean)
+    assert script.session.stats.steps == 6
+
+
 def test_a_script_on_one_rank_alone_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lonely.py"])
     with ExitStack() as stack:

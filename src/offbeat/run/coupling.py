@@ -113,6 +113,7 @@ class _Coupled:
         ddp: may have gone: a script that wraps its model anew keeps the first wrapper no longer.
         module: what it wraps.
         parameters: the ids of its parameters.
+        wholes: the ids of the modules that have all of them: itself, and what torch.compile wraps.
         session: at work on that.
         optimizer: the attached one; None: there was none.
         evaluation: the mean, where ranks' models differ.
@@ -122,6 +123,7 @@ class _Coupled:
     ddp: Callable[[], DistributedDataParallel | ShardedModule | None]
     module: torch.nn.Module
     parameters: frozenset[int]
+    wholes: frozenset[int]
     session: ExchangeSession
     optimizer: torch.optim.Optimizer | None
     evaluation: EvaluationWeights | None
@@ -165,7 +167,6 @@ class ScriptSessions(ScriptListener):
         )
         self._coupled: list[_Coupled] = []
         self._sharded: dict[int, ShardedModule] = {}  # by module, the root's, once it is known
-        self._evaluations: dict[int, EvaluationWeights] = {}
         self._attached_models: set[int] = set()
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_told_of_override = False
@@ -209,9 +210,9 @@ class ScriptSessions(ScriptListener):
     def mode_changed(self, module: torch.nn.Module) -> None:
         if not module.training and id(module) in self._attached_models:
             self._listener.evaluates()
-        evaluation = self._evaluations.get(id(module))
-        if evaluation is not None:
-            evaluation.mode_changed(training=module.training)
+        for coupled in self._coupled:
+            if coupled.evaluation is not None and id(module) in coupled.wholes:
+                coupled.evaluation.mode_changed(training=module.training)
 
     @override
     def backward_begins(self, loss: torch.Tensor) -> None:
@@ -358,10 +359,13 @@ class ScriptSessions(ScriptListener):
         session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
             return None
+        parameters = frozenset(map(id, model.parameters()))
+        held = {id(module): len([*module.parameters()]) for module in model.modules()}
         coupled = _Coupled(
             ddp=weakref.ref(ddp),
             module=model,
-            parameters=frozenset(map(id, model.parameters())),
+            parameters=parameters,
+            wholes=frozenset(each for each, num in held.items() if num == len(parameters)),
             session=session,
             optimizer=optimizer,
             evaluation=None,
@@ -382,8 +386,7 @@ class ScriptSessions(ScriptListener):
             if session.strategy.replicas_differ:
                 ignored = ddp.parameters_to_ignore
                 coupled.evaluation = EvaluationWeights(session, model, optimizer, ignored)
-                self._evaluations[id(model)] = coupled.evaluation
-        self._attached_models.add(id(model))
+        self._attached_models |= coupled.wholes
         self.num_attached += 1
         self._listener.attached(session, model, optimizer)
         return coupled
@@ -412,7 +415,6 @@ class ScriptSessions(ScriptListener):
         self._coupled.remove(coupled)
         if coupled.optimizer is not None:
             self._carried.detached(coupled.optimizer)
-        self._evaluations.pop(id(coupled.module), None)
         if coupled.evaluation is not None:
             coupled.evaluation.close()
         session, cause = coupled.session, error or sys.exception()
