@@ -147,19 +147,20 @@ class ScriptRecorder(SessionObserver, ModelListener):
     ) -> None:
         """`session` is at work. Of several models at once, the first one's steps are recorded."""
         attached = AttachedModel(model=model, session=session)
-        self._is_attached = True
         if self._recorder is None:
-            if (opened := self._open_record()) is not None:  # else nobody asked for a record
-                session.observers.append(self)
-                self._begin(opened, attached)
-            return
-        run = self._recorder.run
-        if run.attached.model is not model:
-            run.notices.append("the script trains several models; the record is that of the first")
-            return
+            if (opened := self._open_record()) is None:
+                return  # nobody asked for a record
+            self._begin(opened, attached)
+        else:
+            run = self._recorder.run
+            if run.attached.model is not model:
+                notice = "the script trains several models; the record is that of the first"
+                run.notices.append(notice)
+                return
+            run.attached = attached
+            self._recorder.begin_anew()
         session.observers.append(self)
-        run.attached = attached
-        self._recorder.begin_anew()
+        self._is_attached = True
 
     def _begin(self, opened: OpenRecord, attached: AttachedModel) -> None:
         """Record from now on: the first session is at work."""
