@@ -412,6 +412,17 @@ def test_sessions_end_before_the_group(stack: ExitStack) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def test_the_end_of_another_group_ends_no_session(stack: ExitStack) -> None:
+    """As of one that a script makes for its metrics: what is owed would be lost."""
+    script = Script(offbeat.GTopK(density=0.5, collective="tree"), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        step(ddp, optimizer)
+        dist.destroy_process_group(dist.new_group([0]))
+    assert script.session.stats.steps == 2
+
+
 def test_what_torch_compile_has_wrapped_is_evaluated_as_the_mean_too(stack: ExitStack) -> None:
     """Here that of the last average, which is two steps old."""
     script = Script(offbeat.LocalSGD(period=4, warmup=0), stack)
