@@ -58,3 +58,30 @@ def test_what_is_saved_is_the_mean_of_each_part_and_by_each_name_of_what_is_tied
 
     first, second = results_of(2, job)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.LocalSGD(period=4, warmup=0), offbeat.DPSGD()], ids=lambda each: each.name
+)
+def test_a_model_whose_session_ends_while_the_script_goes_on_is_the_mean(
+    strategy: Strategy,
+) -> None:
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+            own = torch.nn.utils.parameters_to_vector(model.parameters())
+            model.eval()
+            evaluation.mode_changed(training=False)
+            evaluation.take_mean()
+            evaluation.close()
+        return own, torch.nn.utils.parameters_to_vector(model.parameters())
+
+    results = results_of(3, job)
+    mean = torch.stack([own for own, _ in results]).mean(dim=0)
+    for own, left in results:
+        assert not torch.allclose(own, mean)
+        torch.testing.assert_close(left, mean)

@@ -248,7 +248,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def group_ends(self) -> None:
-        self.close(None)
+        self.close(None, averages=True)
 
     def process_made(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What a process that the script makes is to call in the place of `function`."""
@@ -276,11 +276,13 @@ class ScriptSessions(ScriptListener):
         self._attached_models.add(id(model))
         self._listener.attached(session, model, optimizer)
 
-    def close(self, error: BaseException | None) -> None:
-        """End all sessions; after `error`, if that ended the script. Idempotent."""
+    def close(self, error: BaseException | None, *, averages: bool = False) -> None:
+        """End all sessions; after `error`, if that ended the script. Idempotent. `averages`: as of
+        `_end`.
+        """
         self._listener.training_ends()
         for coupled in list(self._coupled):
-            self._end(coupled, error)
+            self._end(coupled, error, averages=averages)
 
     def complaint(self, script: str) -> ConfigError | None:
         """Why the strategy has not been at work at all, if it has not."""
@@ -330,7 +332,7 @@ class ScriptSessions(ScriptListener):
         candidates = [optimizer for optimizer in living if optimizer is not None]
         if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
             candidates = coupled.stepped
-            self._end(coupled, None)
+            self._end(coupled, None, averages=True)
             coupled = None
         if coupled is None:
             coupled = self._attach(ddp, _optimizer_of(ddp.module, candidates))
@@ -352,7 +354,7 @@ class ScriptSessions(ScriptListener):
             return None  # an evaluation, perhaps on one rank alone
         for other in list(self._coupled):
             if other.has_any_of(model.parameters()):
-                self._end(other, None)
+                self._end(other, None, averages=True)
         adopted: Adopted = "model"
         if isinstance(ddp, DistributedDataParallel):
             adopted = self._adopted.get(ddp, "nothing")
@@ -411,13 +413,20 @@ class ScriptSessions(ScriptListener):
             if all(on_ranks):
                 self._end(coupled, None)
 
-    def _end(self, coupled: _Coupled, error: BaseException | None) -> None:
+    def _end(
+        self, coupled: _Coupled, error: BaseException | None, *, averages: bool = False
+    ) -> None:
+        """End a session. `averages`: the script goes on, on all ranks, so where their models differ
+        the mean takes their place.
+        """
         self._coupled.remove(coupled)
         if coupled.optimizer is not None:
             self._carried.detached(coupled.optimizer)
-        if coupled.evaluation is not None:
-            coupled.evaluation.close()
         session, cause = coupled.session, error or sys.exception()
+        if coupled.evaluation is not None:
+            if averages and cause is None:
+                coupled.evaluation.take_mean()
+            coupled.evaluation.close()
         if cause is not None and not is_good_end(cause):
             session.__exit__(type(cause), cause, cause.__traceback__)
             return

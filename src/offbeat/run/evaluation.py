@@ -115,6 +115,18 @@ class EvaluationWeights(SessionObserver):
             self._own = None
         self._rest.close()
 
+    def take_mean(self) -> None:
+        """Put the mean of all ranks' models into the parameters, for good: the session is about to
+        end, and the script goes on. Collective.
+        """
+        self.training_goes_on()
+        try:
+            if self._session.averages_alone:
+                self._session.finish()
+            self._write(self._session.averaged_tensors())
+        except OffbeatError as error:
+            LOGGER.warning("this rank keeps its own weights: %s", error)
+
     def close(self) -> None:
         """Take hooks out. A model that is not in training mode stays the mean."""
         for handle in self._handles:
