@@ -221,6 +221,21 @@ def test_an_optimizer_that_is_stepped_in_the_place_of_the_first_one_is_attached_
     assert script.session.stats.steps == 1
 
 
+def test_optimizers_that_are_stepped_by_turns_are_warned_of_once(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    Script(offbeat.GTopK(density=1.0), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    first, second = (torch.optim.SGD([p], lr=0.1) for p in ddp.parameters())
+    step(ddp, first)
+    step(ddp, second)
+    step(ddp, second)
+    assert "by turns" not in caplog.text
+    for optimizer in (first, second, first, second):
+        step(ddp, optimizer)
+    assert caplog.text.count("by turns") == 1
+
+
 def test_until_there_is_an_optimizer_gradients_are_exchanged_and_that_is_said(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,6 +67,11 @@ WITHOUT_OPTIMIZER = """\
 no optimizer of torch.optim's has parameters of the DistributedDataParallel model yet, so gradients\
  are exchanged as DistributedDataParallel does it; {strategy} begins when one has stepped them"""
 
+BY_TURNS = """\
+{script} steps several optimizers of one model by turns: at each turn {strategy} connects the ranks\
+ anew and begins without what it has kept, such as what is owed; put their parameters into groups\
+ of one optimizer, or wrap what each of them steps in a DistributedDataParallel of its own"""
+
 NO_OPTIMIZER = """\
 {script} made a DistributedDataParallel model and stepped it by no optimizer of torch.optim's, so\
  {strategy} has done nothing"""
@@ -169,7 +174,8 @@ class ScriptSessions(ScriptListener):
         self._sharded: dict[int, ShardedModule] = {}  # by module, the root's, once it is known
         self._attached_models: set[int] = set()
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._has_told_of_override = False
+        self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_told_of_override = self._has_told_of_turns = False
 
     @property
     def has_made_anything(self) -> bool:
@@ -332,6 +338,12 @@ class ScriptSessions(ScriptListener):
         candidates = [optimizer for optimizer in living if optimizer is not None]
         if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
             candidates = coupled.stepped
+            if not (self._has_told_of_turns or self._left.isdisjoint(candidates)):
+                self._has_told_of_turns = True
+                told = BY_TURNS.format(script=sys.argv[0], strategy=self._recipe.name)
+                LOGGER.warning("%s", told)
+            if coupled.optimizer is not None:
+                self._left.add(coupled.optimizer)
             self._end(coupled, None, averages=True)
             coupled = None
         if coupled is None:
