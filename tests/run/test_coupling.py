@@ -221,6 +221,21 @@ def test_an_optimizer_that_is_stepped_in_the_place_of_the_first_one_is_attached_
     assert script.session.stats.steps == 1
 
 
+def test_optimizers_that_are_stepped_by_turns_are_warned_of_once(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    Script(offbeat.GTopK(density=1.0), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    first, second = (torch.optim.SGD([p], lr=0.1) for p in ddp.parameters())
+    step(ddp, first)
+    step(ddp, second)
+    step(ddp, second)
+    assert "by turns" not in caplog.text
+    for optimizer in (first, second, first, second):
+        step(ddp, optimizer)
+    assert caplog.text.count("by turns") == 1
+
+
 def test_until_there_is_an_optimizer_gradients_are_exchanged_and_that_is_said(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -410,6 +425,35 @@ def test_sessions_end_before_the_group(stack: ExitStack) -> None:
     with pytest.raises(ConfigError, match="closed"):
         script.session.averaged_model()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_the_end_of_another_group_ends_no_session(stack: ExitStack) -> None:
+    """As of one that a script makes for its metrics: what is owed would be lost."""
+    script = Script(offbeat.GTopK(density=0.5, collective="tree"), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        step(ddp, optimizer)
+        dist.destroy_process_group(dist.new_group([0]))
+    assert script.session.stats.steps == 2
+
+
+def test_what_torch_compile_has_wrapped_is_evaluated_as_the_mean_too(stack: ExitStack) -> None:
+    """Here that of the last average, which is two steps old."""
+    script = Script(offbeat.LocalSGD(period=4, warmup=0), stack)
+    model = nn.Linear(3, 1)
+    ddp = DistributedDataParallel(torch.compile(model, backend="eager"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(6):
+        step(ddp, optimizer)
+    own = model.weight.detach().clone()
+    model.eval()
+    mean = model.weight.detach().clone()
+    assert not torch.equal(mean, own)
+    ddp.train()
+    assert torch.equal(model.weight, own)
+    assert torch.equal(model.state_dict()["weight"], mean)
+    assert script.session.stats.steps == 6
 
 
 def test_a_script_on_one_rank_alone_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:

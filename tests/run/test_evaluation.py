@@ -33,3 +33,55 @@ def test_a_run_of_few_steps_saves_the_same_model_on_all_ranks(strategy: Strategy
         for one, two in zip(first, other, strict=True):
             assert all(map(torch.equal, one, two))
     assert not all(map(torch.equal, first[0], first[-1]))
+
+
+def test_what_is_saved_is_the_mean_of_each_part_and_by_each_name_of_what_is_tied() -> None:
+    """As GPT's embedding and head: what is loaded by the second name would undo the first."""
+
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        optimizer = torch.optim.SGD(model.double().parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=4, warmup=0)) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+            saved = model.state_dict()
+            assert not torch.equal(saved["0.weight"], model[0].weight)
+            assert torch.equal(saved["0.weight"], saved["2.weight"])
+            for part in "02":
+                for name, saved_alone in model[int(part)].state_dict().items():
+                    assert torch.equal(saved[f"{part}.{name}"], saved_alone)
+            assert model[2].state_dict(keep_vars=True)["bias"] is model[2].bias
+            evaluation.close()
+        return [*saved.values()]
+
+    first, second = results_of(2, job)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    "strategy", [offbeat.LocalSGD(period=4, warmup=0), offbeat.DPSGD()], ids=lambda each: each.name
+)
+def test_a_model_whose_session_ends_while_the_script_goes_on_is_the_mean(
+    strategy: Strategy,
+) -> None:
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with session_on(driver, model, optimizer, strategy) as session:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            for step in range(6):
+                step_of(model, optimizer, driver.rank, step)
+            own = torch.nn.utils.parameters_to_vector(model.parameters())
+            model.eval()
+            evaluation.mode_changed(training=False)
+            evaluation.take_mean()
+            evaluation.close()
+        return own, torch.nn.utils.parameters_to_vector(model.parameters())
+
+    results = results_of(3, job)
+    mean = torch.stack([own for own, _ in results]).mean(dim=0)
+    for own, left in results:
+        assert not torch.allclose(own, mean)
+        torch.testing.assert_close(left, mean)

@@ -278,6 +278,22 @@ def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path:
     assert [event.loss for event in Record(path).events(0)] == [1.0, 1.0]
 
 
+def test_losses_of_another_model_are_in_no_step(tmp_path: Path) -> None:
+    path = recorded_run(tmp_path)
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    recorded, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    for model, loss in ((recorded, 1.0), (other, 5.0), (recorded, 2.0)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+            recorder.attached(session, model, optimizer)
+            recorder.loss_seen(torch.tensor(loss), 1.0)
+            model(torch.ones(5, 2)).sum().backward()
+            optimizer.step()
+    recorder.end()
+    assert [event.loss for event in Record(path).events(0)] == [1.0, 2.0]
+
+
 def test_loggers_hear_what_a_script_measures_when_its_session_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,11 @@ WITHOUT_OPTIMIZER = """\
 no optimizer of torch.optim's has parameters of the DistributedDataParallel model yet, so gradients\
  are exchanged as DistributedDataParallel does it; {strategy} begins when one has stepped them"""
 
+BY_TURNS = """\
+{script} steps several optimizers of one model by turns: at each turn {strategy} connects the ranks\
+ anew and begins without what it has kept, such as what is owed; put their parameters into groups\
+ of one optimizer, or wrap what each of them steps in a DistributedDataParallel of its own"""
+
 NO_OPTIMIZER = """\
 {script} made a DistributedDataParallel model and stepped it by no optimizer of torch.optim's, so\
  {strategy} has done nothing"""
@@ -113,6 +118,7 @@ class _Coupled:
         ddp: may have gone: a script that wraps its model anew keeps the first wrapper no longer.
         module: what it wraps.
         parameters: the ids of its parameters.
+        wholes: the ids of the modules that have all of them: itself, and what torch.compile wraps.
         session: at work on that.
         optimizer: the attached one; None: there was none.
         evaluation: the mean, where ranks' models differ.
@@ -122,6 +128,7 @@ class _Coupled:
     ddp: Callable[[], DistributedDataParallel | ShardedModule | None]
     module: torch.nn.Module
     parameters: frozenset[int]
+    wholes: frozenset[int]
     session: ExchangeSession
     optimizer: torch.optim.Optimizer | None
     evaluation: EvaluationWeights | None
@@ -165,10 +172,10 @@ class ScriptSessions(ScriptListener):
         )
         self._coupled: list[_Coupled] = []
         self._sharded: dict[int, ShardedModule] = {}  # by module, the root's, once it is known
-        self._evaluations: dict[int, EvaluationWeights] = {}
         self._attached_models: set[int] = set()
         self._steppers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._has_told_of_override = False
+        self._left: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_told_of_override = self._has_told_of_turns = False
 
     @property
     def has_made_anything(self) -> bool:
@@ -209,9 +216,9 @@ class ScriptSessions(ScriptListener):
     def mode_changed(self, module: torch.nn.Module) -> None:
         if not module.training and id(module) in self._attached_models:
             self._listener.evaluates()
-        evaluation = self._evaluations.get(id(module))
-        if evaluation is not None:
-            evaluation.mode_changed(training=module.training)
+        for coupled in self._coupled:
+            if coupled.evaluation is not None and id(module) in coupled.wholes:
+                coupled.evaluation.mode_changed(training=module.training)
 
     @override
     def backward_begins(self, loss: torch.Tensor) -> None:
@@ -247,7 +254,7 @@ class ScriptSessions(ScriptListener):
 
     @override
     def group_ends(self) -> None:
-        self.close(None)
+        self.close(None, averages=True)
 
     def process_made(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """What a process that the script makes is to call in the place of `function`."""
@@ -275,11 +282,13 @@ class ScriptSessions(ScriptListener):
         self._attached_models.add(id(model))
         self._listener.attached(session, model, optimizer)
 
-    def close(self, error: BaseException | None) -> None:
-        """End all sessions; after `error`, if that ended the script. Idempotent."""
+    def close(self, error: BaseException | None, *, averages: bool = False) -> None:
+        """End all sessions; after `error`, if that ended the script. Idempotent. `averages`: as of
+        `_end`.
+        """
         self._listener.training_ends()
         for coupled in list(self._coupled):
-            self._end(coupled, error)
+            self._end(coupled, error, averages=averages)
 
     def complaint(self, script: str) -> ConfigError | None:
         """Why the strategy has not been at work at all, if it has not."""
@@ -329,7 +338,13 @@ class ScriptSessions(ScriptListener):
         candidates = [optimizer for optimizer in living if optimizer is not None]
         if coupled is not None and coupled.stepped and coupled.optimizer not in coupled.stepped:
             candidates = coupled.stepped
-            self._end(coupled, None)
+            if not (self._has_told_of_turns or self._left.isdisjoint(candidates)):
+                self._has_told_of_turns = True
+                told = BY_TURNS.format(script=sys.argv[0], strategy=self._recipe.name)
+                LOGGER.warning("%s", told)
+            if coupled.optimizer is not None:
+                self._left.add(coupled.optimizer)
+            self._end(coupled, None, averages=True)
             coupled = None
         if coupled is None:
             coupled = self._attach(ddp, _optimizer_of(ddp.module, candidates))
@@ -351,17 +366,20 @@ class ScriptSessions(ScriptListener):
             return None  # an evaluation, perhaps on one rank alone
         for other in list(self._coupled):
             if other.has_any_of(model.parameters()):
-                self._end(other, None)
+                self._end(other, None, averages=True)
         adopted: Adopted = "model"
         if isinstance(ddp, DistributedDataParallel):
             adopted = self._adopted.get(ddp, "nothing")
         session = self._recipe.attach(ddp, optimizer, self._newest_scaler(), adopted)
         if session is None:
             return None
+        parameters = frozenset(map(id, model.parameters()))
+        held = {id(module): len([*module.parameters()]) for module in model.modules()}
         coupled = _Coupled(
             ddp=weakref.ref(ddp),
             module=model,
-            parameters=frozenset(map(id, model.parameters())),
+            parameters=parameters,
+            wholes=frozenset(each for each, num in held.items() if num == len(parameters)),
             session=session,
             optimizer=optimizer,
             evaluation=None,
@@ -382,8 +400,7 @@ class ScriptSessions(ScriptListener):
             if session.strategy.replicas_differ:
                 ignored = ddp.parameters_to_ignore
                 coupled.evaluation = EvaluationWeights(session, model, optimizer, ignored)
-                self._evaluations[id(model)] = coupled.evaluation
-        self._attached_models.add(id(model))
+        self._attached_models |= coupled.wholes
         self.num_attached += 1
         self._listener.attached(session, model, optimizer)
         return coupled
@@ -408,14 +425,20 @@ class ScriptSessions(ScriptListener):
             if all(on_ranks):
                 self._end(coupled, None)
 
-    def _end(self, coupled: _Coupled, error: BaseException | None) -> None:
+    def _end(
+        self, coupled: _Coupled, error: BaseException | None, *, averages: bool = False
+    ) -> None:
+        """End a session. `averages`: the script goes on, on all ranks, so where their models differ
+        the mean takes their place.
+        """
         self._coupled.remove(coupled)
         if coupled.optimizer is not None:
             self._carried.detached(coupled.optimizer)
-        self._evaluations.pop(id(coupled.module), None)
-        if coupled.evaluation is not None:
-            coupled.evaluation.close()
         session, cause = coupled.session, error or sys.exception()
+        if coupled.evaluation is not None:
+            if averages and cause is None:
+                coupled.evaluation.take_mean()
+            coupled.evaluation.close()
         if cause is not None and not is_good_end(cause):
             session.__exit__(type(cause), cause, cause.__traceback__)
             return

@@ -5,7 +5,7 @@ stand for. But scripts evaluate and save as they like, often on one rank alone, 
 collective there:
 
     model.eval()            the mean is put into the parameters
-    model.state_dict()      returns the mean
+    model.state_dict()      returns the mean; so does that of a part of the model
     model.train(), a forward pass with gradients, optimizer.step()
                             this rank's own weights are put back
     model.load_state_dict() what is loaded counts as the mean from then on; after the last step, as
@@ -79,10 +79,12 @@ class EvaluationWeights(SessionObserver):
         self._num_steps = 0
         self._rest = ExitStack()
         self._handles: list[Any] = [
-            model.register_state_dict_post_hook(ModuleHook(model, self._state_dict_made)),
             model.register_load_state_dict_post_hook(ModuleHook(model, self._loaded)),
             optimizer.register_step_pre_hook(self._step_begins),
         ]
+        for module in model.modules():
+            hook = ModuleHook(module, self._state_dict_made)
+            self._handles.append(module.register_state_dict_post_hook(hook))
         session.observers.append(self)
 
     def step_ended(self, num_steps: int) -> None:
@@ -113,6 +115,18 @@ class EvaluationWeights(SessionObserver):
             self._own = None
         self._rest.close()
 
+    def take_mean(self) -> None:
+        """Put the mean of all ranks' models into the parameters, for good: the session is about to
+        end, and the script goes on. Collective.
+        """
+        self.training_goes_on()
+        try:
+            if self._session.averages_alone:
+                self._session.finish()
+            self._write(self._session.averaged_tensors())
+        except OffbeatError as error:
+            LOGGER.warning("this rank keeps its own weights: %s", error)
+
     def close(self) -> None:
         """Take hooks out. A model that is not in training mode stays the mean."""
         for handle in self._handles:
@@ -142,18 +156,24 @@ class EvaluationWeights(SessionObserver):
     def _state_dict_made(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
     ) -> None:
-        if self._own is not None:
-            return  # the parameters hold the mean already
-        tensors = dict(self._tensors())
+        if self._own is not None or (prefix and module is not self._model):
+            return  # the parameters hold the mean already, or the module around is asked
+        names = {id(tensor): plain_name(name) for name, tensor in self._tensors()}
+        # What is tied has one name in the mean, and several in what is saved.
+        tensors = {
+            prefix + name: tensor
+            for name, tensor in chain(
+                module.named_parameters(remove_duplicate=False),
+                module.named_buffers(remove_duplicate=False),
+            )
+            if id(tensor) in names and prefix + name in state
+        }
         # With keep_vars the parameters themselves are asked for, as the session does.
-        if any(state.get(prefix + name) is tensor for name, tensor in tensors.items()):
+        if any(state[key] is tensor for key, tensor in tensors.items()):
             return
-        if (mean := self._newest_mean()) is not None:
-            state |= {
-                prefix + name: mean[plain_name(name)].clone()
-                for name in tensors
-                if prefix + name in state
-            }
+        if tensors and (mean := self._newest_mean()) is not None:
+            copies = {number: mean[names[number]].clone() for number in map(id, tensors.values())}
+            state |= {key: copies[id(tensor)] for key, tensor in tensors.items()}
 
     def _loaded(self, *_: Any) -> None:
         self._own = None

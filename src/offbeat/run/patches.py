@@ -24,10 +24,10 @@ entry fails when a new version of PyTorch changes what it stands on (tests/run/t
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
 - `torch.nn.utils.clip_grad_norm_`: where entries are selected within `backward()`, what it shortens
   comes back from the residual. It becomes the strategy's `clip_norm`.
-- `torch.distributed.destroy_process_group`: sessions end before the group that they were made with;
-  and the groups are kept until the script has ended, since DDP's reducer must not be the last that
-  refers to one. It waits then for gloo's threads and holds the interpreter's lock, which they need
-  to let go of a tensor, so a script whose model outlives the group hangs now and then.
+- `torch.distributed.destroy_process_group`: sessions end before the default group does; and groups
+  are kept until the script has ended, since DDP's reducer must not be the last that refers to one.
+  It waits then for gloo's threads and holds the interpreter's lock, which they need to let go of a
+  tensor, so a script whose model outlives the group hangs now and then.
 - `torch.distributed.init_process_group`, `get_rank`, `get_world_size`: only in a worker that comes
   back, since the process group of its peers was made without it and cannot be joined; and the first
   of them in processes that a script starts as ranks while `offbeat run` has started ranks too.
@@ -357,7 +357,8 @@ def _destroy(
 ) -> Callable[..., Any]:
     @wraps(original)
     def destroy(group: dist.ProcessGroup | None = None) -> Any:
-        listener.group_ends()
+        if group is None or group is dist.group.WORLD:
+            listener.group_ends()
         kept.append(dist.group.WORLD if group is None else group)
         return original(group)
 

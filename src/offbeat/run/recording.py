@@ -131,7 +131,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         """From the first session on until the script has ended, where there is a record."""
         self._metric_name: str | None = None
         self._metric: Evaluation | None = None
-        self._losses_of_step: list[torch.Tensor | float] = []
+        self._loss_of_step: torch.Tensor | float | None = None
         self._losses: list[float] = []
         self._evaluations: list[Evaluation] = []
         self._losses_seen = False
@@ -147,19 +147,20 @@ class ScriptRecorder(SessionObserver, ModelListener):
     ) -> None:
         """`session` is at work. Of several models at once, the first one's steps are recorded."""
         attached = AttachedModel(model=model, session=session)
-        self._is_attached = True
         if self._recorder is None:
-            if (opened := self._open_record()) is not None:  # else nobody asked for a record
-                session.observers.append(self)
-                self._begin(opened, attached)
-            return
-        run = self._recorder.run
-        if run.attached.model is not model:
-            run.notices.append("the script trains several models; the record is that of the first")
-            return
+            if (opened := self._open_record()) is None:
+                return  # nobody asked for a record
+            self._begin(opened, attached)
+        else:
+            run = self._recorder.run
+            if run.attached.model is not model:
+                notice = "the script trains several models; the record is that of the first"
+                run.notices.append(notice)
+                return
+            run.attached = attached
+            self._recorder.begin_anew()
         session.observers.append(self)
-        run.attached = attached
-        self._recorder.begin_anew()
+        self._is_attached = True
 
     def _begin(self, opened: OpenRecord, attached: AttachedModel) -> None:
         """Record from now on: the first session is at work."""
@@ -192,7 +193,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._begin_step()
         if self._is_attached and loss.numel() == 1:
             # Read when the step is over: a GPU would first have to end the forward pass here.
-            self._losses_of_step.append(loss.detach().float() / scale)
+            seen = loss.detach().float() / scale
+            so_far = self._loss_of_step
+            self._loss_of_step = seen if so_far is None else so_far + seen
 
     def evaluates(self) -> None:
         """The script puts a model out of training mode: what follows belongs to no step."""
@@ -228,14 +231,14 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self._length.position.step += 1
         step = self._length.position.step
-        loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
+        loss = None if self._loss_of_step is None else float(self._loss_of_step)
         self._losses_seen = self._losses_seen or loss is not None
         self._meet(step, recorder)
         recorder.step_done(loss=loss, batch_size=self._num_samples)
         self._step_is_recorded(step, recorder)
         if loss is not None:
             self._losses.append(loss)
-        self._losses_of_step, self._num_samples, self._step_has_begun = [], 0, False
+        self._loss_of_step, self._num_samples, self._step_has_begun = None, 0, False
         if step % LOSS_EVERY == 0 and self._losses:
             mean = sum(self._losses) / len(self._losses)
             self._evaluations.append(recorder.evaluation(mean, {}))
@@ -339,7 +342,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def _loss_logged(self, loss: float) -> None:
         """The script says its loss, before the optimizer's step or after it."""
         if self._step_has_begun:
-            self._losses_of_step = [loss]
+            self._loss_of_step = loss
         elif self._recorder is not None and self._length.position.step:
             self._recorder.amend_loss(loss)
             if not self._losses_seen:
