@@ -264,6 +264,12 @@ def test_a_message_over_the_limit_is_refused_where_it_is_sent(open_mesh: OpenMes
     assert take(second, 0) == bytes(1000)
 
 
+def test_ranks_that_tolerate_days_of_silence_are_connected(open_mesh: OpenMesh) -> None:
+    first, second = open_mesh(2, PeerLimits.tolerating(1_000_000))
+    give(first, 1, b"good morning")
+    assert take(second, 0) == b"good morning"
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0", "203.0.113.1", "not an address"])  # noqa: S104 - refused
 def test_an_address_that_peers_cannot_use_is_refused(secret: bytes, address: str) -> None:
     native_threads = num_native_threads()

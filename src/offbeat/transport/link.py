@@ -30,6 +30,9 @@ SILENCE_VARIABLE: Final = "OFFBEAT_SILENCE_S"
 
 DEFAULT_S: Final = 20.0
 
+_MAX_SILENCE_S: Final = 1_000_000
+"""ZeroMQ counts milliseconds in 32 bits."""
+
 
 FRAME_BYTES = 1 << 20
 """Payloads travel in frames of this size, since a receiver keeps one frame of each connection in
@@ -55,6 +58,9 @@ _MAX_ANSWER_BYTES = 1 << 16
 # below this size keeping track of a borrowed buffer costs more than copying it
 _ZERO_COPY_BYTES = 1 << 19
 
+# a kernel that is asked for more refuses, and ZeroMQ then drops every connection
+_MAX_KEEPALIVE_S = 32_767
+
 # what encryption and framing add to a frame; generous, it only bounds memory
 _OVERHEAD_BYTES = 1024
 
@@ -66,7 +72,7 @@ def silence_s() -> float:
     stopped (SIGSTOP, a debugger, a suspended machine) or cut off is.
 
     Raises:
-        ConfigError: the variable holds no number of seconds above 0.
+        ConfigError: the variable holds no such number of seconds.
     """
     given = os.environ.get(SILENCE_VARIABLE, "")
     if not given:
@@ -75,10 +81,10 @@ def silence_s() -> float:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not 0 < seconds <= _MAX_SILENCE_S:
         raise ConfigError(
-            f"{SILENCE_VARIABLE} is {given!r}, allowed is any number of seconds above 0; leave it"
-            f" unset for {DEFAULT_S:g}"
+            f"{SILENCE_VARIABLE} is {given!r}, allowed is any number of seconds above 0, up to"
+            f" {_MAX_SILENCE_S:,}; leave it unset for {DEFAULT_S:g}"
         )
     return seconds
 
@@ -340,8 +346,9 @@ class Listener:
         self._socket.handshake_ivl = math.ceil(limits.handshake_timeout_s * 1000)
         # Connections of hosts that are cut off would stay for ever: nothing is sent to them.
         self._socket.tcp_keepalive = 1
-        self._socket.tcp_keepalive_idle = math.ceil(limits.heartbeat_timeout_s)
-        self._socket.tcp_keepalive_intvl = math.ceil(limits.heartbeat_timeout_s / 4)
+        idle_s = min(math.ceil(limits.heartbeat_timeout_s), _MAX_KEEPALIVE_S)
+        self._socket.tcp_keepalive_idle = idle_s
+        self._socket.tcp_keepalive_intvl = math.ceil(idle_s / 4)
         self._socket.tcp_keepalive_cnt = 4
         protection.guard_listener(self._socket)
         try:
