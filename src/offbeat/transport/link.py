@@ -91,10 +91,9 @@ def silence_s() -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerLimits:
-    """When a peer counts as dead, and how large a message may be.
+    """When a peer counts as dead.
 
     Attributes:
-        max_message_bytes: largest payload of one message, sent or received.
         heartbeat_interval_s: how often an idle connection is probed. The peer's I/O thread answers,
             busy or not.
         heartbeat_timeout_s: a connection on which nothing is heard for this long is lost. The
@@ -107,7 +106,6 @@ class PeerLimits:
         linger_s: how long closing waits for messages already sent to reach peers that are alive.
     """
 
-    max_message_bytes: int = 1 << 31
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 20.0
     grace_s: float = 1.5
@@ -342,7 +340,7 @@ class Listener:
         self._socket.rcvhwm = 0
         self._socket.ipv6 = ":" in address
         # It is the frame that counts, and it is read before anybody knows who sends it.
-        self._socket.maxmsgsize = min(FRAME_BYTES, limits.max_message_bytes) + _OVERHEAD_BYTES
+        self._socket.maxmsgsize = FRAME_BYTES + _OVERHEAD_BYTES
         self._socket.handshake_ivl = math.ceil(limits.handshake_timeout_s * 1000)
         # Connections of hosts that are cut off would stay for ever: nothing is sent to them.
         self._socket.tcp_keepalive = 1
