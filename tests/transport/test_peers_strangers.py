@@ -162,7 +162,6 @@ def test_a_message_that_does_not_belong_is_dropped_and_its_sender_named(
         push.send_multipart(frames)
         with pytest.raises(PeerError, match="rank 1 sent what is no message of this run"):
             take(rank_0)
-    assert rank_0.foreign_messages == 1
 
 
 def test_a_pickle_stays_bytes(rank_0: Peers, tmp_path: Path) -> None:
@@ -176,7 +175,6 @@ def test_a_pickle_stays_bytes(rank_0: Peers, tmp_path: Path) -> None:
         push.send_multipart(message(b"good", sequence=1))
         with pytest.raises(PeerError, match="rank 1 sent what is no message"):
             list(iter(lambda: take(rank_0), None))
-    assert rank_0.foreign_messages >= 1
     assert not trace.exists()
     pickle.loads(bomb)
     assert trace.exists()

@@ -301,9 +301,8 @@ class Listener:
     Attributes:
         listens_at: address and port.
         endpoint: where peers reach it, "tcp://address:port".
-        num_foreign: messages dropped because they are malformed, of another generation, or not of
-            the rank whose key they came with.
-        unreadable: by the rank whose key they came with, why the first of these was dropped.
+        unreadable: by the rank whose key they came with, why the first message was dropped that is
+            malformed, of another generation, or of another rank.
     """
 
     def __init__(self, address: str, *, protection: Protection, limits: PeerLimits) -> None:
@@ -324,7 +323,6 @@ class Listener:
                 " interface or address by which they reach this host, for instance in"
                 " OFFBEAT_INTERFACE"
             )
-        self.num_foreign = 0
         self.unreadable: dict[int, str] = {}
         self._protection = protection
         self._context = new_context()
@@ -423,7 +421,6 @@ class Listener:
                 )
             return envelope, _joined(frames)
         except WireError as error:
-            self.num_foreign += 1
             if key_owner is not None:
                 self.unreadable.setdefault(key_owner, str(error))
             return None

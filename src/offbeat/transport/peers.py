@@ -78,13 +78,6 @@ class Peers(Driver):
         self._closed = False
 
     @property
-    def foreign_messages(self) -> int:
-        """Messages dropped: malformed, of another generation, or not of the rank whose key they
-        came with.
-        """
-        return self._mesh.listener.num_foreign
-
-    @property
     def watch_all(self) -> bool:
         """Whether any rank's death fails every receive that is not already answered; the default.
 
