@@ -113,6 +113,15 @@ def test_nobody_waits_for_ever(told: list[str], store: HashStore) -> None:
         impatient.run(Lost(0))
 
 
+def test_a_store_that_is_back_is_lost_no_longer(told: list[str], store: HashStore) -> None:
+    impatient = AtomicGroup(store, count=lambda driver: driver, notify=told.append, patience_s=0.01)
+    impatient.begin(listed(0), 0, SingleRank())
+    impatient.lost_store("gone")
+    impatient.found_store()
+    with pytest.raises(PeerError, match="no next generation was met within 0.01 s"):
+        impatient.run(Lost(0))
+
+
 def test_one_that_is_left_out_is_new_until_it_has_caught_up(group: AtomicGroup) -> None:
     group.expelled()
     assert group.is_new

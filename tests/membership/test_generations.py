@@ -96,6 +96,9 @@ class Worker:
     def lost_store(self, reason: str) -> None:
         self._hear(f"lost store: {reason}")
 
+    def found_store(self) -> None:
+        self._hear("found store")
+
     def run_over(self) -> None:
         self._hear("run over")
 
@@ -435,6 +438,16 @@ def test_when_the_store_ends_the_members_are_told_once_and_go_on(run: Run) -> No
     for worker in workers:
         worker.leave()
         assert len(worker.told) == len(worker.begun) == 1
+
+
+def test_when_the_store_is_back_the_members_are_told(run: Run) -> None:
+    (worker,) = run.founded(1)
+    run.serving = None
+    worker.wait_until(lambda: bool(worker.told))
+    run.serving = TCPStore("127.0.0.1", run.port, is_master=True, wait_for_workers=False)
+    Membership(PrefixStore(PREFIX, run.serving)).create_run(1, "{}")
+    worker.wait_until(lambda: len(worker.told) > 1)
+    assert worker.told[1:] == ["found store"]
 
 
 @pytest.mark.ranks

@@ -49,6 +49,9 @@ class Quiet:
     def lost_store(self, reason: str) -> None:
         pass
 
+    def found_store(self) -> None:
+        pass
+
     def run_over(self) -> None:
         pass
 

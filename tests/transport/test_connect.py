@@ -111,6 +111,18 @@ def test_a_launched_world_of_one_has_a_network_that_others_can_come_to(
     talk(alone.network, later)
 
 
+def test_a_launched_world_of_one_refuses_a_secret_that_others_could_guess(
+    monkeypatch: pytest.MonkeyPatch, serving: TCPStore
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "too short")
+    dist.init_process_group("gloo", store=serving, rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="has 9 bytes, needed are 16 or more"):
+            connect()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("value", "returns"), [(None, False), ("", False), ("0", False), ("1", True)]
 )

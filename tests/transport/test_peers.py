@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -256,12 +257,23 @@ def test_only_the_other_ranks_can_be_sent_to(open_mesh: OpenMesh, peer: int) -> 
             first.start(operation, 0)
 
 
-def test_a_message_over_the_limit_is_refused_where_it_is_sent(open_mesh: OpenMesh) -> None:
-    first, second = open_mesh(2, PeerLimits(max_message_bytes=1000))
-    with pytest.raises(ConfigError, match="has 1001 bytes, allowed are 1000"):
-        give(first, 1, bytes(1001))
-    give(first, 1, bytes(1000))
-    assert take(second, 0) == bytes(1000)
+def test_a_message_may_be_longer_than_two_gibibytes(secret: bytes) -> None:
+    """As a whole model, which a member sends to a newcomer."""
+    limits = PeerLimits(linger_s=0.01)
+    peers = Peers(0, 2, address="127.0.0.1", secret=secret, limits=limits)
+    peers.connect([peers.endpoint, "tcp://127.0.0.1:1"])
+    try:
+        give(
+            peers, 1, np.zeros((1 << 31) + 1, np.uint8).data
+        )  # never touched, so it needs no memory
+    finally:
+        peers.close()
+
+
+def test_ranks_that_tolerate_days_of_silence_are_connected(open_mesh: OpenMesh) -> None:
+    first, second = open_mesh(2, PeerLimits.tolerating(1_000_000))
+    give(first, 1, b"good morning")
+    assert take(second, 0) == b"good morning"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "203.0.113.1", "not an address"])  # noqa: S104 - refused

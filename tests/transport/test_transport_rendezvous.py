@@ -14,6 +14,7 @@ from torch.distributed import HashStore, TCPStore
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
 from offbeat.transport import rendezvous
+from offbeat.transport.interface import bound_socket
 from offbeat.transport.rendezvous import Presence, Rendezvous
 
 LOOPBACK = "127.0.0.1"
@@ -104,6 +105,24 @@ def test_who_was_held_lost_and_comes_late_hears_of_it(
     for position, lost in ((0, {1}), (1, set())):
         with pytest.raises(PeerError, match="rank 1 was lost"):
             register(position, [0, 1], lost=lost)
+
+
+def test_a_rank_that_only_its_own_host_can_find_is_not_said_to_have_ended(
+    store: HashStore,
+) -> None:
+    """As where a host has its own name at 127.0.1.1."""
+    with bound_socket(LOOPBACK) as nobody:
+        addresses = [nobody.getsockname(), ("192.0.2.7", 29500)]
+    meetings = [Rendezvous(store, position, [4, 7, 9], lost=set()) for position in range(2)]
+    raised = outcomes(
+        *(
+            lambda meeting=meeting, address=address: meeting.register({}, presence=address)
+            for meeting, address in zip(meetings, addresses, strict=True)
+        )
+    )
+    for error in raised:
+        assert isinstance(error, PeerError)
+        assert "rank 4 listens at 127.0.0.1, where no other host finds it" in str(error)
 
 
 def test_who_never_comes_is_named_when_the_time_is_over(

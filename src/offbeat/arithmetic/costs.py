@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
@@ -102,9 +102,6 @@ class NetworkCosts:
         besides.
         """
         return k * self.entry_s * (1 + READING * read_again)
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def cheapest(costs_s: Mapping[str, float]) -> str:

@@ -9,7 +9,7 @@ figures count. Two message sizes give alpha and beta.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -181,7 +181,7 @@ class CheapestCollective(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"replicated": {"world_size": self._world_size, "network": self.network.to_dict()}}
+        return {"replicated": {"world_size": self._world_size, "network": asdict(self.network)}}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

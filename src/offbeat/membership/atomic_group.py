@@ -2,7 +2,7 @@
 of them or for none.
 
     the trainer calls                `AtomicGroup.run(work)`
-    `membership.generations` calls   `begin`, `expelled`, `lost_store`, `retired`, on its own thread
+    `membership.generations` calls   `begin`, `expelled`, `lost_store` and others, on its own thread
 
 `run` carries `work` out with all members and commits the outcome (`all_or_none`). If a member
 is lost before, the work is done again in the next generation, without it. A worker that joins the
@@ -173,7 +173,7 @@ class AtomicGroup:
             is_new = position in generation.newcomers
             self._active = _ActiveGeneration(generation, position, counted, is_new=is_new)
             self.is_new = self.is_new or is_new
-            self._left_out, self._lost_store = False, None
+            self._left_out = False
             ranks = [member.rank for member in generation.members]
             self._waiting = {
                 rank: number for rank, number in self._waiting.items() if rank in ranks
@@ -211,6 +211,10 @@ class AtomicGroup:
         with self._changed:
             self._lost_store = reason
             self._changed.notify_all()
+
+    def found_store(self) -> None:
+        with self._changed:
+            self._lost_store = None
 
     def run_over(self) -> None:
         """Nothing to do: a member that was left out cannot complete its next merge."""

@@ -80,6 +80,9 @@ class GenerationHost(Protocol):
         time that this happens.
         """
 
+    def found_store(self) -> None:
+        """The store, which was lost, answers again."""
+
     def run_over(self) -> None:
         """The run has ended for all members: all that live have finished. A host that has not
         finished was taken for dead. Called once.
@@ -249,6 +252,8 @@ class Generations:
                     self._pause(self._interval_s)
                     self._num_asked += 1
                     self._check_once()
+                    if self._store_is_lost:
+                        self._host.found_store()
                     self._store_is_lost = self._was_away = False
                     self._note_answer()
                 except (StoreLostError, WireError) as error:

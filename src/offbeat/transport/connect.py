@@ -199,6 +199,8 @@ def connect(
         founds=founds,
     )
     if presence is None:
+        if given:
+            check_secret(given)
         network = network_by(token=secrets.token_hex(8), secret=given or secrets.token_bytes(32))
         return Connection(driver=SingleRank(), network=network)
     with answering_within(store, limit_s), ExitStack() as stack:

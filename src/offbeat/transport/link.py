@@ -30,6 +30,9 @@ SILENCE_VARIABLE: Final = "OFFBEAT_SILENCE_S"
 
 DEFAULT_S: Final = 20.0
 
+_MAX_SILENCE_S: Final = 1_000_000
+"""ZeroMQ counts milliseconds in 32 bits."""
+
 
 FRAME_BYTES = 1 << 20
 """Payloads travel in frames of this size, since a receiver keeps one frame of each connection in
@@ -55,6 +58,9 @@ _MAX_ANSWER_BYTES = 1 << 16
 # below this size keeping track of a borrowed buffer costs more than copying it
 _ZERO_COPY_BYTES = 1 << 19
 
+# a kernel that is asked for more refuses, and ZeroMQ then drops every connection
+_MAX_KEEPALIVE_S = 32_767
+
 # what encryption and framing add to a frame; generous, it only bounds memory
 _OVERHEAD_BYTES = 1024
 
@@ -66,7 +72,7 @@ def silence_s() -> float:
     stopped (SIGSTOP, a debugger, a suspended machine) or cut off is.
 
     Raises:
-        ConfigError: the variable holds no number of seconds above 0.
+        ConfigError: the variable holds no such number of seconds.
     """
     given = os.environ.get(SILENCE_VARIABLE, "")
     if not given:
@@ -75,20 +81,19 @@ def silence_s() -> float:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not 0 < seconds <= _MAX_SILENCE_S:
         raise ConfigError(
-            f"{SILENCE_VARIABLE} is {given!r}, allowed is any number of seconds above 0; leave it"
-            f" unset for {DEFAULT_S:g}"
+            f"{SILENCE_VARIABLE} is {given!r}, allowed is any number of seconds above 0, up to"
+            f" {_MAX_SILENCE_S:,}; leave it unset for {DEFAULT_S:g}"
         )
     return seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerLimits:
-    """When a peer counts as dead, and how large a message may be.
+    """When a peer counts as dead.
 
     Attributes:
-        max_message_bytes: largest payload of one message, sent or received.
         heartbeat_interval_s: how often an idle connection is probed. The peer's I/O thread answers,
             busy or not.
         heartbeat_timeout_s: a connection on which nothing is heard for this long is lost. The
@@ -101,7 +106,6 @@ class PeerLimits:
         linger_s: how long closing waits for messages already sent to reach peers that are alive.
     """
 
-    max_message_bytes: int = 1 << 31
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 20.0
     grace_s: float = 1.5
@@ -297,9 +301,8 @@ class Listener:
     Attributes:
         listens_at: address and port.
         endpoint: where peers reach it, "tcp://address:port".
-        num_foreign: messages dropped because they are malformed, of another generation, or not of
-            the rank whose key they came with.
-        unreadable: by the rank whose key they came with, why the first of these was dropped.
+        unreadable: by the rank whose key they came with, why the first message was dropped that is
+            malformed, of another generation, or of another rank.
     """
 
     def __init__(self, address: str, *, protection: Protection, limits: PeerLimits) -> None:
@@ -320,7 +323,6 @@ class Listener:
                 " interface or address by which they reach this host, for instance in"
                 " OFFBEAT_INTERFACE"
             )
-        self.num_foreign = 0
         self.unreadable: dict[int, str] = {}
         self._protection = protection
         self._context = new_context()
@@ -336,12 +338,13 @@ class Listener:
         self._socket.rcvhwm = 0
         self._socket.ipv6 = ":" in address
         # It is the frame that counts, and it is read before anybody knows who sends it.
-        self._socket.maxmsgsize = min(FRAME_BYTES, limits.max_message_bytes) + _OVERHEAD_BYTES
+        self._socket.maxmsgsize = FRAME_BYTES + _OVERHEAD_BYTES
         self._socket.handshake_ivl = math.ceil(limits.handshake_timeout_s * 1000)
         # Connections of hosts that are cut off would stay for ever: nothing is sent to them.
         self._socket.tcp_keepalive = 1
-        self._socket.tcp_keepalive_idle = math.ceil(limits.heartbeat_timeout_s)
-        self._socket.tcp_keepalive_intvl = math.ceil(limits.heartbeat_timeout_s / 4)
+        idle_s = min(math.ceil(limits.heartbeat_timeout_s), _MAX_KEEPALIVE_S)
+        self._socket.tcp_keepalive_idle = idle_s
+        self._socket.tcp_keepalive_intvl = math.ceil(idle_s / 4)
         self._socket.tcp_keepalive_cnt = 4
         protection.guard_listener(self._socket)
         try:
@@ -418,7 +421,6 @@ class Listener:
                 )
             return envelope, _joined(frames)
         except WireError as error:
-            self.num_foreign += 1
             if key_owner is not None:
                 self.unreadable.setdefault(key_owner, str(error))
             return None

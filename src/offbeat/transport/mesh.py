@@ -353,7 +353,7 @@ def _address_of(endpoint: str) -> Address:
     """Raises `ConfigError` unless it is one of TCP."""
     try:
         if endpoint.startswith("tcp://"):
-            return parsed_address(endpoint.partition("#")[0])
+            return parsed_address(endpoint)
     except ValueError:
         pass
     raise ConfigError(

@@ -63,11 +63,11 @@ class Peers(Driver):
         """
         self.rank = rank
         self.world_size = world_size
-        self._limits = limits if limits is not None else PeerLimits()
+        limits = limits if limits is not None else PeerLimits()
         protection = PROTECTIONS[cipher](
             run_secret=secret, generation=generation, world_size=world_size, rank=rank
         )
-        self._mesh = Mesh(address, protection=protection, limits=self._limits)
+        self._mesh = Mesh(address, protection=protection, limits=limits)
         self.endpoint = self._mesh.endpoint
         self.lost: frozenset[int] = frozenset()
         # The lock guards the mesh; the condition says that something may have happened to it.
@@ -76,13 +76,6 @@ class Peers(Driver):
         # send. That thread alone may touch the mesh's receiving side then.
         self._is_polled = False
         self._closed = False
-
-    @property
-    def foreign_messages(self) -> int:
-        """Messages dropped: malformed, of another generation, or not of the rank whose key they
-        came with.
-        """
-        return self._mesh.listener.num_foreign
 
     @property
     def watch_all(self) -> bool:
@@ -268,13 +261,6 @@ class Peers(Driver):
 
     def _send(self, operation: Send, channel: int) -> None:
         self._check_peer(operation.peer)
-        num_bytes = memoryview(operation.payload).nbytes
-        if num_bytes > self._limits.max_message_bytes:
-            raise ConfigError(
-                f"a message to rank {operation.peer} has {num_bytes} bytes, allowed are"
-                f" {self._limits.max_message_bytes}; use smaller buckets, or raise"
-                " PeerLimits.max_message_bytes on every rank"
-            )
         with self._changed:
             self._check_open()
             self._mesh.send(operation.peer, channel, operation.payload)

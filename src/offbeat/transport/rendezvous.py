@@ -311,12 +311,17 @@ class Rendezvous:
         # A rank that failed for another's sake has said so before it closed.
         self._raise_if_halted()
         if gone and not over():
-            rank = self._ranks[gone[0]]
-            raise self._halted_by(
+            rank, host = self._ranks[gone[0]], self._addresses[gone[0]][0]
+            why = (
                 f"rank {rank} ended while the ranks connected{f' ({reason})' if reason else ''};"
-                " start all workers anew",
-                rank,
+                " start all workers anew"
             )
+            if _is_loopback(host) and not _is_loopback(self._addresses[self._position][0]):
+                why = (
+                    f"rank {rank} listens at {host}, where no other host finds it: MASTER_ADDR"
+                    " leads there on its host. Name its network interface in OFFBEAT_INTERFACE"
+                )
+            raise self._halted_by(why, rank)
 
     @contextmanager
     def naming_who_took_the_store(self) -> Iterator[None]:
@@ -375,6 +380,10 @@ def unreadable(what: str, text: object) -> WireError:
         f"{what} cannot be read in the run's store ({repr(text)[:80]}); do all ranks have the same"
         " version of offbeat, and does nobody else write to this store?"
     )
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host).is_loopback
 
 
 def _was_lost(rank: int, others: Sequence[int]) -> str:

@@ -330,6 +330,9 @@ class ProgressThread:
             " until it is back"
         )
 
+    def found_store(self) -> None:
+        self._notify("the run's store can be reached again")
+
     def run_over(self) -> None:
         if not self._is_leaving:
             self._model.fail(
