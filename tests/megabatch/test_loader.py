@@ -176,6 +176,19 @@ def test_a_loop_that_stops_after_the_last_batch_is_through_with_the_epoch(attach
         assert len(list(islice(loader, len(loader)))) == 5
 
 
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
+def test_after_a_loop_that_stops_with_the_last_claim_comes_the_next_epoch(
+    attached: Make, name: str
+) -> None:
+    net, optimizer, session = attached(getattr(offbeat, name)(mega_batch=5))
+    loader = session.loader(numbers(40), batch_size=4)
+    for epoch in range(3):
+        batches = islice(loader, len(loader))
+        seen = [index for (x,) in batches for index in step(net, optimizer, x)]
+        assert sorted(seen) == list(range(40))
+        assert loader.epoch == epoch  # Its last merge is still to come.
+
+
 @pytest.mark.parametrize("stop", range(9))
 @pytest.mark.parametrize(
     "how", [{"rule": "published", "warmup": 0}, {"rule": "published"}, {"overlap": True}]

@@ -207,11 +207,16 @@ class DispatchLoader(Callback):
             self._begin()
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epoch
+        epoch, was_left = self.epoch, self._batches is not None
         while self.epoch == epoch:
             self._begin()  # It knows the mega-batch.
             is_last = self.mega_batch + 1 == self.num_mega_batches
-            yield from self.one_mega_batch(goes_on=not is_last)
+            for batch in self.one_mega_batch(goes_on=not is_last):
+                was_left = False
+                yield batch
+            if was_left and self.epoch != epoch:
+                # The loop before ended with the last batch of its pass, without asking for more.
+                epoch, was_left = self.epoch, False
 
     def __len__(self) -> int:
         """How many batches this rank has in an epoch if all ranks make as many updates, which is
