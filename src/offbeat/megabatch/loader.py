@@ -460,7 +460,11 @@ class DispatchLoader(Callback):
                 self._waited_s += self._clock() - now_s
             self._asked_at_s = now_s
             self._hand_out()
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:
+                self._note_busy()  # What a loop does after it was left is no training.
+                raise
 
     def _note_busy(self) -> float:
         """Add the time since a batch was asked for, unless that was done. Returns the time.
