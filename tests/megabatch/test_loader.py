@@ -279,6 +279,22 @@ def test_the_rate_may_follow_the_root_of_the_size(attached: Make, scaling: Any, 
     assert optimizer.param_groups[0]["lr"] == 0.8
 
 
+@pytest.mark.parametrize(("kind", "follows"), [("AdamW", 1.0), ("Adam", 0.5)])
+def test_decoupled_decay_is_that_of_the_rate_that_was_given(
+    attached: Make, kind: str, follows: float
+) -> None:
+    """A shorter step has less noise, and no less decay. Coupled decay is part of the gradient."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=1), kind=kind)
+    (group,) = optimizer.param_groups
+    group["weight_decay"] = 0.1
+    found: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append(group["lr"] * group["weight_decay"]))
+    for (x,) in session.loader(numbers(2), batch_size=8):
+        step(net, optimizer, x)
+    assert found == pytest.approx([0.1 * 0.1 * follows])
+    assert group["weight_decay"] == 0.1
+
+
 def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
     net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=1))
     rates: list[float] = []

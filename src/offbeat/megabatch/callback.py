@@ -132,29 +132,32 @@ class ScaledLearningRate:
     Args:
         optimizer: the user's.
         by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
-            the optimizer divides by the root of squared gradients.
+            the optimizer divides by the root of squared gradients. Decoupled weight decay, which no
+            noise makes shorter, stays what it is with eta_0 then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, by: RateScaling) -> None:
         self._optimizer = optimizer
-        self._before: list[Any] = []
+        self._before: list[dict[str, Any]] = []
         self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
 
     def scale(self, num_samples: float, num_ranks: int, base: int) -> None:
         """The coming step is taken with batches of `num_samples`."""
         self.restore()  # A step that raised was not followed by it.
-        self._before = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["lr"] = (
-                group["lr"] * num_samples / base
-                if self.is_linear
-                else square_root_rate(group["lr"], num_samples, base, num_ranks)
-            )
+            before = {key: group[key] for key in ("lr", "weight_decay") if key in group}
+            self._before.append(before)
+            factor = num_samples / base
+            if not self.is_linear:
+                factor = square_root_rate(1.0, num_samples, base, num_ranks)
+                if group.get("decoupled_weight_decay"):
+                    group["weight_decay"] = before["weight_decay"] / factor
+            group["lr"] = before["lr"] * factor
 
     def restore(self) -> None:
         """The step is over."""
         for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
-            group["lr"] = before
+            group.update(before)
         self._before = []
 
 
