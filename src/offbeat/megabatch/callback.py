@@ -780,6 +780,7 @@ class MegaBatchCallback(Callback):
             "num_merges": self._protocol.num_merges,
             "since_merge": self._num_steps - self._merged_at_step,
             "batch_sizes": list(self.batch_sizes),
+            "base": self._base,
         }
         momentum = {} if self._momentum is None else self._momentum.state()
         so_far = self._pace if self._under_way is None else self._pace_before
@@ -817,9 +818,10 @@ class MegaBatchCallback(Callback):
         self._num_steps = self._merged_at_step + int(saved["since_merge"])
         sizes = tuple(map(int, saved["batch_sizes"]))
         self._pace, self._missed_rounds = Pace(), False
-        # With another number of workers, sizes begin anew: other workers have other speeds. Older
-        # checkpoints have no pace.
-        if len(sizes) == len(self.batch_sizes):
+        # With another number of workers, sizes begin anew: other workers have other speeds; so they
+        # do where the user has given another one to begin with. Older checkpoints have no pace.
+        base = saved.get("base", self._base)
+        if len(sizes) == len(self.batch_sizes) and base == self._base:
             self._set_batch_sizes(sizes)
             self._pace = Pace(
                 updates=float(local.get("updates", 0.0)), busy_s=float(local.get("busy_s", 0.0))

@@ -747,7 +747,11 @@ class DispatchLoader(Callback):
             self._settle()
         claims, merged, lost = self._computed, self._merged, self._lost
         updates, busy_s, earlier = self._updates, self._busy_s, self._earlier_shares
-        place: dict[str, Any] = {"epoch": self.epoch, "mega_batch": self.mega_batch}
+        place: dict[str, Any] = {
+            "epoch": self.epoch,
+            "mega_batch": self.mega_batch,
+            "samples_of_mega_batch": self._policy.samples_of_mega_batch,
+        }
         if self._in_merge is not None:
             # The merge that is under way is not in the model. It is left out, so that the models
             # are merged once, later, with what was computed since.
@@ -783,6 +787,9 @@ class DispatchLoader(Callback):
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
         self._lost = tuple(SampleRange(*span) for span in saved.get("lost", ()))
+        size = saved.get("samples_of_mega_batch", self._policy.samples_of_mega_batch)
+        if size != self._policy.samples_of_mega_batch:
+            self._find_place(size)
         self._in_merge, self._num_told = None, int(saved.get("told", self.num_merged))
         self._retry = int(saved.get("retry", 0))
         self._computed = _claims_of(saved["claims"])
@@ -794,6 +801,18 @@ class DispatchLoader(Callback):
         self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
         self._open_round, self._batches = None, None
         self._ahead.clear()
+
+    def _find_place(self, samples_of_mega_batch: int) -> None:
+        """Go on with the mega-batch in which the one that was under way begins, where these had
+        another size when the state was saved.
+        """
+        (begin, _) = mega_batch_span(self._num_samples, samples_of_mega_batch, self.mega_batch)
+        unmerged = without([SampleRange(begin, self._num_samples)], self._merged)
+        spans = (self._whole(self.epoch, number) for number in range(self.num_mega_batches))
+        self.mega_batch = next(n for n, ((_, end),) in enumerate(spans) if end > begin)
+        whole = self._whole(self.epoch, self.mega_batch)
+        self._merged = without(whole, [*unmerged, *self._lost])
+        self._lost = without(self._lost, whole)
 
     @override
     def close(self) -> None:
