@@ -227,6 +227,49 @@ def test_a_run_that_was_saved_anywhere_sees_the_rest(
     assert ends[0] == ends[1] == ends[2]
 
 
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
+@pytest.mark.parametrize(("size", "mega_batch"), [(2, 5), (8, 5), (4, 3), (4, 9)])
+@pytest.mark.parametrize("merges", [0, 1, 3])
+def test_a_resumed_run_may_have_batches_and_mega_batches_of_other_sizes(
+    attached: Make, name: str, size: int, mega_batch: int, merges: int
+) -> None:
+    strategy = getattr(offbeat, name)
+    net, optimizer, session = attached(strategy(mega_batch=5))
+    loader = session.loader(numbers(101), batch_size=4)
+    seen: list[int] = []
+    for _ in range(merges):
+        for (x,) in loader.one_mega_batch():
+            seen += step(net, optimizer, x)
+    saved = copy.deepcopy(session.state_dict())
+    net, optimizer, session = attached(strategy(mega_batch=mega_batch))
+    loader = session.loader(numbers(101), batch_size=size)
+    session.load_state_dict(saved)
+    batches = [step(net, optimizer, x) for (x,) in loader]
+    assert sorted(seen + [index for batch in batches for index in batch]) == list(range(101))
+    assert max(map(len, batches)) <= size + 1
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD", "AllReduce"])
+def test_a_loop_goes_on_at_the_place_of_a_state_that_it_loads(attached: Make, name: str) -> None:
+    """As one does that goes back to where its loss was finite."""
+    net, optimizer, session = attached(getattr(offbeat, name)())
+    loader = session.loader(numbers(40), batch_size=4)
+    seen: list[int] = []
+    saved: list[Any] = []
+    for number, (x,) in enumerate(loader):
+        if number == 6:
+            for target, state in zip((net, optimizer, session), saved, strict=True):
+                target.load_state_dict(state)
+            del seen[12:]
+            continue
+        seen += step(net, optimizer, x)
+        if number == 2:
+            saved = copy.deepcopy([net.state_dict(), optimizer.state_dict(), session.state_dict()])
+    assert sorted(seen) == list(range(40))
+    assert loader.epoch == 1
+
+
 def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Make) -> None:
     """The last claim is shorter: its rate is, too."""
     net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=2), lr=0.8)

@@ -256,7 +256,8 @@ class DispatchLoader(Callback):
         # A round that lost a worker is followed by one of the same mega-batch.
         while (self.epoch, self.mega_batch) == under_way:
             yield from self._rest_of_round()
-            assert self._open_round is not None, "no round is open"
+            if self._open_round is None:
+                return  # A state was loaded meanwhile.
             self._merge(overlaps=goes_on or bool(self._open_round.later))
 
     @property
@@ -441,7 +442,7 @@ class DispatchLoader(Callback):
         while True:
             now_s = self._note_busy()
             self._tell()
-            if self._is_away:
+            if self._is_away or self._open_round is None:
                 return  # What is being read ahead is given out again, with all that this rank had.
             if self._batches is None:
                 self._batches = self._fetcher.batches(self._claimed_samples(), epoch=self.epoch)
