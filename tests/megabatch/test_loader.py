@@ -292,6 +292,17 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
+def test_every_step_that_is_taken_with_a_batch_has_its_rate(attached: Make) -> None:
+    """The second one had the rate of a batch of the size to begin with."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=2, warmup=0), lr=0.8)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for (x,) in session.loader(numbers(10), batch_size=4):
+        step(net, optimizer, x)
+        step(net, optimizer, x)
+        assert [rates.pop(), rates.pop()] == pytest.approx([0.8 * len(x) / 4] * 2)
+
+
 @pytest.mark.parametrize("scaling", ["linear", "sqrt"])
 def test_the_rate_is_that_of_a_batch_where_several_are_accumulated_or_one_is_left_out(
     attached: Make, scaling: Any

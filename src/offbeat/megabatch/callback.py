@@ -219,7 +219,9 @@ class MegaBatchCallback(Callback):
         self._memory_limit: int | None = None
         self._set_batch_sizes([1] * world_size)
         self._learning_rate = ScaledLearningRate(optimizer, plan.rate_scaling)
-        self._claimed: list[int] = []  # samples of each batch since the last step
+        # Samples of each batch since the last step, or before it until there is a further one.
+        self._claimed: list[int] = []
+        self._has_stepped = False
         self._has_loader = self._has_finished = self._has_newcomers = False
         self._num_steps = self._merged_at_step = 0
         self._under_way: _MergeUnderWay | None = None
@@ -353,7 +355,8 @@ class MegaBatchCallback(Callback):
     def on_batch_claimed(self, num_samples: int) -> None:
         # Without a loader this is the user's word for a loop whose batches are not ours to scale.
         if self._has_loader:
-            self._claimed.append(num_samples)
+            before = [] if self._has_stepped else self._claimed
+            self._claimed, self._has_stepped = [*before, num_samples], False
 
     def samples_of_round(self, samples_before: int) -> int | None:
         """How many samples the ranks compute together until models are merged next, about; None: a
@@ -479,7 +482,7 @@ class MegaBatchCallback(Callback):
     @override
     def on_after_step(self) -> None:
         self._learning_rate.restore()
-        self._claimed = []
+        self._has_stepped = True
         self._num_steps += 1
         if self._has_loader:
             return
