@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from lab_support.data import ROWS, write_rows
 from lab_support.rows import write
 from offbeat.errors import ConfigError
+from offbeat.xmc import xmlrepo
 from offbeat.xmc.label_loss import SparseClassifier
 from offbeat.xmc.rows import Examples, SparseBatch
-from offbeat.xmc.xmlrepo import XmlFiles, read
+from offbeat.xmc.xmlrepo import XmlFiles
 from offbeat_lab.config import Request, resolve, steps_to_do, task_of
 from offbeat_lab.sparse_data import AMAZON_670K, BLOCK_ROWS, Synthetic
 from offbeat_lab.tasks import build_task, num_samples_of, xmc
@@ -118,9 +119,9 @@ def test_two_files_counted_from_one_are_the_same_data(
             first_feature=1,
             first_label=1,
         )
-        rows = list(read(XmlFiles(path=Path(paths[option]))))
-        columns = rows[0].features.num_columns, rows[0].labels.num_columns
-        write(target, rows, header=(sum(map(len, rows)), *columns))
+        rows = xmlrepo.load(XmlFiles(path=Path(paths[option])))
+        columns = rows.features.num_columns, rows.labels.num_columns
+        write(target, [rows], header=(len(rows), *columns))
         options |= {option: str(target.path), labels_option: str(target.labels_path)}
     one, two = build(paths), build(options)
     assert one.num_parameters() == two.num_parameters()

@@ -460,3 +460,23 @@ def test_time_in_which_a_rank_rests_is_not_what_it_computes() -> None:
         return float(loader.state_dict()["local"]["busy_s"])
 
     assert busy_s(rests=True) == busy_s(rests=False) == 6.0
+
+
+def test_time_after_a_loop_was_left_is_not_what_a_rank_computes() -> None:
+    now_s, peers = [0.0], Peers(1)
+    loader = DispatchLoader(
+        NumbersAhead(48, batches_ahead=0),
+        log=ClaimLog(peers.store),
+        policy=Policy(0, peers),
+        seed=SEED,
+        rank=0,
+        notify=lambda _: None,
+        clock=lambda: now_s[0],
+    )
+    for _ in range(3):
+        for _ in loader:
+            now_s[0] += 2.0
+            loader.on_after_step()
+            break
+        now_s[0] += 100.0
+    assert loader.state_dict()["local"]["busy_s"] == 6.0

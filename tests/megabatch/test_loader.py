@@ -176,6 +176,19 @@ def test_a_loop_that_stops_after_the_last_batch_is_through_with_the_epoch(attach
         assert len(list(islice(loader, len(loader)))) == 5
 
 
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
+def test_after_a_loop_that_stops_with_the_last_claim_comes_the_next_epoch(
+    attached: Make, name: str
+) -> None:
+    net, optimizer, session = attached(getattr(offbeat, name)(mega_batch=5))
+    loader = session.loader(numbers(40), batch_size=4)
+    for epoch in range(3):
+        batches = islice(loader, len(loader))
+        seen = [index for (x,) in batches for index in step(net, optimizer, x)]
+        assert sorted(seen) == list(range(40))
+        assert loader.epoch == epoch  # Its last merge is still to come.
+
+
 @pytest.mark.parametrize("stop", range(9))
 @pytest.mark.parametrize(
     "how", [{"rule": "published", "warmup": 0}, {"rule": "published"}, {"overlap": True}]
@@ -214,6 +227,49 @@ def test_a_run_that_was_saved_anywhere_sees_the_rest(
     assert ends[0] == ends[1] == ends[2]
 
 
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
+@pytest.mark.parametrize(("size", "mega_batch"), [(2, 5), (8, 5), (4, 3), (4, 9)])
+@pytest.mark.parametrize("merges", [0, 1, 3])
+def test_a_resumed_run_may_have_batches_and_mega_batches_of_other_sizes(
+    attached: Make, name: str, size: int, mega_batch: int, merges: int
+) -> None:
+    strategy = getattr(offbeat, name)
+    net, optimizer, session = attached(strategy(mega_batch=5))
+    loader = session.loader(numbers(101), batch_size=4)
+    seen: list[int] = []
+    for _ in range(merges):
+        for (x,) in loader.one_mega_batch():
+            seen += step(net, optimizer, x)
+    saved = copy.deepcopy(session.state_dict())
+    net, optimizer, session = attached(strategy(mega_batch=mega_batch))
+    loader = session.loader(numbers(101), batch_size=size)
+    session.load_state_dict(saved)
+    batches = [step(net, optimizer, x) for (x,) in loader]
+    assert sorted(seen + [index for batch in batches for index in batch]) == list(range(101))
+    assert max(map(len, batches)) <= size + 1
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD", "AllReduce"])
+def test_a_loop_goes_on_at_the_place_of_a_state_that_it_loads(attached: Make, name: str) -> None:
+    """As one does that goes back to where its loss was finite."""
+    net, optimizer, session = attached(getattr(offbeat, name)())
+    loader = session.loader(numbers(40), batch_size=4)
+    seen: list[int] = []
+    saved: list[Any] = []
+    for number, (x,) in enumerate(loader):
+        if number == 6:
+            for target, state in zip((net, optimizer, session), saved, strict=True):
+                target.load_state_dict(state)
+            del seen[12:]
+            continue
+        seen += step(net, optimizer, x)
+        if number == 2:
+            saved = copy.deepcopy([net.state_dict(), optimizer.state_dict(), session.state_dict()])
+    assert sorted(seen) == list(range(40))
+    assert loader.epoch == 1
+
+
 def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Make) -> None:
     """The last claim is shorter: its rate is, too."""
     net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=2), lr=0.8)
@@ -234,6 +290,17 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
         for scheduler in schedulers:
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_every_step_that_is_taken_with_a_batch_has_its_rate(attached: Make) -> None:
+    """The second one had the rate of a batch of the size to begin with."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=2, warmup=0), lr=0.8)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for (x,) in session.loader(numbers(10), batch_size=4):
+        step(net, optimizer, x)
+        step(net, optimizer, x)
+        assert [rates.pop(), rates.pop()] == pytest.approx([0.8 * len(x) / 4] * 2)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "sqrt"])
@@ -264,6 +331,22 @@ def test_the_rate_may_follow_the_root_of_the_size(attached: Make, scaling: Any, 
         step(net, optimizer, x)
     assert rates == [0.4]
     assert optimizer.param_groups[0]["lr"] == 0.8
+
+
+@pytest.mark.parametrize(("kind", "follows"), [("AdamW", 1.0), ("Adam", 0.5)])
+def test_decoupled_decay_is_that_of_the_rate_that_was_given(
+    attached: Make, kind: str, follows: float
+) -> None:
+    """A shorter step has less noise, and no less decay. Coupled decay is part of the gradient."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=1), kind=kind)
+    (group,) = optimizer.param_groups
+    group["weight_decay"] = 0.1
+    found: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append(group["lr"] * group["weight_decay"]))
+    for (x,) in session.loader(numbers(2), batch_size=8):
+        step(net, optimizer, x)
+    assert found == pytest.approx([0.1 * 0.1 * follows])
+    assert group["weight_decay"] == 0.1
 
 
 def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:

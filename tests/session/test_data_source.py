@@ -258,3 +258,23 @@ def test_samples_that_cannot_be_read_are_not_asked_for_again(attached: Make, lab
     assert loader.epoch == 1
     assert set(seen) > set(range(NUM_SAMPLES)) - {4, 5, 6, 7, 8, 9, 10}
     assert len(seen) == len(set(seen)) < NUM_SAMPLES
+
+
+@every_strategy
+@pytest.mark.parametrize("is_given_whole", [False, True])
+def test_a_dataset_that_has_grown_is_refused(
+    attached: Make, label: str, is_given_whole: bool
+) -> None:
+    """What came to it was never read."""
+    net, optimizer, session = attached(STRATEGIES[label])
+    data = list(range(8))
+    loader = (
+        session.loader(DataLoader(data, batch_size=4))  # type: ignore[arg-type]  # as a dataset
+        if is_given_whole
+        else session.loader(data, batch_size=4)
+    )
+    for _ in loader:
+        step(net, optimizer)
+    data.append(8)
+    with pytest.raises(ConfigError, match="has 9 samples, and had 8 when its loader was made"):
+        next(iter(loader))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from offbeat.errors import ConfigError
 from offbeat.xmc import label_loss
@@ -80,6 +81,20 @@ def test_the_loss_is_cross_entropy_with_shares_of_the_labels(
     assert label_cross_entropy(layer.scores(hidden), labels).item() == pytest.approx(
         expected, rel=1e-9
     )
+
+
+@pytest.mark.parametrize("most_scores", [5, label_loss.MOST_SCORES])
+def test_under_autocast_the_loss_is_as_exact_as_torchs(
+    monkeypatch: pytest.MonkeyPatch, most_scores: int
+) -> None:
+    """It was rounded to eight bits."""
+    monkeypatch.setattr(label_loss, "MOST_SCORES", most_scores)
+    listed = [{0: 1.0}, {1: 1.0}, {2: 1.0}]
+    layer, hidden = make_layer().float(), 30 * make_hidden(len(listed)).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(hidden, make_labels(listed))
+        expected = functional.cross_entropy(layer.scores(hidden), torch.tensor([0, 1, 2]))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @given(listed=many_rows, most_scores=st.integers(1, 60))

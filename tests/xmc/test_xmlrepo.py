@@ -17,7 +17,7 @@ from lab_support.rows import write
 from offbeat.errors import ConfigError
 from offbeat.xmc import xmlrepo
 from offbeat.xmc.rows import Examples, SparseRows
-from offbeat.xmc.xmlrepo import XmlFiles, load, read
+from offbeat.xmc.xmlrepo import XmlFiles, load
 
 NUM_FEATURES, NUM_LABELS = 40, 12
 
@@ -114,9 +114,7 @@ def test_what_was_written_is_read_again(
     )
     shape = (len(listed), NUM_FEATURES, NUM_LABELS) if header else None
     assert write(files, expected.batches(5), header=shape) == len(listed)
-    chunks = list(read(files, num_rows=4))
-    assert [len(chunk) for chunk in chunks[:-1]] == [4] * (len(chunks) - 1)
-    assert same(Examples.concatenate(chunks), expected)
+    assert same(load(files), expected)
 
 
 @pytest.mark.parametrize(("from_two", "to_two"), list(product([False, True], repeat=2)))
@@ -127,7 +125,7 @@ def test_layouts_convert_into_each_other(tmp_path: Path, from_two: bool, to_two:
         path=tmp_path / "c", labels_path=tmp_path / "d" if to_two else None, first_feature=1
     )
     write(source, [expected], header=(4, NUM_FEATURES, NUM_LABELS))
-    write(target, read(source), header=(4, NUM_FEATURES, NUM_LABELS))
+    write(target, [load(source)], header=(4, NUM_FEATURES, NUM_LABELS))
     assert same(load(target), expected)
 
 
@@ -303,7 +301,7 @@ def test_values_of_labels_are_kept_in_a_file_of_their_own_and_refused_elsewhere(
     with pytest.raises(
         ConfigError, match="labels with values other than 1 do not fit into one file"
     ):
-        write(XmlFiles(path=tmp_path / "z"), read(files), header=None)
+        write(XmlFiles(path=tmp_path / "z"), [load(files)], header=None)
     assert {path.name for path in tmp_path.iterdir()} == {"x", "y"}
 
 
@@ -323,8 +321,6 @@ def test_options_are_checked(tmp_path: Path) -> None:
         XmlFiles(path=tmp_path, num_features=0)
     with pytest.raises(ConfigError, match="no data at"):
         load(XmlFiles(path=tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match="read 0 at a time"):
-        read(XmlFiles(path=tmp_path / "nothing"), num_rows=0)
 
 
 PAIR = r"(\d+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"

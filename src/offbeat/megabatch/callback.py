@@ -132,29 +132,32 @@ class ScaledLearningRate:
     Args:
         optimizer: the user's.
         by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
-            the optimizer divides by the root of squared gradients.
+            the optimizer divides by the root of squared gradients. Decoupled weight decay, which no
+            noise makes shorter, stays what it is with eta_0 then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, by: RateScaling) -> None:
         self._optimizer = optimizer
-        self._before: list[Any] = []
+        self._before: list[dict[str, Any]] = []
         self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
 
     def scale(self, num_samples: float, num_ranks: int, base: int) -> None:
         """The coming step is taken with batches of `num_samples`."""
         self.restore()  # A step that raised was not followed by it.
-        self._before = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["lr"] = (
-                group["lr"] * num_samples / base
-                if self.is_linear
-                else square_root_rate(group["lr"], num_samples, base, num_ranks)
-            )
+            before = {key: group[key] for key in ("lr", "weight_decay") if key in group}
+            self._before.append(before)
+            factor = num_samples / base
+            if not self.is_linear:
+                factor = square_root_rate(1.0, num_samples, base, num_ranks)
+                if group.get("decoupled_weight_decay"):
+                    group["weight_decay"] = before["weight_decay"] / factor
+            group["lr"] = before["lr"] * factor
 
     def restore(self) -> None:
         """The step is over."""
         for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
-            group["lr"] = before
+            group.update(before)
         self._before = []
 
 
@@ -216,7 +219,9 @@ class MegaBatchCallback(Callback):
         self._memory_limit: int | None = None
         self._set_batch_sizes([1] * world_size)
         self._learning_rate = ScaledLearningRate(optimizer, plan.rate_scaling)
-        self._claimed: list[int] = []  # samples of each batch since the last step
+        # Samples of each batch since the last step, or before it until there is a further one.
+        self._claimed: list[int] = []
+        self._has_stepped = False
         self._has_loader = self._has_finished = self._has_newcomers = False
         self._num_steps = self._merged_at_step = 0
         self._under_way: _MergeUnderWay | None = None
@@ -350,7 +355,8 @@ class MegaBatchCallback(Callback):
     def on_batch_claimed(self, num_samples: int) -> None:
         # Without a loader this is the user's word for a loop whose batches are not ours to scale.
         if self._has_loader:
-            self._claimed.append(num_samples)
+            before = [] if self._has_stepped else self._claimed
+            self._claimed, self._has_stepped = [*before, num_samples], False
 
     def samples_of_round(self, samples_before: int) -> int | None:
         """How many samples the ranks compute together until models are merged next, about; None: a
@@ -476,7 +482,7 @@ class MegaBatchCallback(Callback):
     @override
     def on_after_step(self) -> None:
         self._learning_rate.restore()
-        self._claimed = []
+        self._has_stepped = True
         self._num_steps += 1
         if self._has_loader:
             return
@@ -777,6 +783,7 @@ class MegaBatchCallback(Callback):
             "num_merges": self._protocol.num_merges,
             "since_merge": self._num_steps - self._merged_at_step,
             "batch_sizes": list(self.batch_sizes),
+            "base": self._base,
         }
         momentum = {} if self._momentum is None else self._momentum.state()
         so_far = self._pace if self._under_way is None else self._pace_before
@@ -814,9 +821,10 @@ class MegaBatchCallback(Callback):
         self._num_steps = self._merged_at_step + int(saved["since_merge"])
         sizes = tuple(map(int, saved["batch_sizes"]))
         self._pace, self._missed_rounds = Pace(), False
-        # With another number of workers, sizes begin anew: other workers have other speeds. Older
-        # checkpoints have no pace.
-        if len(sizes) == len(self.batch_sizes):
+        # With another number of workers, sizes begin anew: other workers have other speeds; so they
+        # do where the user has given another one to begin with. Older checkpoints have no pace.
+        base = saved.get("base", self._base)
+        if len(sizes) == len(self.batch_sizes) and base == self._base:
             self._set_batch_sizes(sizes)
             self._pace = Pace(
                 updates=float(local.get("updates", 0.0)), busy_s=float(local.get("busy_s", 0.0))

@@ -43,6 +43,15 @@ def require_map_style(dataset: object) -> int:
     return num_samples
 
 
+def _require_length(dataset: MapStyle, num_samples: int) -> None:
+    """Raise `ConfigError` unless the dataset is as long as when its loader was made."""
+    if len(dataset) != num_samples:
+        raise ConfigError(
+            f"the dataset has {len(dataset)} samples, and had {num_samples} when its loader was"
+            " made; the loader shares out those, so attach anew, and make another one"
+        )
+
+
 class Fetcher(ABC):
     """Reads batches of one dataset.
 
@@ -87,6 +96,7 @@ class ReadHere(Fetcher):
 
     @override
     def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[Any]:
+        _require_length(self._dataset, self.num_samples)
         # Not a generator, since that would end with the first sample that cannot be read.
         return map(self._fetch, numbers)
 
@@ -132,6 +142,7 @@ class ReadAhead(Fetcher):
 
     @override
     def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[Any]:
+        _require_length(self._loader.dataset, self.num_samples)
         if epoch != self._epoch and not self._loader.persistent_workers:
             self.close()  # Processes that begin with an epoch see what the dataset is by then.
         if self._reader is None:

@@ -207,11 +207,16 @@ class DispatchLoader(Callback):
             self._begin()
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epoch
+        epoch, was_left = self.epoch, self._batches is not None
         while self.epoch == epoch:
             self._begin()  # It knows the mega-batch.
             is_last = self.mega_batch + 1 == self.num_mega_batches
-            yield from self.one_mega_batch(goes_on=not is_last)
+            for batch in self.one_mega_batch(goes_on=not is_last):
+                was_left = False
+                yield batch
+            if was_left and self.epoch != epoch:
+                # The loop before ended with the last batch of its pass, without asking for more.
+                epoch, was_left = self.epoch, False
 
     def __len__(self) -> int:
         """How many batches this rank has in an epoch if all ranks make as many updates, which is
@@ -251,7 +256,8 @@ class DispatchLoader(Callback):
         # A round that lost a worker is followed by one of the same mega-batch.
         while (self.epoch, self.mega_batch) == under_way:
             yield from self._rest_of_round()
-            assert self._open_round is not None, "no round is open"
+            if self._open_round is None:
+                return  # A state was loaded meanwhile.
             self._merge(overlaps=goes_on or bool(self._open_round.later))
 
     @property
@@ -436,7 +442,7 @@ class DispatchLoader(Callback):
         while True:
             now_s = self._note_busy()
             self._tell()
-            if self._is_away:
+            if self._is_away or self._open_round is None:
                 return  # What is being read ahead is given out again, with all that this rank had.
             if self._batches is None:
                 self._batches = self._fetcher.batches(self._claimed_samples(), epoch=self.epoch)
@@ -455,7 +461,11 @@ class DispatchLoader(Callback):
                 self._waited_s += self._clock() - now_s
             self._asked_at_s = now_s
             self._hand_out()
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:
+                self._note_busy()  # What a loop does after it was left is no training.
+                raise
 
     def _note_busy(self) -> float:
         """Add the time since a batch was asked for, unless that was done. Returns the time.
@@ -738,7 +748,11 @@ class DispatchLoader(Callback):
             self._settle()
         claims, merged, lost = self._computed, self._merged, self._lost
         updates, busy_s, earlier = self._updates, self._busy_s, self._earlier_shares
-        place: dict[str, Any] = {"epoch": self.epoch, "mega_batch": self.mega_batch}
+        place: dict[str, Any] = {
+            "epoch": self.epoch,
+            "mega_batch": self.mega_batch,
+            "samples_of_mega_batch": self._policy.samples_of_mega_batch,
+        }
         if self._in_merge is not None:
             # The merge that is under way is not in the model. It is left out, so that the models
             # are merged once, later, with what was computed since.
@@ -774,6 +788,9 @@ class DispatchLoader(Callback):
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
         self._lost = tuple(SampleRange(*span) for span in saved.get("lost", ()))
+        size = saved.get("samples_of_mega_batch", self._policy.samples_of_mega_batch)
+        if size != self._policy.samples_of_mega_batch:
+            self._find_place(size)
         self._in_merge, self._num_told = None, int(saved.get("told", self.num_merged))
         self._retry = int(saved.get("retry", 0))
         self._computed = _claims_of(saved["claims"])
@@ -785,6 +802,18 @@ class DispatchLoader(Callback):
         self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
         self._open_round, self._batches = None, None
         self._ahead.clear()
+
+    def _find_place(self, samples_of_mega_batch: int) -> None:
+        """Go on with the mega-batch in which the one that was under way begins, where these had
+        another size when the state was saved.
+        """
+        (begin, _) = mega_batch_span(self._num_samples, samples_of_mega_batch, self.mega_batch)
+        unmerged = without([SampleRange(begin, self._num_samples)], self._merged)
+        spans = (self._whole(self.epoch, number) for number in range(self.num_mega_batches))
+        self.mega_batch = next(n for n, ((_, end),) in enumerate(spans) if end > begin)
+        whole = self._whole(self.epoch, self.mega_batch)
+        self._merged = without(whole, [*unmerged, *self._lost])
+        self._lost = without(self._lost, whole)
 
     @override
     def close(self) -> None:

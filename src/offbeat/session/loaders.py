@@ -378,10 +378,11 @@ class LockstepLoader(Callback):
         return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
-        self._batches = batches
+        batches = self._begin()
         try:
             while self.step < self._num_steps_left():
+                if self._batches is not batches:  # A state was loaded: the place is another one.
+                    batches = self._begin()
                 # A batch that cannot be read counts as taken, so that ranks stay in step.
                 span, self.step = self._span(self.step), self.step + 1
                 self._claimed(span.end - span.begin)
@@ -391,6 +392,11 @@ class LockstepLoader(Callback):
             if self._batches is batches and self.step >= self._num_steps_left():
                 self.epoch, self.step, self._first = self.epoch + 1, 0, 0
                 self._batches = iter(())
+
+    def _begin(self) -> Iterator[Any]:
+        """Read from the next step on."""
+        self._batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
+        return self._batches
 
     def _samples(self, step: int) -> Iterator[list[int]]:
         """This rank's samples of the steps from `step` on, by number."""

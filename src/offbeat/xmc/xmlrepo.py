@@ -92,21 +92,13 @@ class XmlFiles:
         return [self.path] if self.labels_path is None else [self.path, self.labels_path]
 
 
-def read(files: XmlFiles, *, num_rows: int = CHUNK_ROWS) -> Iterator[Examples]:
-    """The samples in order, `num_rows` at a time. Files without a header are read twice
-    unless their shape is told.
+def load(files: XmlFiles) -> Examples:
+    """All samples, in order. Files without a header are read twice unless their shape is told.
 
     Raises:
-        ConfigError: a file is missing or not as described; the message names the line and what was
-            expected there.
+        ConfigError: a file is missing, without a sample or not as described; the message names the
+            line and what was expected there.
     """
-    if num_rows < 1:
-        raise ConfigError(f"rows are read {num_rows} at a time; at least 1 is needed")
-    return regroup(_pieces(shaped(files)), num_rows)
-
-
-def load(files: XmlFiles) -> Examples:
-    """All samples. Raises `ConfigError` as `read` does, and where there is no sample at all."""
     parts = list(_pieces(shaped(files)))
     if not parts:
         raise ConfigError(f"{files.path} has no rows")
@@ -184,7 +176,7 @@ def _read_header(path: Path, *, num_numbers: int) -> tuple[int, ...] | None:
 
 
 def _pieces(files: XmlFiles) -> Iterator[Examples]:
-    """The samples in order, as many at a time as is convenient. Raises `ConfigError` as `read`
+    """The samples in order, as many at a time as is convenient. Raises `ConfigError` as `load`
     does. Where a number of columns is not known, it is `MOST_COUNTED`.
     """
     headers = _headers_of(files)
