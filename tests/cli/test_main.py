@@ -202,6 +202,23 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         (("compare", "--strategies", "ddp,gtopk"), 2, "after two dashes: -- train.py"),
         (("compare", "--strategies", "ddp", "--", "trian.py"), 2, "trian.py does not exist"),
         (
+            ("compare", "--strategies", "ddp", "--task", "digits", "--workers", "0"),
+            2,
+            "--workers 0: workers is 0; allowed is 1 to",
+        ),
+        (
+            ("compare", "--strategies", "ddp", "--eval-every", "5", "--", "taken/thesis.tex"),
+            2,
+            "--eval-every are for tasks",
+        ),
+        (
+            ("plan", "--config", "layers=2,hidden=64,heads=4", "--batch-size", "0"),
+            2,
+            "--batch-size is 0; allowed is 1 or more",
+        ),
+        (("profile", "--set", "size=tiny", "--", "taken/thesis.tex"), 2, "--set is for tasks"),
+        (("profile", "--task", "digits", "--also", "--batch-size 8"), 2, "are for scripts"),
+        (
             ("compare", "--strategies", "ddp", "--task", "digits", "--", "taken/thesis.tex"),
             2,
             "give one of them",

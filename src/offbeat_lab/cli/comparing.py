@@ -39,13 +39,14 @@ def compared_script(
     words: Sequence[str] | None,
     settings: Sequence[str] | None,
     epochs: int | None,
+    eval_every: int | None,
 ) -> ScriptCommand | None:
     """The script that is compared; None for a task, as the command line says.
 
     Args:
         task: of --task.
         words: a script and its arguments.
-        settings, epochs: of --set and --epochs, which only tasks have.
+        settings, epochs, eval_every: of the flags that only tasks have.
 
     Raises:
         ConfigError: both, or there is no such script.
@@ -54,10 +55,10 @@ def compared_script(
         raise ConfigError(f"got --task {task} and the script {words[0]}; give one of them")
     if not words:
         return None
-    if settings or epochs is not None:
+    if settings or epochs is not None or eval_every is not None:
         raise ConfigError(
-            "--set and --epochs are for tasks; a script takes its own arguments after its name, and"
-            " --steps ends it"
+            "--set, --epochs and --eval-every are for tasks; a script takes its own arguments after"
+            " its name, logs its metric when it likes, and --steps ends it"
         )
     return script_command(words)
 

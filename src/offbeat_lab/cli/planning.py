@@ -132,10 +132,13 @@ def plan(
         raise ConfigError("--out is where --check writes a profile; a plan is printed, or --json")
     if dtype not in ("", "float32", "bfloat16"):
         raise ConfigError(f"--dtype is {dtype!r}; allowed are bfloat16 and float32")
-    if accumulate < 1 or island < 1:
-        raise ConfigError(
-            f"--accumulate is {accumulate} and --island {island}; allowed is 1 or more"
-        )
+    for name, number in (
+        ("accumulate", accumulate),
+        ("island", island),
+        ("batch-size", batch_size),
+    ):
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} is {number}; allowed is 1 or more")
     if config is None:
         if sequence is not None:
             raise ConfigError("--sequence is of --config; a profile has samples as it was timed")
@@ -253,6 +256,13 @@ def profile(
         raise ConfigError(
             f"got {'a script and --task' if words else 'nothing'} to profile; give one of: --task"
             " (offbeat tasks lists them), or a script of your own after two dashes: -- train.py"
+        )
+    if words and settings:
+        raise ConfigError("--set is for tasks; a script takes its own arguments after its name")
+    if task is not None and (also is not None or batch_size is not None):
+        raise ConfigError(
+            "--also and --batch-size are for scripts; a task is timed at its batch size and at half"
+            " of it: --set batch_size=64"
         )
     if task is not None:
         options, _ = route(task, "allreduce", settings or [])

@@ -208,19 +208,25 @@ def compare(
     named = [text for text in strategies.split(",") if text.strip()]
     check_names(named)
     from offbeat_lab.cli import comparing
-    from offbeat_lab.cluster import Cluster
+    from offbeat_lab.cluster import from_flags
     from offbeat_lab.compare import CompareRequest, plan_comparison
 
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
-    script = comparing.compared_script(task, words, settings, epochs)
+    script = comparing.compared_script(task, words, settings, epochs, eval_every)
     request = CompareRequest(
         task=script.name if script is not None else task or "",
         script=script,
         strategies=named,
         settings=settings or (),
-        cluster=cluster_of(cluster, workers, link, speeds, delay, step_time)
-        or Cluster(workers=workers or 4),
+        cluster=from_flags(
+            cluster=cluster,
+            workers=workers,
+            link=link,
+            speeds=speeds,
+            delay=delay,
+            step_time=step_time,
+        ),
         emulation=emulation_mode(emulation),
         seeds=range(seeds or (3 if script is None else 1)),
         epochs=epochs,
