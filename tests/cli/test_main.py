@@ -217,6 +217,13 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
             "--batch-size is 0; allowed is 1 or more",
         ),
         (("profile", "--set", "size=tiny", "--", "taken/thesis.tex"), 2, "--set is for tasks"),
+        (("profile", "--batch-size", "0", "--", "taken/thesis.tex"), 2, "--batch-size is 0"),
+        ((*TRAIN, "--out", "n" * 300), 1, "File name too long; choose another --out"),
+        (
+            ("compare", "--task", "digits", "--strategies", "ddp", "--out", "n" * 300),
+            1,
+            "File name too long; choose another --out",
+        ),
         (("profile", "--task", "digits", "--also", "--batch-size 8"), 2, "are for scripts"),
         (
             ("compare", "--strategies", "ddp", "--task", "digits", "--", "taken/thesis.tex"),
@@ -240,7 +247,7 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         ),
         (("train", "--resume", "nowhere"), 1, "nowhere holds no run record"),
         ((*TRAIN, "--out", "taken"), 1, "taken is not empty and holds no run"),
-        (("demo", "--out", "taken"), 1, "taken exists"),
+        (("demo", "--out", "taken"), 1, "taken is not empty"),
         (("run", "--strategy", "ddp,wagma", "-m", "json"), 2, "offbeat compare --strategies ddp,w"),
     ],
 )

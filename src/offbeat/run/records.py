@@ -435,10 +435,7 @@ def create(path: Path | None, config: RunConfig) -> Path:
         RecordError: `path` exists and is not an empty directory. Nothing in it is touched.
     """
     directory = first_free(f"{config.task}-{config.strategy}") if path is None else path
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RecordError(
-            f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}"
-        )
+    check_free(directory)
     head = RunHead(
         kind=RUN_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment()
     )
@@ -446,6 +443,15 @@ def create(path: Path | None, config: RunConfig) -> Path:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     _write_head(directory, head)
     return directory
+
+
+def check_free(directory: Path) -> None:
+    """Raise `RecordError` unless a record may be written to `directory`. Touches nothing."""
+    with naming_failed_file(directory, ELSEWHERE):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise RecordError(
+                f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}"
+            )
 
 
 def begin_attempt(path: Path, config: RunConfig, *, start_step: int, emulation: Any = None) -> int:

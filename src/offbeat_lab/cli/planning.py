@@ -25,6 +25,7 @@ from offbeat_lab.cli.common import (
     WHAT,
     JsonFlag,
     flag,
+    names_in,
     print_line,
     require_writable,
 )
@@ -163,11 +164,7 @@ def plan(
         model = model.on_island(island, node_rates[0] if node_rates else PCIE_BYTES_PER_S)
     model = model.accumulated(accumulate)
     clusters = _clusters(cluster, link, latency, workers, delay, deaths)
-    specs = (
-        usual_strategies(model)
-        if strategies is None
-        else tuple(dict.fromkeys(strategies.split(",")))
-    )
+    specs = tuple(dict.fromkeys(names_in(strategies))) or usual_strategies(model)
     asked = _samples(model, tokens, samples, steps_from, is_priced=price is not None)
     to_target = None if steps_from is None else steps_to_target(steps_from, specs, model)
     request = PlanRequest(
@@ -259,6 +256,8 @@ def profile(
         )
     if words and settings:
         raise ConfigError("--set is for tasks; a script takes its own arguments after its name")
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"--batch-size is {batch_size}; allowed is 1 or more")
     if task is not None and (also is not None or batch_size is not None):
         raise ConfigError(
             "--also and --batch-size are for scripts; a task is timed at its batch size and at half"

@@ -205,7 +205,7 @@ def compare(
             "nothing to train; give --task (offbeat tasks lists them), or a script of your own"
             " after two dashes: -- train.py --epochs 3"
         )
-    named = [text for text in strategies.split(",") if text.strip()]
+    named = names_in(strategies)
     check_names(named)
     from offbeat_lab.cli import comparing
     from offbeat_lab.cluster import from_flags
