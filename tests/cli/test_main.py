@@ -267,6 +267,16 @@ def test_a_mistake_is_one_sentence_and_starts_nothing(
     ]
 
 
+def test_what_this_user_may_not_open_is_one_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    outcome = call("report", "theirs")
+    assert outcome.status == 1
+    assert outcome.err == "offbeat: permission denied: theirs/comparison.json\n"
+
+
 def test_a_launched_rank_refuses_another_number_of_workers(
     call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
