@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import IO, Any, Final, TypeVar
 
 import numpy as np
@@ -556,7 +557,11 @@ def _describe(path: Path) -> str:
 
 
 def _resume_hint(path: Path) -> str:
-    return f", or go on with --resume {path}" if any(path.glob("checkpoint/step-*")) else ""
+    return (
+        f", or go on with --resume {quote(str(path))}"
+        if any(path.glob("checkpoint/step-*"))
+        else ""
+    )
 
 
 def environment() -> dict[str, object]:

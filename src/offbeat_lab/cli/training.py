@@ -133,7 +133,7 @@ def train(
     if summary.status == "stopped":
         print(
             f"stopped after step {summary.steps}; go on with: offbeat train --resume"
-            f" {summary.run_directory}",
+            f" {shlex.quote(summary.run_directory)}",
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED)

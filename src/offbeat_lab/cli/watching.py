@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 import numpy as np
@@ -121,7 +122,9 @@ def view_of(path: Path, now_s: float) -> View:
         for evaluation in record.evaluations()[-1:]
     ]
     if summary is not None:
-        news.append(f"{summary.status} after {summary.steps:,} steps; offbeat report {path}")
+        news.append(
+            f"{summary.status} after {summary.steps:,} steps; offbeat report {quote(str(path))}"
+        )
     elif begun and not _is_alive(record):
         news.append("no worker is alive, and there is no summary: the run was killed")
     elif steps is None or not steps.num_steps:
