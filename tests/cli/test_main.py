@@ -277,6 +277,15 @@ def test_what_this_user_may_not_open_is_one_sentence(call, monkeypatch: pytest.M
     assert outcome.err == "offbeat: permission denied: theirs/comparison.json\n"
 
 
+def test_a_narrow_terminal_takes_nothing_from_a_plan(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    plan = ("plan", "--profile", "resnet50", "--link", "1gbit", "--workers", "4")
+    head, _, row, *_ = call(*plan, "--strategies", "ddp").out.splitlines()[1:]
+    assert head.split()[:3] == ["strategy", "step", "band"]
+    assert row.split()[0] == "ddp"
+    assert "…" not in row
+
+
 def test_a_launched_rank_refuses_another_number_of_workers(
     call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,6 +240,9 @@ _ROWS: Final[Mapping[Measure, str]] = {
     "share_transfer": "transfer",
     "peak_memory_bytes": "memory of a worker",
 }
+_LEAST_COLUMN: Final = 9
+"""Characters that every word of a cell has room for: digits are not to be broken apart."""
+
 _WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}
 
 
@@ -256,14 +259,16 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         title_justify="left",
         box=box.SIMPLE,
     )
-    table.add_column("")
+    table.add_column("", min_width=_LEAST_COLUMN)
     for contestant in comparison.contestants:
-        table.add_column(escape(contestant.label), justify="right", overflow="fold")
+        table.add_column(
+            escape(contestant.label), justify="right", overflow="fold", min_width=_LEAST_COLUMN
+        )
     for measure, name in _ROWS.items():
         cells = [_cell(contestant, measure) for contestant in comparison.contestants]
         if any(cells):
             table.add_row(name.format(metric=comparison.metric_name.replace("_", " ")), *cells)
-    console.print(table)
+    console.print(table, crop=False)
     print_line(console, comparison.verdict, "bold")
     for finding in comparison.findings:
         print_line(console, f"- {finding}")

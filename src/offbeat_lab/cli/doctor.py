@@ -89,7 +89,8 @@ def _with_cluster(diagnosis: Diagnosis, path: Path | None, model: ModelProfile |
     if path is not None:
         path.write_text(cluster.to_toml(), encoding="utf-8")
         remarks.append(
-            f"Written: {path}. Plan with it: offbeat plan --cluster {quote(str(path))} --script train.py"
+            f"Written: {path}. Plan with it: offbeat plan --cluster {quote(str(path))} --script"
+            " train.py"
         )
     if model is None:
         return replace(diagnosis, advice=remarks)

@@ -45,7 +45,8 @@ _PRICE = re.compile(r"[$\u20ac]?(\d+(?:\.\d+)?)(?:/h)?")
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
 _SCRIPT_STEPS = 20
-_NAME_COLUMNS = 12  # with all other columns that is 80
+_LEAST_COLUMNS = 80
+_NAME_COLUMNS = 12  # with all other columns that is as many
 
 
 def plan(
@@ -375,7 +376,8 @@ def _show(made: Plan) -> None:
             table.add_column(head, justify="right", no_wrap=True)
         for number, cells in enumerate(found.rows):
             table.add_row(*map(escape, cells), style="bold" if number == found.best else "")
-        console.print(table)
+        # A narrower terminal breaks lines; cut to its width, names and digits would be missing.
+        Console(width=max(console.width, _LEAST_COLUMNS)).print(table)
     console.print(column_words(made), highlight=False, style="dim")
     for sentence in (*made.crossovers, *made.remarks):
         print_line(console, sentence)
