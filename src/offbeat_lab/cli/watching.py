@@ -69,9 +69,12 @@ class View:
 
     def table(self) -> Group:
         """The view for a terminal."""
-        table = Table(box=box.SIMPLE, title=escape(self.title), title_justify="left")
-        for name in ("", "step", "loss", "a step", "waiting", "late by", "sent a step", ""):
+        table = Table(
+            box=box.SIMPLE, pad_edge=False, title=escape(self.title), title_justify="left"
+        )
+        for name in ("", "step", "loss", "a step", "waiting", "late by", "sent"):
             table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("")  # which is long: in 80 characters it would cut the figures
         slowest = self._slowest()
         of = "" if self.target is None else f"/{self.target}"
         for rank in range(self.step.size):
