@@ -109,7 +109,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
     """
     _check_request(request)
     if out is not None:
-        check_free(out)
+        records.check_free(out)
     specs = [parse_spec(text) for text in request.strategies]
     labels = _labels(specs)
     contestants, configs = [], []
@@ -181,12 +181,6 @@ def _config(request: CompareRequest, strategy: str, options: Mapping[str, str]) 
             emulation=request.emulation,
         )
     )
-
-
-def check_free(directory: Path) -> None:
-    """Raise `RecordError` unless a comparison may be written to `directory`. Touches nothing."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RecordError(f"{directory} exists and is not empty; choose another --out")
 
 
 def _check_request(request: CompareRequest) -> None:
@@ -461,7 +455,7 @@ def run_comparison(
     """
     request = plan.request
     directory = plan.out or records.first_free(f"compare-{request.task}")
-    check_free(directory)
+    records.check_free(directory)
     with emulate(request.cluster, mode=request.emulation) as emulation:
         with records.naming_failed_file(directory, records.ELSEWHERE):
             (directory / "runs").mkdir(parents=True, exist_ok=True)

@@ -160,7 +160,8 @@ def as_json(cluster: Cluster | None) -> dict[str, object] | None:
 def resolve_resume(
     stored: RunConfig, request: Request, *, steps_done: int, epochs_done: int
 ) -> RunConfig:
-    """The stored run with what may be changed: `workers`, and more `epochs` or `steps`.
+    """The stored run with what may be changed: `workers`, more `epochs` or `steps`, `emulation` and
+    `log_to`.
 
     Args:
         stored: as read from the record.
@@ -197,6 +198,7 @@ def resolve_resume(
         cluster=None if cluster is None else as_json(cluster.left_with(workers)),
         epochs=request.epochs or (None if request.steps else stored.epochs),
         steps=request.steps or (None if request.epochs else stored.steps),
+        emulation=stored.emulation if request.emulation == "auto" else request.emulation,
         log_to=list(request.log_to) or stored.log_to,
     )
     done, target, unit = (

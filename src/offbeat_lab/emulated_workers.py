@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 from typing_extensions import override
@@ -268,7 +269,7 @@ def hint(run_directory: Path) -> str:
         return "; there is no checkpoint yet"
     return (
         f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume"
-        f" {run_directory}"
+        f" {quote(str(run_directory))}"
     )
 
 

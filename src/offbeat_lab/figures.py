@@ -114,10 +114,12 @@ def write(value: float | None, unit: Unit) -> str:
 
 def write_estimate(estimate: Estimate, unit: Unit) -> tuple[str, str]:
     """The median as `write` has it, and the interval in the same unit. That is empty where there is
-    none, or none that so many digits show.
+    none, or none that so many digits show; of what some runs lack it says how many have it.
     """
     median, low, high = estimate.median, estimate.low, estimate.high
     text = write(median, unit)
+    if median is not None and (lacking := estimate.values.count(None)):
+        return text, f"in {len(estimate.values) - lacking} of {len(estimate.values)} runs"
     if median is None or low is None or high is None or not math.isfinite(low + high):
         return text, ""
     divisor, _ = unit.scale_of(median)

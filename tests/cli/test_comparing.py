@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from lab_support.made import comparison, contestant
 from offbeat_lab.cli.common import working
-from offbeat_lab.cli.comparing import ComparisonDisplay, comparison_display
+from offbeat_lab.cli.comparing import ComparisonDisplay, comparison_display, print_comparison
 
 
 def test_what_all_strategies_fail_of_is_said_once() -> None:
@@ -23,6 +25,18 @@ def test_what_all_strategies_fail_of_is_said_once() -> None:
         "gtopk is out: for the same reason",
         "wagma is out: worker 1 (pid 29) failed: no memory (see runs/c/logs/rank-1.log)",
     ]
+
+
+def test_digits_of_a_table_stay_together_however_narrow_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    many = [
+        contestant(f"gtopk {i}", {"step_s": [0.0511], "final_metric": [0.8694]}) for i in range(8)
+    ]
+    print_comparison(comparison(many, num_seeds=1), Path("runs/1"), None)
+    table = capsys.readouterr().out
+    assert table.count("51.1 ms") == table.count("0.8694") == 8
 
 
 def test_long_work_is_announced_where_there_is_no_terminal(

@@ -202,6 +202,30 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         (("compare", "--strategies", "ddp,gtopk"), 2, "after two dashes: -- train.py"),
         (("compare", "--strategies", "ddp", "--", "trian.py"), 2, "trian.py does not exist"),
         (
+            ("compare", "--strategies", "ddp", "--task", "digits", "--workers", "0"),
+            2,
+            "--workers 0: workers is 0; allowed is 1 to",
+        ),
+        (
+            ("compare", "--strategies", "ddp", "--eval-every", "5", "--", "taken/thesis.tex"),
+            2,
+            "--eval-every are for tasks",
+        ),
+        (
+            ("plan", "--config", "layers=2,hidden=64,heads=4", "--batch-size", "0"),
+            2,
+            "--batch-size is 0; allowed is 1 or more",
+        ),
+        (("profile", "--set", "size=tiny", "--", "taken/thesis.tex"), 2, "--set is for tasks"),
+        (("profile", "--batch-size", "0", "--", "taken/thesis.tex"), 2, "--batch-size is 0"),
+        ((*TRAIN, "--out", "n" * 300), 1, "File name too long; choose another --out"),
+        (
+            ("compare", "--task", "digits", "--strategies", "ddp", "--out", "n" * 300),
+            1,
+            "File name too long; choose another --out",
+        ),
+        (("profile", "--task", "digits", "--also", "--batch-size 8"), 2, "are for scripts"),
+        (
             ("compare", "--strategies", "ddp", "--task", "digits", "--", "taken/thesis.tex"),
             2,
             "give one of them",
@@ -223,7 +247,7 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         ),
         (("train", "--resume", "nowhere"), 1, "nowhere holds no run record"),
         ((*TRAIN, "--out", "taken"), 1, "taken is not empty and holds no run"),
-        (("demo", "--out", "taken"), 1, "taken exists"),
+        (("demo", "--out", "taken"), 1, "taken is not empty"),
         (("run", "--strategy", "ddp,wagma", "-m", "json"), 2, "offbeat compare --strategies ddp,w"),
     ],
 )
@@ -241,6 +265,25 @@ def test_a_mistake_is_one_sentence_and_starts_nothing(
         "taken",
         "taken/thesis.tex",
     ]
+
+
+def test_what_this_user_may_not_open_is_one_sentence(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    outcome = call("report", "theirs")
+    assert outcome.status == 1
+    assert outcome.err == "offbeat: permission denied: theirs/comparison.json\n"
+
+
+def test_a_narrow_terminal_takes_nothing_from_a_plan(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    plan = ("plan", "--profile", "resnet50", "--link", "1gbit", "--workers", "4")
+    head, _, row, *_ = call(*plan, "--strategies", "ddp").out.splitlines()[1:]
+    assert head.split()[:3] == ["strategy", "step", "band"]
+    assert row.split()[0] == "ddp"
+    assert "…" not in row
 
 
 def test_a_launched_rank_refuses_another_number_of_workers(

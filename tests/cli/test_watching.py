@@ -18,8 +18,8 @@ from report_support.synthetic import Made, config_of, write_comparison_of, write
 MADE = Made(workers=3, steps=80, late_s={1: 0.3})
 
 
-def text_of(view: View) -> str:
-    console = Console(width=140, record=True, file=None, quiet=False)
+def text_of(view: View, width: int = 140) -> str:
+    console = Console(width=width, record=True, file=None, quiet=False)
     with console.capture() as captured:
         console.print(view.table())
     return captured.get()
@@ -37,6 +37,7 @@ def test_a_run_under_way_shows_each_worker_and_who_is_late(tmp_path: Path) -> No
     assert "80/80" in shown
     (late,) = [line for line in shown.splitlines() if "the others wait for it" in line]
     assert "worker 1" in late
+    assert "…" not in text_of(view, width=80)
 
 
 def test_a_worker_that_is_silent_is_shown_so(tmp_path: Path) -> None:

@@ -184,12 +184,12 @@ def test_a_directory_in_use_is_refused_untouched(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
     for out in (tmp_path / "out", tmp_path / "out" / "thesis.txt"):
-        with pytest.raises(RecordError, match="exists and is not empty; choose another --out"):
+        with pytest.raises(RecordError, match="choose another --out"):
             plan_comparison(REQUEST, out=out)
     late = replace(
         plan_comparison(REQUEST), out=tmp_path / "out"
     )  # it was filled after the plan was made
-    with pytest.raises(RecordError, match="exists and is not empty"):
+    with pytest.raises(RecordError, match="is not empty"):
         run_comparison(late, Deaf(), command="")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.txt"]
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"

@@ -101,6 +101,7 @@ STORED = {"steps": 20, "settings": ["density=0.01"], "seed": 5}
         (Request(steps=30), {"steps": 30}),
         (Request(epochs=30), {"epochs": 30, "steps": None}),
         (Request(workers=2), {"workers": 2}),
+        (Request(emulation="delaying"), {"emulation": "delaying"}),
         (asked(seed=5, settings=["density=1e-2", "size=tiny"]), {}),
     ],
 )

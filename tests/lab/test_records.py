@@ -199,10 +199,11 @@ def test_the_summary_of_the_attempt_before_is_kept(tmp_path: Path) -> None:
 
 
 def test_going_on_is_offered_where_there_is_something_to_go_on_from(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
-    with pytest.raises(RecordError, match=f"go on with --resume {tmp_path}"):
-        create(tmp_path, CONFIG)
+    run = tmp_path / "a run"
+    (run / "checkpoint" / "step-5").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    with pytest.raises(RecordError, match=f"go on with --resume '{run}'"):
+        create(run, CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,9 @@ def test_a_gate_keeps_twice_as_many_activations_of_feed_forward_layers() -> None
         Shape(layers=2, hidden=64, heads=4, intermediate=512, vocabulary=0, gated=gated)
         for gated in (False, True)
     )
-    per_token = plain.activation_bytes(2) / plain.sequence
+    per_token = plain.activation_bytes() / plain.sequence
     assert per_token == 2 * (18 * 64 + 4 * 512)
-    assert gated.activation_bytes(2) / gated.sequence - per_token == 2 * 4 * 512
+    assert gated.activation_bytes() / gated.sequence - per_token == 2 * 4 * 512
 
 
 @pytest.mark.parametrize("changed", [{"model_type": "roberta"}, {"vocab_size": None}])

@@ -104,6 +104,23 @@ def test_a_target_nobody_reached_is_no_row_and_one_not_reached_is_said() -> None
     assert list(rows(report([missed], []))) == []
 
 
+def test_who_misses_the_target_in_some_runs_is_not_the_best_and_the_table_says_so() -> None:
+    some = Estimate(values=[None, 1.0, 1.1], median=1.05, low=1.0, high=1.1)
+    all_runs = Estimate(values=[2.0, 2.0, 2.1], median=2.0, low=2.0, high=2.1)
+    slowest = Estimate(values=[3.0, 3.0, 3.1], median=3.0, low=3.0, high=3.1)
+    three = [
+        contestant(label, 1.0, measures={"time_to_target_s": found})
+        for label, found in (("a", some), ("b", all_runs), ("c", slowest))
+    ]
+    decided = Difference(
+        measure="time_to_target_s", a="b", b="c", ratio=0.67, low=0.6, high=0.7, decided=True
+    )
+    (row,) = rows(report(three, [decided]))
+    assert [cell.best for cell in row.cells] == [False, True, False]
+    assert row.cells[0].interval == "in 2 of 3 runs"
+    assert row.note == ""
+
+
 def test_bars_are_as_long_as_the_values() -> None:
     shares = {"share_compute": estimated(0.75), "share_transfer": estimated(0.25)}
     two = [contestant("a", 4.0), contestant("b", 1.0)]

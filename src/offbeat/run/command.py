@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -55,16 +56,28 @@ def main(words: Sequence[str]) -> int:
     raise AssertionError("every word that is no command ends the parser")
 
 
-def main_and_exit() -> None:
-    """`main` as a process: what offbeat raises on purpose becomes one line and an exit status."""
+@contextmanager
+def errors_in_a_line() -> Iterator[None]:
+    """What offbeat raises on purpose, and what this user may not open, becomes one line and an exit
+    status.
+    """
     try:
-        sys.exit(main(sys.argv[1:]))
+        yield
     except OffbeatError as error:
         sys.stderr.write(f"offbeat: {error}\n")
         sys.exit(EXIT_MISUSED if isinstance(error, ConfigError) else EXIT_FAILED)
+    except PermissionError as error:
+        sys.stderr.write(f"offbeat: permission denied: {error.filename or error}\n")
+        sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:  # before there are workers, or while torch is imported
         sys.stderr.write("offbeat: interrupted\n")
         sys.exit(128 + signal.SIGINT)
+
+
+def main_and_exit() -> None:
+    """`main` as a process."""
+    with errors_in_a_line():
+        sys.exit(main(sys.argv[1:]))
 
 
 def strategies_command(words: Sequence[str]) -> int:

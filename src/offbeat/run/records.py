@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import IO, Any, Final, TypeVar
 
 import numpy as np
@@ -435,10 +436,7 @@ def create(path: Path | None, config: RunConfig) -> Path:
         RecordError: `path` exists and is not an empty directory. Nothing in it is touched.
     """
     directory = first_free(f"{config.task}-{config.strategy}") if path is None else path
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RecordError(
-            f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}"
-        )
+    check_free(directory)
     head = RunHead(
         kind=RUN_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment()
     )
@@ -446,6 +444,15 @@ def create(path: Path | None, config: RunConfig) -> Path:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     _write_head(directory, head)
     return directory
+
+
+def check_free(directory: Path) -> None:
+    """Raise `RecordError` unless a record may be written to `directory`. Touches nothing."""
+    with naming_failed_file(directory, ELSEWHERE):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise RecordError(
+                f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}"
+            )
 
 
 def begin_attempt(path: Path, config: RunConfig, *, start_step: int, emulation: Any = None) -> int:
@@ -550,7 +557,11 @@ def _describe(path: Path) -> str:
 
 
 def _resume_hint(path: Path) -> str:
-    return f", or go on with --resume {path}" if any(path.glob("checkpoint/step-*")) else ""
+    return (
+        f", or go on with --resume {quote(str(path))}"
+        if any(path.glob("checkpoint/step-*"))
+        else ""
+    )
 
 
 def environment() -> dict[str, object]:

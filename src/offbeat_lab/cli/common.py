@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from offbeat_lab.emulation import Mode as EmulationMode
 
 EXIT_FAILED = 1
-EXIT_MISUSED = 2
 EXIT_INTERRUPTED = 130
 
 WHAT: Final = "What to train"

@@ -39,13 +39,14 @@ def compared_script(
     words: Sequence[str] | None,
     settings: Sequence[str] | None,
     epochs: int | None,
+    eval_every: int | None,
 ) -> ScriptCommand | None:
     """The script that is compared; None for a task, as the command line says.
 
     Args:
         task: of --task.
         words: a script and its arguments.
-        settings, epochs: of --set and --epochs, which only tasks have.
+        settings, epochs, eval_every: of the flags that only tasks have.
 
     Raises:
         ConfigError: both, or there is no such script.
@@ -54,10 +55,10 @@ def compared_script(
         raise ConfigError(f"got --task {task} and the script {words[0]}; give one of them")
     if not words:
         return None
-    if settings or epochs is not None:
+    if settings or epochs is not None or eval_every is not None:
         raise ConfigError(
-            "--set and --epochs are for tasks; a script takes its own arguments after its name, and"
-            " --steps ends it"
+            "--set, --epochs and --eval-every are for tasks; a script takes its own arguments after"
+            " its name, logs its metric when it likes, and --steps ends it"
         )
     return script_command(words)
 
@@ -239,6 +240,9 @@ _ROWS: Final[Mapping[Measure, str]] = {
     "share_transfer": "transfer",
     "peak_memory_bytes": "memory of a worker",
 }
+_LEAST_COLUMN: Final = 9
+"""Characters that every word of a cell has room for: digits are not to be broken apart."""
+
 _WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}
 
 
@@ -255,14 +259,16 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         title_justify="left",
         box=box.SIMPLE,
     )
-    table.add_column("")
+    table.add_column("", min_width=_LEAST_COLUMN)
     for contestant in comparison.contestants:
-        table.add_column(escape(contestant.label), justify="right", overflow="fold")
+        table.add_column(
+            escape(contestant.label), justify="right", overflow="fold", min_width=_LEAST_COLUMN
+        )
     for measure, name in _ROWS.items():
         cells = [_cell(contestant, measure) for contestant in comparison.contestants]
         if any(cells):
             table.add_row(name.format(metric=comparison.metric_name.replace("_", " ")), *cells)
-    console.print(table)
+    console.print(table, crop=False)
     print_line(console, comparison.verdict, "bold")
     for finding in comparison.findings:
         print_line(console, f"- {finding}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -88,7 +89,8 @@ def _with_cluster(diagnosis: Diagnosis, path: Path | None, model: ModelProfile |
     if path is not None:
         path.write_text(cluster.to_toml(), encoding="utf-8")
         remarks.append(
-            f"Written: {path}. Plan with it: offbeat plan --cluster {path} --script train.py"
+            f"Written: {path}. Plan with it: offbeat plan --cluster {quote(str(path))} --script"
+            " train.py"
         )
     if model is None:
         return replace(diagnosis, advice=remarks)

@@ -6,7 +6,6 @@ what there is to choose from.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
@@ -14,10 +13,8 @@ from typing import Annotated, Final
 import typer
 
 import offbeat
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.run.command import errors_in_a_line
 from offbeat_lab.cli.common import (
-    EXIT_FAILED,
-    EXIT_MISUSED,
     NATIVE_NAMES,
     JsonFlag,
     complete_strategy,
@@ -175,14 +172,9 @@ app.add_typer(lab, name="lab", rich_help_panel=_CLEANING)
 
 
 def main() -> None:
-    """Entry point: runs the command line and turns what offbeat raises on purpose into one line and
-    an exit status.
-    """
-    try:
+    """Entry point: runs the command line."""
+    with errors_in_a_line():
         app()
-    except OffbeatError as error:
-        print(f"offbeat: {error}", file=sys.stderr)
-        sys.exit(EXIT_MISUSED if isinstance(error, ConfigError) else EXIT_FAILED)
 
 
 def start() -> None:

@@ -25,6 +25,7 @@ from offbeat_lab.cli.common import (
     WHAT,
     JsonFlag,
     flag,
+    names_in,
     print_line,
     require_writable,
 )
@@ -44,7 +45,8 @@ _PRICE = re.compile(r"[$\u20ac]?(\d+(?:\.\d+)?)(?:/h)?")
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
 _SCRIPT_STEPS = 20
-_NAME_COLUMNS = 12  # with all other columns that is 80
+_LEAST_COLUMNS = 80
+_NAME_COLUMNS = 12  # with all other columns that is as many
 
 
 def plan(
@@ -132,10 +134,13 @@ def plan(
         raise ConfigError("--out is where --check writes a profile; a plan is printed, or --json")
     if dtype not in ("", "float32", "bfloat16"):
         raise ConfigError(f"--dtype is {dtype!r}; allowed are bfloat16 and float32")
-    if accumulate < 1 or island < 1:
-        raise ConfigError(
-            f"--accumulate is {accumulate} and --island {island}; allowed is 1 or more"
-        )
+    for name, number in (
+        ("accumulate", accumulate),
+        ("island", island),
+        ("batch-size", batch_size),
+    ):
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} is {number}; allowed is 1 or more")
     if config is None:
         if sequence is not None:
             raise ConfigError("--sequence is of --config; a profile has samples as it was timed")
@@ -160,11 +165,7 @@ def plan(
         model = model.on_island(island, node_rates[0] if node_rates else PCIE_BYTES_PER_S)
     model = model.accumulated(accumulate)
     clusters = _clusters(cluster, link, latency, workers, delay, deaths)
-    specs = (
-        usual_strategies(model)
-        if strategies is None
-        else tuple(dict.fromkeys(strategies.split(",")))
-    )
+    specs = tuple(dict.fromkeys(names_in(strategies))) or usual_strategies(model)
     asked = _samples(model, tokens, samples, steps_from, is_priced=price is not None)
     to_target = None if steps_from is None else steps_to_target(steps_from, specs, model)
     request = PlanRequest(
@@ -253,6 +254,15 @@ def profile(
         raise ConfigError(
             f"got {'a script and --task' if words else 'nothing'} to profile; give one of: --task"
             " (offbeat tasks lists them), or a script of your own after two dashes: -- train.py"
+        )
+    if words and settings:
+        raise ConfigError("--set is for tasks; a script takes its own arguments after its name")
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"--batch-size is {batch_size}; allowed is 1 or more")
+    if task is not None and (also is not None or batch_size is not None):
+        raise ConfigError(
+            "--also and --batch-size are for scripts; a task is timed at its batch size and at half"
+            " of it: --set batch_size=64"
         )
     if task is not None:
         options, _ = route(task, "allreduce", settings or [])
@@ -366,7 +376,8 @@ def _show(made: Plan) -> None:
             table.add_column(head, justify="right", no_wrap=True)
         for number, cells in enumerate(found.rows):
             table.add_row(*map(escape, cells), style="bold" if number == found.best else "")
-        console.print(table)
+        # A narrower terminal breaks lines; cut to its width, names and digits would be missing.
+        Console(width=max(console.width, _LEAST_COLUMNS)).print(table)
     console.print(column_words(made), highlight=False, style="dim")
     for sentence in (*made.crossovers, *made.remarks):
         print_line(console, sentence)

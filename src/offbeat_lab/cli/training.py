@@ -133,7 +133,7 @@ def train(
     if summary.status == "stopped":
         print(
             f"stopped after step {summary.steps}; go on with: offbeat train --resume"
-            f" {summary.run_directory}",
+            f" {shlex.quote(summary.run_directory)}",
             file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -205,22 +205,28 @@ def compare(
             "nothing to train; give --task (offbeat tasks lists them), or a script of your own"
             " after two dashes: -- train.py --epochs 3"
         )
-    named = [text for text in strategies.split(",") if text.strip()]
+    named = names_in(strategies)
     check_names(named)
     from offbeat_lab.cli import comparing
-    from offbeat_lab.cluster import Cluster
+    from offbeat_lab.cluster import from_flags
     from offbeat_lab.compare import CompareRequest, plan_comparison
 
     if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
-    script = comparing.compared_script(task, words, settings, epochs)
+    script = comparing.compared_script(task, words, settings, epochs, eval_every)
     request = CompareRequest(
         task=script.name if script is not None else task or "",
         script=script,
         strategies=named,
         settings=settings or (),
-        cluster=cluster_of(cluster, workers, link, speeds, delay, step_time)
-        or Cluster(workers=workers or 4),
+        cluster=from_flags(
+            cluster=cluster,
+            workers=workers,
+            link=link,
+            speeds=speeds,
+            delay=delay,
+            step_time=step_time,
+        ),
         emulation=emulation_mode(emulation),
         seeds=range(seeds or (3 if script is None else 1)),
         epochs=epochs,

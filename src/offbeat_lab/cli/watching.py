@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 import numpy as np
@@ -68,9 +69,12 @@ class View:
 
     def table(self) -> Group:
         """The view for a terminal."""
-        table = Table(box=box.SIMPLE, title=escape(self.title), title_justify="left")
-        for name in ("", "step", "loss", "a step", "waiting", "late by", "sent a step", ""):
+        table = Table(
+            box=box.SIMPLE, pad_edge=False, title=escape(self.title), title_justify="left"
+        )
+        for name in ("", "step", "loss", "a step", "waiting", "late by", "sent"):
             table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("")  # which is long: in 80 characters it would cut the figures
         slowest = self._slowest()
         of = "" if self.target is None else f"/{self.target}"
         for rank in range(self.step.size):
@@ -121,7 +125,9 @@ def view_of(path: Path, now_s: float) -> View:
         for evaluation in record.evaluations()[-1:]
     ]
     if summary is not None:
-        news.append(f"{summary.status} after {summary.steps:,} steps; offbeat report {path}")
+        news.append(
+            f"{summary.status} after {summary.steps:,} steps; offbeat report {quote(str(path))}"
+        )
     elif begun and not _is_alive(record):
         news.append("no worker is alive, and there is no summary: the run was killed")
     elif steps is None or not steps.num_steps:

@@ -134,15 +134,15 @@ class Shape:
         attention = 12 * self.layers * width * self.sequence**2
         return 6 * (num_elements - looked_up) * self.sequence + attention
 
-    def activation_bytes(self, element_bytes: int) -> float:
+    def activation_bytes(self) -> float:
         """Of a sample, kept for the backward pass, in 16 bits for each token: 18 bytes for each
         number of a layer's width, and 4 for each of its feed-forward layers' (arXiv 2205.05198,
         where attention is computed in parts), 8 if those have a gate; and what is kept of the
         output layer, in float32 too.
         """
         inside = (4 if self.gated else 2) * (self.intermediate or 4 * self.hidden)
-        per_token = element_bytes * self.layers * (9 * self.hidden + inside)
-        return self.sequence * (per_token + (element_bytes + 4) * self.vocabulary)
+        per_token = 2 * self.layers * (9 * self.hidden + inside)
+        return self.sequence * (per_token + (2 + 4) * self.vocabulary)
 
 
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -307,7 +307,7 @@ def language_model(
         tensors=tensors,
         element_bytes=element_bytes,
         device_bytes=device.memory_bytes,
-        activation_bytes=batch_size * shape.activation_bytes(2),
+        activation_bytes=batch_size * shape.activation_bytes(),
         tokens_per_sample=shape.sequence,
         select_s_per_element=selection_cost(bytes_per_s),
         copy_s_per_byte=COPY_S_PER_BYTE,

@@ -215,12 +215,19 @@ def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None,
     the spread.
     """
     better = report.metric_better if measure.better is None else measure.better
-    known = {contestant.label: median(contestant, name) for contestant in report.contestants}
-    values = {label: value for label, value in known.items() if value is not None}
+    values = {
+        contestant.label: estimate.median
+        for contestant in report.contestants
+        if (estimate := contestant.measures.get(name)) is not None
+        and estimate.median is not None
+        and None not in estimate.values  # as of a target that some runs did not reach
+    }
     differences = [found for found in report.differences if found.measure == name]
     if better is Better.NEITHER or not report.compares:
         return None, []
-    if all(found.low is None for found in differences):  # nothing is known of a single run's spread
+    if not values or all(
+        found.low is None for found in differences
+    ):  # nothing is known of a single run's spread
         return None, []
     best = max(values, key=lambda label: better.value * values[label])
     return best, [
