@@ -38,7 +38,7 @@ from offbeat.membership.island import Island
 from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import SILENCE_VARIABLE
-from ranks_support.process import ask_for, launcher_environment
+from ranks_support.process import ask_for, launcher_environment, pause
 
 SHARDS = 2
 
@@ -413,6 +413,7 @@ def survived(
             step, begin_s = 4, time.monotonic()
             # The island of the other rank goes on until it has learnt of the loss.
             while time.monotonic() < begin_s + 60:
+                pause()
                 step_s = time.monotonic()
                 train(model, optimizer, session, training, [rank], range(step, step + 1))
                 longest_s = max(longest_s, time.monotonic() - step_s)
@@ -450,6 +451,7 @@ def returned(
                 heard = any(notice in each for each in session.notices)
                 if max(session._island.gather(int(heard))):
                     return step
+                pause()
                 train(model, optimizer, session, how, [rank], range(step, step + 1))
                 step += 1
 
