@@ -1,4 +1,4 @@
-"""A parameter that is frozen while what it has learned travels in a code."""
+"""A parameter that is frozen while what it has learned travels in a code, or that nobody uses."""
 
 from __future__ import annotations
 
@@ -62,3 +62,18 @@ def test_it_is_the_same_on_all_ranks_and_what_is_owed_to_it_waits(name: str) -> 
         mean = sum(steps[FROZEN_AT - 1][0] for steps in by_rank) / RANKS
         apart = max(float((steps[FROZEN_AT - 1][0] - mean).abs().max()) for steps in by_rank)
         assert float((by_rank[0][averaged][0] - mean).abs().max()) < 0.2 * apart
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_parameter_that_no_rank_uses_stays_where_it_is(name: str) -> None:
+    def job(driver: ThreadDriver) -> None:
+        model = make_model()
+        unused, before = model[2].weight, model[2].weight.detach().clone()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer.register_step_pre_hook(lambda *_: setattr(unused, "grad", None))
+        with session_on(driver, model, optimizer, STRATEGIES[name]):
+            for step in range(12):
+                step_of(model, optimizer, driver.rank, step)
+                assert torch.equal(unused, before)
+
+    results_of(RANKS, job)

@@ -60,7 +60,9 @@ def test_a_frozen_parameter_stays_where_it_is_in_all_shards() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("outer", [Outer(), partial(torch.optim.Adam, lr=0.01)], ids=["SGD", "Adam"])
+@pytest.mark.parametrize(
+    "outer", [Outer(), partial(torch.optim.Adam, lr=0.01)], ids=["SGD", "Adam"]
+)
 def test_a_run_goes_on_from_a_saved_state(outer: OuterFactory, dtype: torch.dtype) -> None:
     """Anchors are wider than half precision, and Adam has a number of steps."""
 

@@ -273,7 +273,7 @@ class LedIsland(Callback):
         ]
         found, described = self._island.first((numbers, of_first))
         if self._island.rank:
-            mine = [_room(self._weights, *each) for _, *each in described]
+            mine = [_room(self._weights, key, dtype, sized) for _, key, dtype, sized in described]
             self._island.spread({self._island.rank: mine})
         else:
             mine = [state[kind][_at(key, 0)] for kind, key, *_ in described]
@@ -381,10 +381,10 @@ def _all_of(weights: ModelWeights) -> list[torch.Tensor]:
     return [*_tensors(weights).values()]
 
 
-def _room(weights: ModelWeights, key: str, dtype: str, has_shape: bool) -> torch.Tensor:
+def _room(weights: ModelWeights, key: str, dtype: str, sized: bool) -> torch.Tensor:
     """Memory for an entry of a state, which may be wider than its parameter, or a single number."""
     parameter = weights.parameters[_parameter(key)]
-    return parameter.new_zeros(parameter.shape if has_shape else (), dtype=getattr(torch, dtype))
+    return parameter.new_zeros(parameter.shape if sized else (), dtype=getattr(torch, dtype))
 
 
 def _parameter(key: str) -> str:

@@ -188,14 +188,15 @@ class EncodedChanges:
             bucket, position = self._places[index]
             bucket.copy_in({position: real(change)})
         for bucket, reduction in zip(self._buckets, self.reductions, strict=True):
-            # Codes of few bits have no zero.
-            used = np.array(
-                [
-                    parameter.requires_grad or bool(change.any())
-                    for parameter, change in zip(bucket.parameters, bucket.views, strict=True)
-                ],
-                dtype=np.bool_,
-            )
+            used, owed = np.ones(len(bucket.indices), np.bool_), reduction.residual
+            if owed is not None and not owed.is_meta:
+                # Codes of few bits have no zero, and would move what has not moved.
+                places = zip(bucket.parameters, bucket.views, bucket.views_of(owed), strict=True)
+                has_any = [
+                    change.any() | (waiting.any() & parameter.requires_grad)
+                    for parameter, change, waiting in places
+                ]
+                used = np.array(read_numbers(has_any), np.bool_)
             # What is owed has its weight already, so that ranks count alike.
             tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
             reduction.launch(bucket.flat, tally, weight=weight, grad_scale=1.0)

@@ -254,9 +254,8 @@ class PaperMerge(MergeRule):
     one for which the rank was late. Of several for the same elements the last one counts.
     """
 
-    def __init__(self, model: Values, *, weight: float = 1.0) -> None:
+    def __init__(self, model: Values) -> None:
         self._snapshot = self._model = model
-        self._weight = weight
         self._computing = True
         self._late: dict[int, Piece] = {}
 
@@ -276,9 +275,8 @@ class PaperMerge(MergeRule):
         elif pieces:
             merged = self._model.copy()
             for piece in pieces:
-                merged[piece.begin : piece.end] = merge_paper(
-                    merged[piece.begin : piece.end], piece, weight=self._weight
-                )
+                part = slice(piece.begin, piece.end)
+                merged[part] = merge_paper(merged[part], piece)
             self._model = merged
 
     def take(self) -> Values:
