@@ -145,12 +145,13 @@ class ScaledLearningRate:
         """The coming step is taken with batches of `num_samples`."""
         self.restore()  # A step that raised was not followed by it.
         for group in self._optimizer.param_groups:
-            before = {key: group[key] for key in ("lr", "weight_decay") if key in group}
+            before: dict[str, Any] = {"lr": group["lr"]}
             self._before.append(before)
             factor = num_samples / base
             if not self.is_linear:
                 factor = square_root_rate(1.0, num_samples, base, num_ranks)
                 if group.get("decoupled_weight_decay"):
+                    before["weight_decay"] = group["weight_decay"]
                     group["weight_decay"] = before["weight_decay"] / factor
             group["lr"] = before["lr"] * factor
 
