@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from _ceilings import dispatch
 from offbeat.megabatch.batch_sizes import (
+    NO_LIMIT,
     BatchRule,
     Bounds,
     Proportional,
@@ -36,8 +37,8 @@ def workers(draw: st.DrawFn) -> tuple[list[int], list[int], list[Bounds]]:
     sizes, updates, bounds = [], [], []
     for _ in range(draw(st.integers(1, 8))):
         smallest = draw(st.integers(1, 64))
-        largest = draw(st.none() | st.integers(smallest, 2048))
-        sizes.append(draw(st.integers(smallest, largest or 2048)))
+        largest = draw(st.just(NO_LIMIT) | st.integers(smallest, 2048))
+        sizes.append(draw(st.integers(smallest, min(largest, 2048))))
         updates.append(draw(st.integers(0, 200)))
         bounds.append(Bounds(smallest=smallest, largest=largest))
     return sizes, updates, bounds

@@ -42,31 +42,26 @@ from numpy.typing import NDArray
 RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
 
 
+NO_LIMIT: Final = 2**62
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """What a worker's batch may have.
 
     Attributes:
         smallest: in samples, >= 1.
-        largest: in samples, >= smallest, such as fit into its memory; None: no limit.
+        largest: in samples, >= smallest, such as fit into its memory.
     """
 
     smallest: int = 1
-    largest: int | None = None
+    largest: int = NO_LIMIT
 
     def clip(self, size: int) -> int:
-        return max(self.smallest, min(size, self.limit))
+        return max(self.smallest, min(size, self.largest))
 
     def hold(self, size: float) -> bool:
-        return self.smallest <= size <= self.limit
-
-    @property
-    def limit(self) -> int:
-        """`largest` as a number."""
-        return _NO_LIMIT if self.largest is None else self.largest
-
-
-_NO_LIMIT = 2**62
+        return self.smallest <= size <= self.largest
 
 
 class BatchRule(Protocol):
@@ -152,7 +147,7 @@ class Proportional:
         wanted = np.array(batch_sizes) * ratios
         smallest = np.array([bound.smallest for bound in bounds], dtype=np.float64)
         largest = np.array(
-            [max(bound.smallest, min(bound.limit, total)) for bound in bounds], dtype=np.float64
+            [max(bound.smallest, min(bound.largest, total)) for bound in bounds], dtype=np.float64
         )
         scale = min(_scale(wanted, smallest, largest, total), float(np.min(largest / wanted)))
         return _whole(np.clip(scale * wanted, smallest, largest))

@@ -21,6 +21,7 @@ from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.batch_sizes import (
+    NO_LIMIT,
     BatchRule,
     Bounds,
     Proportional,
@@ -88,7 +89,7 @@ class MegaBatchPlan:
     def bounds(self, base: int, memory_limit: int | None = None) -> Bounds:
         """Of the batch size of a rank with this memory limit, where the base size is `base`."""
         smallest = min(base, max(2, base // 8)) if self.smallest is None else self.smallest
-        return Bounds(smallest=smallest, largest=memory_limit)
+        return Bounds(smallest=smallest, largest=memory_limit or NO_LIMIT)
 
     def batch_rule(self, base: int) -> BatchRule | None:
         """How batch sizes follow speeds; None: they stay what they are."""
@@ -145,12 +146,13 @@ class ScaledLearningRate:
         """The coming step is taken with batches of `num_samples`."""
         self.restore()  # A step that raised was not followed by it.
         for group in self._optimizer.param_groups:
-            before = {key: group[key] for key in ("lr", "weight_decay") if key in group}
+            before: dict[str, Any] = {"lr": group["lr"]}
             self._before.append(before)
             factor = num_samples / base
             if not self.is_linear:
                 factor = square_root_rate(1.0, num_samples, base, num_ranks)
                 if group.get("decoupled_weight_decay"):
+                    before["weight_decay"] = group["weight_decay"]
                     group["weight_decay"] = before["weight_decay"] / factor
             group["lr"] = before["lr"] * factor
 
@@ -278,7 +280,7 @@ class MegaBatchCallback(Callback):
         self.batch_sizes = tuple(sizes)
         mine = dict(zip(self.ranks, self.batch_sizes, strict=True)).get(self._rank, self._base)
         bounds = self._bounds(self._memory_limit)
-        self.batch_size, self.largest_batch = bounds.clip(mine), bounds.limit
+        self.batch_size, self.largest_batch = bounds.clip(mine), bounds.largest
         self.smallest_claim = self._plan.smallest_claim(self._base)
         self.samples_of_mega_batch = self._plan.mega_batch * self._base
 

@@ -43,7 +43,7 @@ def require_map_style(dataset: object) -> int:
     return num_samples
 
 
-def _require_length(dataset: MapStyle, num_samples: int) -> None:
+def _require_length(dataset: Any, num_samples: int) -> None:
     """Raise `ConfigError` unless the dataset is as long as when its loader was made."""
     if len(dataset) != num_samples:
         raise ConfigError(

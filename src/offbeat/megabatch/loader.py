@@ -127,8 +127,8 @@ class DispatchLoader(Callback):
     is made by `Session.loader`.
 
     All ranks must iterate. A rank that stops in the middle of an epoch goes on there when it
-    iterates again; its peers wait for it at the next merge. To stop all ranks together, take
-    `one_mega_batch()` at a time.
+    iterates again, or with the next one where nothing is left for it; its peers wait for it at the
+    next merge. To stop all ranks together, take `one_mega_batch()` at a time.
 
     Args:
         fetcher: reads batches of the dataset, which is the same on all ranks.
@@ -805,7 +805,7 @@ class DispatchLoader(Callback):
 
     def _find_place(self, samples_of_mega_batch: int) -> None:
         """Go on with the mega-batch in which the one that was under way begins, where these had
-        another size when the state was saved.
+        another size when the state was saved. What was computed behind its end comes again.
         """
         (begin, _) = mega_batch_span(self._num_samples, samples_of_mega_batch, self.mega_batch)
         unmerged = without([SampleRange(begin, self._num_samples)], self._merged)
