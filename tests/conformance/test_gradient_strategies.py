@@ -468,6 +468,8 @@ def test_amp_with_a_scaler(lossless_kind: GradientStrategy, attached: Callable) 
         for model, opt, scale in ((net, optimizer, scaler), (plain, plain_optimizer, plain_scaler)):
             factor = float("inf") if step == 2 else 1.0
             scale.scale(loss_of(model, step) * factor).backward()
+            if step == 2:  # what has never had a gradient would get one, and a momentum
+                assert model.branch.weight.grad is None
             scale.unscale_(opt)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scale.step(opt)

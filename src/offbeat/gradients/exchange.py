@@ -726,11 +726,11 @@ class GradientExchange(Callback):
                 " look at the data"
             )
         if self._has_scaler:
-            for b, (bucket, _) in enumerate(self._pairs):
+            for b, (bucket, reduction) in enumerate(self._pairs):
                 bucket.flat.fill_(float("nan"))
-                self._published[b][:] = True
-                for position, parameter in enumerate(bucket.parameters):
-                    parameter.grad = bucket.views[position]
+                self._published[b] = used = reduction.tally.used
+                for position in np.flatnonzero(used).tolist():
+                    bucket.parameters[position].grad = bucket.views[position]
 
     @override
     def clip_gradients(self, max_norm: float) -> float:

@@ -11,8 +11,8 @@ at last local steps (arXiv 2202.06009, algorithm 1).
         m = d U / (sum of lr);  anchor -= U;  u = 0
     where lr rises, m is multiplied by the last lr / lr
 
-What signs lose of u / d is owed. m and v are those of `optimizer.state`; the step is written here, and
-the optimizer then finds no gradient.
+What signs lose of u / d is owed. m and v are those of `optimizer.state`; the step is written here,
+and the optimizer then finds no gradient.
 
 Cost per step: 2(P-1)/P n bits sent by each rank and a float32 for 1,024 of them, a `period`-th of
 it in the end; and what AllReduce sends in the steps in which v is updated. Four buffers of the
@@ -54,7 +54,6 @@ from offbeat.strategies.onebitadam import divisor_of, regrow_, remark_of_freeze,
 from offbeat.strategies.options import require_at_least, require_real
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights, average_
-
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
