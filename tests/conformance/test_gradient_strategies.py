@@ -119,6 +119,11 @@ for _name, _strategy in GRADIENTS_ONLY.items():
         LOSSLESS[_name] = _form
 """Each form once: those that differ in a selector or in warm-up alone have one."""
 
+LOSSLESS_KINDS = [
+    *{lent_from(strategy): name for name, strategy in reversed(LOSSLESS.items())}.values()
+]
+"""One of each strategy, for what a session does around exchanges."""
+
 
 NEVER_STEPPED = pytest.mark.filterwarnings("ignore:the attached optimizer was not stepped")
 
@@ -162,6 +167,11 @@ def strategy(request: pytest.FixtureRequest) -> AnyStrategy:
 
 @pytest.fixture(params=LOSSLESS)
 def lossless(request: pytest.FixtureRequest) -> GradientStrategy:
+    return LOSSLESS[request.param]
+
+
+@pytest.fixture(params=LOSSLESS_KINDS)
+def lossless_kind(request: pytest.FixtureRequest) -> GradientStrategy:
     return LOSSLESS[request.param]
 
 
@@ -211,9 +221,9 @@ def test_alone_it_does_not_matter_how_many_samples_a_batch_has(
 
 
 def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(
-    strategy: GradientStrategy, attached: Callable
+    kind: AnyStrategy, attached: Callable
 ) -> None:
-    net, optimizer, session = attached(strategy)
+    net, optimizer, session = attached(kind)
     for step in range(3):
         session.weigh(3)
         train(net, optimizer, range(step, step + 1))
@@ -234,11 +244,17 @@ def test_gradients_of_zero_move_nothing(strategy: AnyStrategy, attached: Callabl
 
 
 @NEVER_STEPPED
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.bfloat16) for name in STRATEGIES),
+        *((name, torch.float64) for name in OF_EACH_KIND),
+    ],
+)
 def test_gradients_keep_dtype_shape_and_device(
-    strategy: AnyStrategy, attached: Callable, dtype: torch.dtype
+    name: str, attached: Callable, dtype: torch.dtype
 ) -> None:
-    net, _, _ = attached(strategy, dtype)
+    net, _, _ = attached(STRATEGIES[name], dtype)
     loss_of(net, 0, dtype).backward()
     for name, parameter in net.named_parameters():
         if parameter.grad is not None:
@@ -292,8 +308,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
     assert_same(second, straight)
 
 
-def test_a_state_dict_is_a_copy(strategy: AnyStrategy, attached: Callable) -> None:
-    net, optimizer, session = attached(strategy)
+def test_a_state_dict_is_a_copy(kind: AnyStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(kind)
     train(net, optimizer, range(2))
     state = session.state_dict()
     kept = copy.deepcopy(state)
@@ -304,10 +320,10 @@ def test_a_state_dict_is_a_copy(strategy: AnyStrategy, attached: Callable) -> No
         )
 
 
-def test_resharding_preserves_sums(strategy: AnyStrategy, attached: Callable) -> None:
+def test_resharding_preserves_sums(kind: AnyStrategy, attached: Callable) -> None:
     states = []
     for seed in range(3):
-        net, optimizer, session = attached(strategy)
+        net, optimizer, session = attached(kind)
         train(net, optimizer, range(seed, seed + 2))
         states.append(session.state_dict())
     for world_size in (1, 2, 3, 5):
@@ -439,13 +455,13 @@ def test_too_many_skipped_steps_in_a_row_raise(
         (loss_of(net, 0) * float("inf")).backward()
 
 
-def test_amp_with_a_scaler(lossless: GradientStrategy, attached: Callable) -> None:
+def test_amp_with_a_scaler(lossless_kind: GradientStrategy, attached: Callable) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    if isinstance(lossless, offbeat.DeAR):
+    if isinstance(lossless_kind, offbeat.DeAR):
         with pytest.raises(UnsupportedError, match="GradScaler"):
-            attached(lossless, scaler=scaler)
+            attached(lossless_kind, scaler=scaler)
         return
-    net, optimizer, session = attached(lossless, scaler=scaler)
+    net, optimizer, session = attached(lossless_kind, scaler=scaler)
     plain, plain_scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for step in range(4):
@@ -474,9 +490,9 @@ def test_residuals_are_kept_unscaled(attached: Callable) -> None:
 
 
 def test_chained_schedulers_see_nothing_of_it(
-    lossless: GradientStrategy, attached: Callable
+    lossless_kind: GradientStrategy, attached: Callable
 ) -> None:
-    net, optimizer, _ = attached(lossless)
+    net, optimizer, _ = attached(lossless_kind)
     plain = Net()
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for model, opt in ((net, optimizer), (plain, plain_optimizer)):
@@ -558,9 +574,9 @@ def test_the_class_in_place_of_an_instance_is_refused() -> None:
 
 
 def test_a_parameter_frozen_while_attached_stays_where_it_is_and_what_it_is_owed_waits(
-    strategy: AnyStrategy, attached: Callable
+    kind: AnyStrategy, attached: Callable
 ) -> None:
-    net, optimizer, session = attached(strategy)
+    net, optimizer, session = attached(kind)
 
     def kept() -> list[torch.Tensor]:
         state = session.state_dict()["callbacks"]["gradients"]
@@ -578,9 +594,9 @@ def test_a_parameter_frozen_while_attached_stays_where_it_is_and_what_it_is_owed
 
 
 def test_a_step_with_a_closure_exchanges_once(
-    lossless: GradientStrategy, attached: Callable
+    lossless_kind: GradientStrategy, attached: Callable
 ) -> None:
-    net, optimizer, session = attached(lossless)
+    net, optimizer, session = attached(lossless_kind)
     plain = Net()
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for model, opt in ((net, optimizer), (plain, plain_optimizer)):
@@ -599,8 +615,8 @@ def test_a_step_with_a_closure_exchanges_once(
     assert session.stats.exchanges == 3
 
 
-def test_backward_that_builds_a_graph(lossless: GradientStrategy, attached: Callable) -> None:
-    net, _, _ = attached(lossless)
+def test_backward_that_builds_a_graph(lossless_kind: GradientStrategy, attached: Callable) -> None:
+    net, _, _ = attached(lossless_kind)
     plain = Net()
     for model in (net, plain):
         with warnings.catch_warnings():
@@ -614,9 +630,9 @@ def test_backward_that_builds_a_graph(lossless: GradientStrategy, attached: Call
 
 
 def test_averaged_and_copied_models_stay_out_of_it(
-    lossless: GradientStrategy, attached: Callable
+    lossless_kind: GradientStrategy, attached: Callable
 ) -> None:
-    net, optimizer, session = attached(lossless)
+    net, optimizer, session = attached(lossless_kind)
     averaged = torch.optim.swa_utils.AveragedModel(net)
     train(net, optimizer, range(2))
     averaged.update_parameters(net)
@@ -665,9 +681,9 @@ def test_a_state_that_does_not_fit_changes_nothing(attached: Callable) -> None:
 
 @pytest.mark.parametrize(("synchronised", "exchanges"), [(True, 2), (False, 1)])
 def test_a_pass_that_fails_concerns_the_peers_only_if_they_wait_for_it(
-    lossless: GradientStrategy, attached: Callable, synchronised: bool, exchanges: int
+    lossless_kind: GradientStrategy, attached: Callable, synchronised: bool, exchanges: int
 ) -> None:
-    net, _, session = attached(lossless)
+    net, _, session = attached(lossless_kind)
 
     def fail(*_: object) -> None:
         raise MemoryError
