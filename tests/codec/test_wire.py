@@ -145,13 +145,20 @@ def test_a_pair_takes_at_most_four_bytes_and_its_value(message: Sparse, values: 
     assert len(payload) <= most
 
 
-@pytest.mark.parametrize("values", VALUE_BYTES, ids=repr)
+MOST_INDEX_BYTES = {1e-6: 4, 0.001: 2, 0.01: 1.8, 0.06: 1, 0.5: 0.25}
+"""By density."""
+
+
 @pytest.mark.parametrize(
-    ("density", "index_bytes"), [(1e-6, 4), (0.001, 2), (0.01, 1.8), (0.06, 1), (0.5, 0.25)]
+    ("values", "density"),
+    [
+        *((FLOAT32, density) for density in MOST_INDEX_BYTES),
+        (FLOAT64, 0.01),
+        (BFLOAT16, 0.001),
+        (FLOAT8, 0.06),
+    ],
 )
-def test_indices_take_the_shortest_layout(
-    values: ValueCodec, density: float, index_bytes: float
-) -> None:
+def test_indices_take_the_shortest_layout(values: ValueCodec, density: float) -> None:
     num_elements = 10_000_000
     indices = np.flatnonzero(np.random.default_rng(0).random(num_elements) < density)
     ones = np.ones(indices.size, dtype=np.float32)
@@ -162,7 +169,7 @@ def test_indices_take_the_shortest_layout(
     assert entries_bytes == pytest.approx(
         len(message) * wire.pair_bytes(len(message)), rel=0.01, abs=8
     )
-    most = len(message) * (index_bytes + VALUE_BYTES[values])
+    most = len(message) * (MOST_INDEX_BYTES[density] + VALUE_BYTES[values])
     assert entries_bytes <= 1.001 * most
     decoded, _ = wire.decode(payload)
     assert_same(decoded, message)

@@ -74,9 +74,18 @@ def attached() -> Iterator[Callable[..., tuple[SparseNet, torch.optim.Optimizer,
         session.close()
 
 
-@every_strategy
+WAYS = (("sgd", True), ("adagrad", False), ("torch's sgd", True))
+IN_ALL_WAYS = ("allreduce", "gtopk", "localsgd with averaged state", "adaptive")
+"""Dense and sparse exchanges of gradients, means of states, and merges by differences."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "set_to_none"), [("sgd", True), ("adagrad", False), ("torch's sgd", True)]
+    ("name", "kind", "set_to_none"),
+    [
+        (name, *way)
+        for number, name in enumerate(ALL)
+        for way in (WAYS if name in IN_ALL_WAYS else [WAYS[number % 3]])
+    ],
 )
 def test_alone_it_is_the_plain_loop(
     name: str, kind: str, set_to_none: bool, attached: Callable

@@ -14,7 +14,6 @@ import torch
 import offbeat
 from conformance_support.lent import lent
 from conformance_support.nets import Net, assert_same, loss_of, train
-from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -62,7 +61,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
         lr=0.05,
     ),
 }
-SEND_ALL: dict[str, SparseGradientStrategy] = {
+SEND_ALL: dict[str, Any] = {
     "densely": offbeat.GTopK(collective="dense"),
     "as entries": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
     "in small buckets": lent(offbeat.TopK(density=1.0), bucket_mib=1e-4),
@@ -201,7 +200,7 @@ def test_a_state_without_momentum_says_so_once(strategy: str, says: int) -> None
         assert sum("has no momentum_buffer" in notice for notice in session.notices) == says
 
 
-GRADIENT_OF_ONE_STEP: dict[str, SparseGradientStrategy] = {
+GRADIENT_OF_ONE_STEP: dict[str, Any] = {
     "at once": offbeat.TopK(density=0.01, warmup=None),
     "spread": offbeat.TopK(density=0.5, warmup=None),
     "first spread, then at once": offbeat.TopK(density=0.01, warmup=((1.0, 3), (0.3, 2))),
@@ -211,7 +210,7 @@ GRADIENT_OF_ONE_STEP: dict[str, SparseGradientStrategy] = {
 @pytest.mark.parametrize(("num_before", "nesterov"), [(0, True), (1, False), (3, True), (3, False)])
 @pytest.mark.parametrize("strategy", GRADIENT_OF_ONE_STEP.values(), ids=GRADIENT_OF_ONE_STEP)
 def test_one_gradient_moves_a_parameter_as_far_as_it_does_in_pytorch(
-    strategy: SparseGradientStrategy, nesterov: bool, num_before: int
+    strategy: Any, nesterov: bool, num_before: int
 ) -> None:
     """Whenever it came: `num_before` steps before the session, whose buffer it is in then."""
     net = torch.nn.Linear(20, 10, bias=False).double()
@@ -227,7 +226,7 @@ def test_one_gradient_moves_a_parameter_as_far_as_it_does_in_pytorch(
     for number in range(num_before):
         step(0.0 if number else -1.0)
     with offbeat.attach(net, optimizer, strategy):
-        for number in range(num_before, 250):
+        for number in range(num_before, 200):
             step(0.0 if number else -1.0)
     moved = torch.full_like(net.weight, 1 / (1 - momentum))
     torch.testing.assert_close(net.weight.detach(), moved)
@@ -432,7 +431,7 @@ def test_a_session_that_fails_gives_it_back() -> None:
     ],
 )
 def test_it_is_said_whether_it_is_taken_over(
-    make: MakeOptimizer, strategy: offbeat.Strategy, said: str | None
+    make: MakeOptimizer, strategy: Any, said: str | None
 ) -> None:
     net = Net()
     optimizer = make(net)
