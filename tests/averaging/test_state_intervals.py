@@ -100,11 +100,12 @@ def test_averaged_squares_are_those_of_the_mean_unless_they_have_an_interval(cho
     torch.testing.assert_close(run(7, optimizer_state=chosen), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6])
 @pytest.mark.parametrize("chosen", ["averaged", INTERVALS], ids=str)
-def test_a_run_goes_on_between_two_averages_of_a_state(chosen: Any, stop: int) -> None:
-    resumed = run(12, stop=stop, optimizer_state=chosen)
-    torch.testing.assert_close(resumed, run(12, optimizer_state=chosen), rtol=0, atol=0)
+def test_a_run_goes_on_between_two_averages_of_a_state(chosen: Any) -> None:
+    straight = run(12, optimizer_state=chosen)
+    for stop in (1, 5, 6):
+        resumed = run(12, stop=stop, optimizer_state=chosen)
+        torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
 
 
 def test_squares_gathered_before_ranks_part_are_the_means() -> None:

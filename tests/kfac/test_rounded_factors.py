@@ -5,6 +5,7 @@ steps and to accuracy.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,14 +15,13 @@ from torch import nn
 import offbeat
 from kfac_support.reference import batch_of, loss_of, make_net
 from offbeat.errors import ConfigError
-from offbeat.strategies.kfac import KFACStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 CODECS = {name: offbeat.Curvature(factor_codec=name) for name in ("bfloat16", "linear8")}
 KINDS = [offbeat.DKFAC, offbeat.MPDKFAC, offbeat.SPDKFAC]
 
 
-def digits(num_ranks: int, strategy: KFACStrategy, seed: int, num_steps: int = 40) -> list[float]:
+def digits(num_ranks: int, strategy: Any, seed: int, num_steps: int = 40) -> list[float]:
     """Accuracy on the last 300 digits, of each rank."""
     from sklearn.datasets import load_digits  # takes a second of each process that collects tests
 
@@ -46,17 +46,24 @@ def digits(num_ranks: int, strategy: KFACStrategy, seed: int, num_steps: int = 4
     return results_of(num_ranks, work)
 
 
+EXACT = offbeat.SPDKFAC(factor_interval=1, inverse_interval=5)
+
+
+@cache
+def read_right_with_exact_factors() -> float:
+    return digits(2, EXACT, seed=0)[0]
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_digits_are_learned_as_well(codec: str) -> None:
-    exact = offbeat.SPDKFAC(factor_interval=1, inverse_interval=5)
-    rounded = replace(exact, curvature=CODECS[codec])
+    rounded = replace(EXACT, curvature=CODECS[codec])
     found = digits(2, rounded, seed=0)
     assert found[0] == found[1]
-    assert found[0] > digits(2, exact, seed=0)[0] - 0.01
+    assert found[0] > read_right_with_exact_factors() - 0.01
     assert found[0] > 0.85
 
 
-def trained(num_ranks: int, strategy: KFACStrategy) -> list[tuple[torch.Tensor, int]]:
+def trained(num_ranks: int, strategy: Any) -> list[tuple[torch.Tensor, int]]:
     """Each rank's weights after three steps, and the bytes that it sent."""
 
     nets = [make_net() for _ in range(num_ranks)]  # not in threads, which share a generator
@@ -80,7 +87,7 @@ def trained(num_ranks: int, strategy: KFACStrategy) -> list[tuple[torch.Tensor, 
 )
 @pytest.mark.parametrize(("num_ranks", "kind"), [*zip((2, 1, 5), KINDS, strict=True)])
 def test_steps_are_nearly_those_of_exact_factors(
-    kind: type[KFACStrategy], num_ranks: int, codec: str, share: float, most: float
+    kind: type[Any], num_ranks: int, codec: str, share: float, most: float
 ) -> None:
     exact = kind(factor_interval=1, inverse_interval=1, damping=0.03)
     start = torch.cat([p.detach().flatten() for p in make_net().parameters()])

@@ -5,6 +5,7 @@ near each other, and a death, a late trainer and a missed synchronization change
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -60,6 +61,17 @@ def test_the_mean_is_that_of_all_steps(num_ranks: int, values: ValueCodec, late:
     np.testing.assert_allclose(ends(ranks).mean(axis=0), moved, atol=1e-9)
 
 
+@cache
+def whole_ends() -> np.ndarray:
+    return ends(run(5, "bfloat16", period=40))
+
+
+@cache
+def how_far_ranks_are_apart_alone() -> float:
+    alone = np.array([np.sum(rank.pushes, axis=0) for rank in run(5, "bfloat16")])
+    return float(np.linalg.norm(alone - alone.mean(axis=0)))
+
+
 @CODECS
 def test_groups_bring_ranks_together(values: ValueCodec) -> None:
     """Here only the first and the last average are of all, so that groups alone do it between."""
@@ -67,11 +79,10 @@ def test_groups_bring_ranks_together(values: ValueCodec) -> None:
         name: np.linalg.norm(found - found.mean(axis=0))
         for name, found in (
             ("coded", ends(run(5, values, period=40))),
-            ("whole", ends(run(5, "bfloat16", period=40))),
+            ("whole", whole_ends()),
         )
     }
-    alone = np.array([np.sum(rank.pushes, axis=0) for rank in run(5, "bfloat16")])
-    assert apart["coded"] < apart["whole"] + 0.5 * np.linalg.norm(alone - alone.mean(axis=0))
+    assert apart["coded"] < apart["whole"] + 0.5 * how_far_ranks_are_apart_alone()
 
 
 def settings(changes: CodedChanges | None, *, is_global: bool = False) -> ProtocolSettings:
