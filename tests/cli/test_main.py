@@ -5,11 +5,11 @@ when asked.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,21 +39,39 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     return lambda *arguments: Outcome(capsys, monkeypatch, *arguments)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
-def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
-    program = f"""
-import sys
-sys.argv = ["offbeat", *{arguments!r}]
-from offbeat_lab.cli.main import main
-try:
-    main()
-finally:
-    assert not {{"torch", "numpy", "zmq", "sklearn"}} & sys.modules.keys(), "heavy import"
-"""
-    assert (
-        subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode
-        == 0
+def in_a_fresh_interpreter(program: str, *arguments: str) -> list[Any]:
+    """What `program` says of each of its arguments by `tell`, all of them in one process."""
+    prelude = (
+        "import json, os, sys\n"
+        "from offbeat_lab.cli.main import app, main\n"
+        "def tell(value): print('\\ntold:', json.dumps(value), flush=True)\n"
+        "def ended(begin):\n"
+        "    try: begin()\n"
+        "    except SystemExit as end: return end.code or 0\n"
     )
+    answer = subprocess.run(
+        [sys.executable, "-c", prelude + program, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert answer.returncode == 0, answer.stderr
+    told = [line for line in answer.stdout.splitlines() if line.startswith("told: ")]
+    return [json.loads(line.removeprefix("told: ")) for line in told]
+
+
+CALLS = (
+    "for words in sys.argv[1:]:\n"
+    "    sys.argv = ['offbeat', *words.split()]\n"
+    "    tell([ended(main), *({'torch', 'numpy', 'zmq', 'sklearn'} & sys.modules.keys())])\n"
+)
+"""The exit status of each command, and what is imported once it has ended."""
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    commands = ("--help", "--version", "train --help")
+    assert in_a_fresh_interpreter(CALLS, *commands) == [[0]] * len(commands)
 
 
 def test_version(call) -> None:
@@ -85,29 +103,24 @@ def test_commands_stand_in_groups(call) -> None:
     assert set().union(*groups.values()) >= {*COMMANDS, "lab"}
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("offbeat comp", ["compare"]),
-        ("offbeat compare --strategies ddp,spd", ["ddp,spdkfac"]),
-        ("offbeat strategies local", ["localsgd"]),
-    ],
-)
-def test_the_shell_completes_commands_and_strategies(words: str, expected: list[str]) -> None:
-    program = "import sys; sys.argv = ['offbeat']; from offbeat_lab.cli.main import app; app()"
-    told = {
-        "_OFFBEAT_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split()) - 1),
-    }
-    answer = subprocess.run(
-        [sys.executable, "-c", program],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **told},
+COMPLETED = {
+    "offbeat comp": ["compare"],
+    "offbeat compare --strategies ddp,spd": ["ddp,spdkfac"],
+    "offbeat strategies local": ["localsgd"],
+}
+
+
+def test_the_shell_completes_commands_and_strategies() -> None:
+    program = (
+        "import contextlib, io\n"
+        "commands, sys.argv = sys.argv[1:], ['offbeat']\n"
+        "os.environ['_OFFBEAT_COMPLETE'] = 'complete_bash'\n"
+        "for words in commands:\n"
+        "    os.environ |= {'COMP_WORDS': words, 'COMP_CWORD': str(len(words.split()) - 1)}\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as said: ended(app)\n"
+        "    tell(said.getvalue().split())\n"
     )
-    assert answer.stdout.split() == expected
+    assert in_a_fresh_interpreter(program, *COMPLETED) == list(COMPLETED.values())
 
 
 def test_tasks_are_listed_with_their_options(call) -> None:
@@ -127,34 +140,25 @@ def test_strategies_are_listed_without_their_options(call) -> None:
     assert f"Of others, to compare with: alone, {', '.join(NATIVE)}" in listed
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "strategies",
-        "strategies gtopc",
-        "run --nonsense",
-        "run nowhere.py",
-        "run --strategy gtopc README.md",
-        "compare --nonsense",
-        "compare --strategies ddp",
-        "compare --strategies ddp,gtopc --task digits",
-        "watch nowhere --nonsense",
-    ],
+MISSPELT = (
+    "strategies gtopc",
+    "run --nonsense",
+    "run nowhere.py",
+    "run --strategy gtopc README.md",
+    "compare --nonsense",
+    "compare --strategies ddp",
+    "compare --strategies ddp,gtopc --task digits",
+    "watch nowhere --nonsense",
 )
-def test_what_is_misspelt_is_said_before_torch_is_imported(words: str) -> None:
-    program = (
-        "import sys\nfrom offbeat_lab.cli.main import main\n"
-        "try: main()\nfinally: print('torch imported:', 'torch' in sys.modules)"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", program, *words.split()],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert answer.stdout.endswith("torch imported: False\n"), answer
-    assert answer.returncode == (0 if words == "strategies" else 2)
+
+
+def test_what_is_misspelt_is_said_before_torch_is_imported() -> None:
+    listed, *refused = in_a_fresh_interpreter(CALLS, "strategies", *MISSPELT)
+    assert listed[0] == 0
+    assert "torch" not in listed
+    for words, (status, *imported) in zip(MISSPELT, refused, strict=True):
+        assert status == 2, words
+        assert "torch" not in imported, words
 
 
 def test_one_strategy_is_listed_by_its_name(call) -> None:
