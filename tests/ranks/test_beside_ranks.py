@@ -340,8 +340,12 @@ def test_the_others_go_on_when_one_raises(run_ranks: RunRanks) -> None:
     assert results == [{"steps": 30}, {"raised": "rank 1 had enough"}, {"steps": 30}]
 
 
-def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
+def refused(rank: int, world_size: int, *, faults: list[str]) -> list[dict[str, str]]:
     """Something cannot work, on every rank or on rank 1 alone. What does everyone hear?"""
+    return [what_is_heard(rank, world_size, fault) for fault in faults]
+
+
+def what_is_heard(rank: int, world_size: int, fault: str) -> dict[str, str]:
     net = make_net() if fault != "model" or rank != 1 else torch.nn.Linear(3, 3)
     before = fingerprint(net)
     try:
@@ -360,18 +364,16 @@ def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
     return {"kind": "none", "message": "", "touched": ""}
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "words"),
-    [
-        ("group too large", "ConfigError", "group_size is 4, allowed is 2 to 3"),
-        ("options", "MismatchError", "period=5"),
-        ("model", "MismatchError", "model parameters"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_every_rank(
-    run_ranks: RunRanks, fault: str, kind: str, words: str
-) -> None:
-    for result in run_ranks(refused, 3, fault=fault):
-        assert result["kind"] == kind
-        assert words in result["message"]
-        assert result["touched"] == "False"
+REFUSED = {
+    "group too large": ("ConfigError", "group_size is 4, allowed is 2 to 3"),
+    "options": ("MismatchError", "period=5"),
+    "model": ("MismatchError", "model parameters"),
+}
+
+
+def test_what_cannot_work_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    for heard in run_ranks(refused, 3, faults=[*REFUSED]):
+        for (fault, (kind, words)), result in zip(REFUSED.items(), heard, strict=True):
+            assert result["kind"] == kind, fault
+            assert words in result["message"], fault
+            assert result["touched"] == "False", fault

@@ -529,8 +529,12 @@ def test_optimizer_state_that_only_some_ranks_have(run_ranks: RunRanks) -> None:
     assert len({result["fingerprint"] for result in results}) == 1
 
 
-def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
+def refused(rank: int, world_size: int, *, faults: list[str]) -> list[dict[str, str]]:
     """Something cannot work, on every rank or on rank 1 alone. What does everyone hear?"""
+    return [what_is_heard(rank, world_size, fault) for fault in faults]
+
+
+def what_is_heard(rank: int, world_size: int, fault: str) -> dict[str, str]:
     net = make_net()
     build = {
         "out_degree": lambda: offbeat.SGP(out_degree=world_size),
@@ -550,21 +554,19 @@ def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
     return {"kind": "none", "message": "", "touched": ""}
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "said"),
-    [
-        ("out_degree", "ConfigError", "out_degree must be below the number of ranks"),
-        ("scaler", "UnsupportedError", "bfloat16 autocast"),
-        ("differs", "MismatchError", "period=2"),
-    ],
-)
-def test_what_cannot_work_is_one_error_on_every_rank(
-    run_ranks: RunRanks, fault: str, kind: str, said: str
-) -> None:
-    for result in run_ranks(refused, 2, fault=fault):
-        assert result["kind"] == kind
-        assert said in result["message"]
-        assert result["touched"] == "False"
+REFUSED = {
+    "out_degree": ("ConfigError", "out_degree must be below the number of ranks"),
+    "scaler": ("UnsupportedError", "bfloat16 autocast"),
+    "differs": ("MismatchError", "period=2"),
+}
+
+
+def test_what_cannot_work_is_one_error_on_every_rank(run_ranks: RunRanks) -> None:
+    for heard in run_ranks(refused, 2, faults=[*REFUSED]):
+        for (fault, (kind, said)), result in zip(REFUSED.items(), heard, strict=True):
+            assert result["kind"] == kind, fault
+            assert said in result["message"], fault
+            assert result["touched"] == "False", fault
 
 
 def killed(rank: int, world_size: int) -> list[int | None]:
