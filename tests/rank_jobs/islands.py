@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from offbeat.membership.island import Island
 from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import SILENCE_VARIABLE
-from ranks_support.process import ask_for, launcher_environment
+from ranks_support.process import ask_for, launcher_environment, pause
 
 SHARDS = 2
 
@@ -104,7 +105,9 @@ def make_model(dtype: torch.dtype = torch.float64, seed: int = 1) -> torch.nn.Se
     ).to(dtype)
 
 
+@cache
 def make_mesh(world_size: int, num_shards: int = SHARDS) -> DeviceMesh:
+    """One for all that a process trains: groups of gloo take long to connect."""
     return init_device_mesh(
         "cpu", (world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard")
     )
@@ -413,6 +416,7 @@ def survived(
             step, begin_s = 4, time.monotonic()
             # The island of the other rank goes on until it has learnt of the loss.
             while time.monotonic() < begin_s + 60:
+                pause()
                 step_s = time.monotonic()
                 train(model, optimizer, session, training, [rank], range(step, step + 1))
                 longest_s = max(longest_s, time.monotonic() - step_s)
@@ -450,6 +454,7 @@ def returned(
                 heard = any(notice in each for each in session.notices)
                 if max(session._island.gather(int(heard))):
                     return step
+                pause()
                 train(model, optimizer, session, how, [rank], range(step, step + 1))
                 step += 1
 

@@ -32,6 +32,7 @@ from ranks_support.process import (
     ask_for,
     expect_newcomer,
     launcher_environment,
+    pause,
 )
 
 __all__ = ["expect_newcomer"]
@@ -314,7 +315,7 @@ def returns(rank: int, world_size: int, *, back: bool, wanted: str) -> dict[str,
             os.kill(os.getpid(), signal.SIGKILL)
         for sign, done in (("without worker 2", LOOK + 45), ("with worker 2 come in", END)):
             while not any(sign in notice for notice in session.notices):
-                pass
+                pause()
             if rank == 0 and done < END:
                 returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
                 ask_for(wanted, launcher_environment(2, world_size) | returning)

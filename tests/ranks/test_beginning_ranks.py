@@ -27,6 +27,7 @@ from offbeat.transport.link import PeerLimits
 from rank_jobs.megabatch import NUM_SAMPLES, Dying, Numbers, make_net, merges_of, samples, sgd, step
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
+from ranks_support.process import pause
 
 pytestmark = pytest.mark.ranks
 
@@ -161,6 +162,7 @@ def second_session(rank: int, world_size: int, *, strategy: str) -> dict[str, An
         while not any("without worker" in notice for notice in session.notices):
             if rank == world_size - 1:
                 die()
+            pause()
             step(net, optimizer, [*batch, batch[0]])
     heard = ""
     try:

@@ -22,6 +22,7 @@ from ranks_support.process import (
     ask_for,
     expect_newcomer,
     launcher_environment,
+    pause,
 )
 
 __all__ = ["expect_newcomer"]
@@ -115,7 +116,7 @@ def returns(rank: int, world_size: int, *, wanted: str) -> dict[str, Any]:
                 ask_for(wanted, launcher_environment(2, world_size) | returning)
             if step == STEPS:  # the run goes on once it is back
                 while not any("with worker 2 come in" in n for n in session.notices):
-                    pass
+                    pause()
         return {"held": fingerprint(net), "averages": averages_of(session)}
 
 

@@ -37,6 +37,7 @@ from ranks_support.process import (
     ask_for,
     expect_newcomer,
     launcher_environment,
+    pause,
 )
 
 __all__ = ["expect_newcomer"]
@@ -235,13 +236,14 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
             step(net, optimizer, next(iter(loader.one_mega_batch())))
             os.kill(pid, signal.SIGSTOP)
             while not any("was away for so long" in notice for notice in session.notices):
-                time.sleep(1e-3)  # emulated computation
+                pause()
             dist.send(pids, 0)
             dist.recv(pids, 0)
         merges = []
         if rank == 0:
             while not any("without worker 2" in notice for notice in session.notices):
                 for batch in loader.one_mega_batch():
+                    pause()
                     step(net, optimizer, batch)
                 merges.append(merges_of(loader, net))
             os.kill(pid, signal.SIGCONT)
@@ -309,6 +311,7 @@ def returns(rank: int, world_size: int, *, label: str, wanted: str) -> dict[str,
             for batch in loader.one_mega_batch():
                 if rank == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
+                pause()
                 step(net, optimizer, batch)
             merges.append(merges_of(loader, net))
         if rank == 0:

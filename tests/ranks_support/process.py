@@ -127,6 +127,13 @@ def expect_newcomer(templates: Templates, tmp_path: Path) -> Iterator[ExpectNewc
         newcomer.close()
 
 
+def pause() -> None:
+    """Emulated computation between two looks at what a peer has done: whoever would look without a
+    pause keeps the core busy that the peer needs.
+    """
+    threading.Event().wait(0.005)
+
+
 def ask_for(wanted: str, environment: Mapping[str, str]) -> None:
     """Have the newcomer of this path started, with these variables in its environment."""
     Path(wanted).write_text(json.dumps(dict(environment)))
