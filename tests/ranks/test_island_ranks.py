@@ -224,7 +224,6 @@ def test_a_death_is_named_on_every_rank_of_every_island(
 @pytest.mark.parametrize(
     ("strategy", "hit", "how"),
     [
-        (offbeat.WAGMA(period=4), 3, signal.SIGKILL),
         (offbeat.WAGMA(period=4), 2, signal.SIGSTOP),
         (offbeat.ADPSGD(), 3, signal.SIGSTOP),
         (offbeat.LocalSGD(period=2, warmup=0, exchange="members"), 2, signal.SIGKILL),
