@@ -7,13 +7,15 @@ import gc
 import os
 from collections.abc import Iterator
 
-import pytest
-import torch
-from hypothesis import HealthCheck, settings
+gc.disable()  # while torch and the tests are imported, which leaves no garbage
 
-from ranks_support.launch import run_ranks, templates
-from ranks_support.leaks import no_leaks
-from ranks_support.threads import in_thread
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+from ranks_support.launch import run_ranks, templates  # noqa: E402
+from ranks_support.leaks import no_leaks  # noqa: E402
+from ranks_support.threads import in_thread  # noqa: E402
 
 __all__ = ["in_thread", "run_ranks", "templates"]
 
@@ -24,7 +26,6 @@ os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
 # Tests run side by side, and the order of sums must not depend on the number of cores.
 torch.set_num_threads(1)
 
-gc.disable()  # while tests are imported, which leaves no garbage
 atexit.register(gc.unfreeze)  # else what extensions hold would be taken for a leak
 
 

@@ -10,8 +10,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import offbeat
 from offbeat.strategies import REGISTRY
 from offbeat_lab.records import Record

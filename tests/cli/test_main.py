@@ -5,7 +5,6 @@ when asked.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys

@@ -158,9 +158,7 @@ MOST_INDEX_BYTES = {1e-6: 4, 0.001: 2, 0.01: 1.8, 0.06: 1, 0.5: 0.25}
         (FLOAT8, 0.06),
     ],
 )
-def test_indices_take_the_shortest_layout(
-    values: ValueCodec, density: float
-) -> None:
+def test_indices_take_the_shortest_layout(values: ValueCodec, density: float) -> None:
     num_elements = 10_000_000
     indices = np.flatnonzero(np.random.default_rng(0).random(num_elements) < density)
     ones = np.ones(indices.size, dtype=np.float32)

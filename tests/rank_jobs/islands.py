@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ def make_model(dtype: torch.dtype = torch.float64, seed: int = 1) -> torch.nn.Se
     ).to(dtype)
 
 
+@cache
 def make_mesh(world_size: int, num_shards: int = SHARDS) -> DeviceMesh:
+    """One for all that a process trains: groups of gloo take long to connect."""
     return init_device_mesh(
         "cpu", (world_size // num_shards, num_shards), mesh_dim_names=("replicate", "shard")
     )

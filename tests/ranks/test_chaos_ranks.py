@@ -1,4 +1,4 @@
-"""A minute's worth of the fault matrix; `make chaos` runs all of it (docs/faults.md)."""
+"""A part of the fault matrix; `make chaos` runs all of it (docs/faults.md)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from ranks_support.templates import Templates
 pytestmark = pytest.mark.ranks
 
 CELLS = (
-    ("killed", "GTopK"),
     ("killed-in-exchange", "LocalSGD"),
     ("killed-in-exchange", "LocalSGD with a quorum"),
     ("killed-while-saving", "WAGMA"),
     ("stopped-short", "AllReduce"),
     ("exception", "EagerSGD"),
-    ("nan", "SPDKFAC"),
-    ("other-option", "AdaptiveSGD"),
-    ("fewer-steps", "DPSGD"),
 )
+"""What the other tests of ranks do not bring about: a rank that is killed between steps or leaves
+early, a gradient that is NaN and options that differ are in the tests of each kind of strategy.
+"""
 SLACK = 8.0
 """The tests may share the machine; what hangs is found all the same."""
 
@@ -35,10 +34,7 @@ LIMIT_S = 6.0
 def test_what_is_promised_under_faults_is_kept(templates: Templates, tmp_path: Path) -> None:
     make = partial(Cell, slack=SLACK, limit_s=LIMIT_S)
     cells = [make(strategy=strategy, fault=fault) for fault, strategy in CELLS]
-    cells += [
-        make(strategy=strategy, fault="killed", ranks=4, shards=2)
-        for strategy in ("LocalSGD", "WAGMA")
-    ]
+    cells.append(make(strategy="WAGMA", fault="killed", ranks=4, shards=2))
     with Stage(tmp_path, templates) as stage, ThreadPoolExecutor(3) as pool:
         outcomes = pool.map(stage.play, cells)
         broken = {

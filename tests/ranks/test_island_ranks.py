@@ -224,10 +224,9 @@ def test_a_death_is_named_on_every_rank_of_every_island(
 @pytest.mark.parametrize(
     ("strategy", "hit", "how"),
     [
-        (offbeat.WAGMA(period=4), 3, signal.SIGKILL),
         (offbeat.WAGMA(period=4), 2, signal.SIGSTOP),
         (offbeat.ADPSGD(), 3, signal.SIGSTOP),
-        (offbeat.LocalSGD(period=2, warmup=0, exchange="members"), 2, signal.SIGKILL),
+        (offbeat.LocalSGD(period=2, warmup=0, exchange="members"), 3, signal.SIGKILL),
     ],
 )
 def test_an_island_dies_as_one_and_the_others_go_on(

@@ -8,6 +8,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
