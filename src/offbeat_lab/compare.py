@@ -454,9 +454,10 @@ def run_comparison(
         ConfigError: the cluster cannot be emulated as asked.
     """
     request = plan.request
-    directory = plan.out or records.first_free(f"compare-{request.task}")
-    records.check_free(directory)
     with emulate(request.cluster, mode=request.emulation) as emulation:
+        # Not before, which takes seconds: another comparison may take the name meanwhile.
+        directory = plan.out or records.first_free(f"compare-{request.task}")
+        records.check_free(directory)
         with records.naming_failed_file(directory, records.ELSEWHERE):
             (directory / "runs").mkdir(parents=True, exist_ok=True)
         comparison = _begin(plan, emulation, command)
