@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.config import EmulationMode
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.progress import WorkerProgress
 from offbeat_lab import compare, memory
@@ -21,7 +22,6 @@ from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, ru
 from offbeat_lab.comparison import read_comparison
 from offbeat_lab.config import cluster_of, task_of
 from offbeat_lab.emulation import Emulation, emulate
-from offbeat_lab.emulation import Mode as EmulationMode
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(
