@@ -19,9 +19,12 @@ import typer
 from offbeat import errors
 from offbeat.errors import OffbeatError
 from offbeat.run import command
+from offbeat.run.config import RunConfig
+from offbeat.run.records import Attempt, Evaluation, Head, StepEvent, Summary, WorkerLoss
 from offbeat.strategies import REGISTRY
 from offbeat_lab.cli.main import app
 from offbeat_lab.options import build_strategy, parse_spec
+from offbeat_lab.records import MegaBatch
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -246,6 +249,13 @@ def test_every_error_has_a_section_in_troubleshooting() -> None:
         for kind in kinds
         if f"`{kind.__name__}`" not in page and kind is not OffbeatError
     ] == []
+
+
+def test_every_field_of_a_record_stands_on_its_page() -> None:
+    page = (ROOT / "docs" / "records.md").read_text()
+    kinds = (RunConfig, Attempt, Head, StepEvent, Evaluation, MegaBatch, Summary, WorkerLoss)
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    assert [name for name in names if not re.search(rf"\b{name}\b", page)] == []
 
 
 def test_every_dependency_is_accounted_for() -> None:

@@ -29,7 +29,7 @@ from pydantic import JsonValue
 
 from offbeat.errors import ConfigError, OffbeatError, RecordError
 from offbeat.run import records
-from offbeat.run.config import RunConfig, ScriptCommand, script_run
+from offbeat.run.config import EmulationMode, RunConfig, ScriptCommand, script_run
 from offbeat.run.interrupts import Interrupts, interrupts
 from offbeat.run.progress import Listener, MembershipChange, WorkerProgress
 from offbeat.session.checkpoint import Json
@@ -42,7 +42,6 @@ from offbeat_lab.comparison import ComparedStrategy, Comparison, write_compariso
 from offbeat_lab.config import MAX_SEED, Request, as_json, resolve, steps_to_do, task_of
 from offbeat_lab.emulated_workers import EmulatedGroup
 from offbeat_lab.emulation import Emulation, emulate
-from offbeat_lab.emulation import Mode as EmulationMode
 from offbeat_lab.memory import num_runs_that_fit
 from offbeat_lab.options import BATCH_SHARES, build_strategy, parse_spec, strategy_type
 from offbeat_lab.records import Record
@@ -454,9 +453,10 @@ def run_comparison(
         ConfigError: the cluster cannot be emulated as asked.
     """
     request = plan.request
-    directory = plan.out or records.first_free(f"compare-{request.task}")
-    records.check_free(directory)
     with emulate(request.cluster, mode=request.emulation) as emulation:
+        # Not before, which takes seconds: another comparison may take the name meanwhile.
+        directory = plan.out or records.first_free(f"compare-{request.task}")
+        records.check_free(directory)
         with records.naming_failed_file(directory, records.ELSEWHERE):
             (directory / "runs").mkdir(parents=True, exist_ok=True)
         comparison = _begin(plan, emulation, command)

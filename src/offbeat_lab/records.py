@@ -170,10 +170,6 @@ class Record(RunDirectory):
         self.emulation = emulation_of(self)
         """What was emulated in the latest attempt, and how; None where nothing was asked for."""
 
-    @property
-    def environment(self) -> Mapping[str, object]:
-        return self.head.environment
-
     @override
     def summary(self) -> Summary | None:
         found = super().summary()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
+from offbeat.run.config import EmulationMode
 from offbeat.run.interrupts import Interrupts
 from offbeat.run.progress import WorkerProgress
 from offbeat_lab import compare, memory
@@ -20,6 +21,7 @@ from offbeat_lab.cluster import Cluster
 from offbeat_lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
 from offbeat_lab.comparison import read_comparison
 from offbeat_lab.config import cluster_of, task_of
+from offbeat_lab.emulation import Emulation, emulate
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(
@@ -316,3 +318,21 @@ def test_without_a_name_the_first_free_one_is_taken(
         for _ in range(2)
     ]
     assert names == [Path("runs/compare-digits-001"), Path("runs/compare-digits-002")]
+
+
+def test_a_name_that_another_comparison_takes_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Path("runs/compare-digits-001/comparison.json")
+
+    def slowly(cluster: Cluster, *, mode: EmulationMode) -> Emulation:
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("theirs")
+        return emulate(cluster, mode=mode)
+
+    FakeRuns(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "emulate", slowly)
+    plan = replace(planned(Path("x"), 4), out=None)
+    assert run_comparison(plan, Deaf(), command="")[0] == Path("runs/compare-digits-002")
+    assert theirs.read_text() == "theirs"

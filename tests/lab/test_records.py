@@ -103,7 +103,7 @@ def test_a_record_is_read_back_as_written(tmp_path: Path) -> None:
     write_summary(summary(path))
     assert record.summary() == summary(path)
     assert list(record.events(1)) == [event(step) for step in (1, 2, 3)]
-    assert record.environment["num_cpus"]
+    assert record.head.environment["num_cpus"]
 
 
 def test_steps_that_a_resume_took_back_are_left_out(tmp_path: Path) -> None:

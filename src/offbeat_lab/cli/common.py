@@ -15,8 +15,8 @@ from offbeat.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from offbeat.run.config import EmulationMode
     from offbeat_lab.cluster import Cluster
-    from offbeat_lab.emulation import Mode as EmulationMode
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -158,7 +158,7 @@ def cluster_of(
 
 def emulation_mode(name: str) -> EmulationMode:
     """The means of emulation called `name`. Raises `ConfigError` where there is none."""
-    from offbeat_lab.emulation import Mode as EmulationMode
+    from offbeat.run.config import EmulationMode
 
     if name not in get_args(EmulationMode):
         allowed = ", ".join(get_args(EmulationMode))

@@ -18,6 +18,7 @@ from offbeat_lab.cli.common import (
     NATIVE_NAMES,
     JsonFlag,
     complete_strategy,
+    write_page,
 )
 from offbeat_lab.cli.planning import plan, profile
 from offbeat_lab.cli.training import compare, demo, run, train
@@ -27,9 +28,7 @@ def report(
     directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
 ) -> None:
     """Write the page of a record again, and print where it is."""
-    from offbeat_lab.report.page import write_report
-
-    print(write_report(directory))
+    print(write_page(directory))
 
 
 def watch(

@@ -219,14 +219,8 @@ def compare(
         script=script,
         strategies=named,
         settings=settings or (),
-        cluster=from_flags(
-            cluster=cluster,
-            workers=workers,
-            link=link,
-            speeds=speeds,
-            delay=delay,
-            step_time=step_time,
-        ),
+        cluster=cluster_of(cluster, workers, link, speeds, delay, step_time)
+        or from_flags(workers=workers),
         emulation=emulation_mode(emulation),
         seeds=range(seeds or (3 if script is None else 1)),
         epochs=epochs,

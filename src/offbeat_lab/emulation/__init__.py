@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Literal, TypeVar
 
 from offbeat.errors import ConfigError
+from offbeat.run.config import EmulationMode
 from offbeat.run.local_worker import Placement
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.emulation import leftovers
@@ -21,16 +22,15 @@ from offbeat_lab.emulation.plan import EmulationName
 from offbeat_lab.emulation.quotas import ComputeShares, needs_quotas, open_compute
 from offbeat_lab.records import EmulationReport
 
-__all__ = ["Emulation", "Mode", "Placement", "clean", "emulate"]
+__all__ = ["Emulation", "Placement", "clean", "emulate"]
 
 
 T = TypeVar("T")
-Mode = Literal["auto", "namespaces", "delaying", "none"]
 
 _LOOPBACK = "127.0.0.1"
 
 
-def emulate(cluster: Cluster, *, mode: Mode = "auto") -> Emulation:
+def emulate(cluster: Cluster, *, mode: EmulationMode = "auto") -> Emulation:
     """Make `cluster` out of this machine. Close what is returned, or use it as a context manager.
 
     Args:

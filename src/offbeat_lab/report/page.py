@@ -320,7 +320,7 @@ def report_of_run(directory: Path) -> PageContent:
         cluster=cluster_of(config),
         emulation=record.emulation,
         details=[(name, text) for name, text in details if text],
-        environment=rows(record.environment),
+        environment=rows(record.head.environment),
         command=_command(record),
     )
 
