@@ -259,7 +259,7 @@ class Link:
 
     @property
     def is_delivering(self) -> bool:
-        """Whether the peer can be reached, and not all that was sent before the goodbye has left."""
+        """Whether the peer can be reached, and not all that was sent before the goodbye is gone."""
         goodbye = self._goodbye
         return self._disconnected_since_s is None and goodbye is not None and not goodbye.done
 
