@@ -30,9 +30,10 @@ def _open_mesh(stack: ExitStack, world_size: int, limits: PeerLimits) -> list[Pe
 @pytest.fixture(scope="session", autouse=True)
 def pyzmq_collector() -> None:
     """Start the thread that pyzmq keeps for the life of a process once it has sent
-    without copying.
+    without copying, unless an earlier test has.
     """
-    gc.start()
+    if gc.thread is None:
+        gc.start()
 
 
 @pytest.fixture

@@ -210,6 +210,20 @@ def test_closing_at_once_still_delivers_everything_sent(
     assert [take(second, 0) for _ in payloads] == payloads
 
 
+def test_closing_delivers_what_takes_longer_than_a_silent_peer_is_waited_for(
+    open_mesh: OpenMesh, brisk: PeerLimits
+) -> None:
+    first, second = open_mesh(2, replace(brisk, linger_s=0.2))
+    give(second, 0, b"connected")
+    assert take(first, 1) == b"connected"
+    give(first, 1, b"before")
+    assert take(second, 0) == b"before"
+    long = np.zeros(100_000_000, np.uint8)
+    give(first, 1, long.data)
+    first.close()
+    assert len(take(second, 0)) == long.size
+
+
 def test_a_peer_that_is_further_on_the_same_stream_is_a_mismatch(open_mesh: OpenMesh) -> None:
     first, second = open_mesh(2)
     stream = 4 << 32

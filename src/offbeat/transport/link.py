@@ -103,7 +103,7 @@ class PeerLimits:
             be longer than a closing peer's last messages may take to arrive.
         connect_timeout_s: how long the first connection to a peer may take.
         handshake_timeout_s: how long a peer that connects may take to show its key.
-        linger_s: how long closing waits for messages already sent to reach peers that are alive.
+        linger_s: for how long closing waits for a peer that confirms nothing of the last messages.
     """
 
     heartbeat_interval_s: float = 1.0
@@ -169,6 +169,7 @@ class Link:
         self._protection = protection
         self._limits = limits
         self._next_sequence = 0
+        self._goodbye: zmq.MessageTracker | None = None
         self.ever_connected = False
         self._disconnected_since_s: float | None = now_s
         self._refused = False
@@ -213,7 +214,12 @@ class Link:
         ]
         self._next_sequence += 1
         try:
-            self._socket.send(header, _MORE_FOLLOWS)
+            if kind == EnvelopeKind.GOODBYE:
+                # ZeroMQ lets go of it once all that was sent before is the kernel's.
+                last = zmq.Frame(header, track=True, copy_threshold=0)
+                self._goodbye = self._socket.send(last, _MORE_FOLLOWS, copy=False, track=True)
+            else:
+                self._socket.send(header, _MORE_FOLLOWS)
         except zmq.Again:
             # the queue has no limit: a full one means that ZeroMQ gave the connection up, as it
             # does after a refusal
@@ -251,6 +257,12 @@ class Link:
         """Whether there was a connection when it was last looked at, and is none any more."""
         return self.ever_connected and self._disconnected_since_s is not None
 
+    @property
+    def is_delivering(self) -> bool:
+        """Whether the peer can be reached, and not all that was sent before the goodbye is gone."""
+        goodbye = self._goodbye
+        return self._disconnected_since_s is None and goodbye is not None and not goodbye.done
+
     def death_reason(self, now_s: float) -> str | None:
         """Why the peer is held dead ("lost its connection ..."); None while it may live."""
         if self._refused:
@@ -283,7 +295,7 @@ class Link:
         self._socket.close(linger=math.ceil(linger_s * 1000))
         if connection is None:
             return lambda: None
-        return partial(finish_sending, connection, now_s + linger_s)
+        return partial(finish_sending, connection, linger_s)
 
     def _remaining_grace_s(self, now_s: float) -> float:
         """How much longer the connection may stay lost; infinite while it is there."""

@@ -209,6 +209,7 @@ class Mesh:
         note = (
             _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES]
         )
+        self._aborted.add(self.rank)
         self._tell(EnvelopeKind.ABORT, 0, note)
 
     def send_end(self, channel: int) -> None:
@@ -236,6 +237,16 @@ class Mesh:
     def any_peer_reads(self) -> bool:
         """Whether some rank may still read what is sent to it."""
         return any(map(self._reads, self._links))
+
+    def is_delivering(self) -> bool:
+        """Whether a rank may still need what it was sent before the goodbye, and that has not left
+        yet. In a generation, and after a failure, nobody does.
+        """
+        return (
+            self.watch_all
+            and self.rank not in self._aborted
+            and any(link.is_delivering for peer, link in self._links.items() if self._reads(peer))
+        )
 
     def update(self) -> None:
         """Take in what has arrived, and now and then look who still lives."""

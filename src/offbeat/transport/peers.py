@@ -195,8 +195,8 @@ class Peers(Driver):
                 self._mesh.abort(reason, blame)
 
     def close(self) -> None:
-        """Announce the departure, deliver what was sent (for up to `limits.linger_s`), and end
-        every thread. Idempotent.
+        """Announce the departure, deliver what was sent to ranks that live, however long that takes
+        on a slow link, and end every thread. Idempotent.
         """
         with self._changed:
             if self._closed:
@@ -210,10 +210,10 @@ class Peers(Driver):
             # Peers that close at the same moment read no more: wait shortly for their goodbyes, so
             # that closing does not linger for messages to them.
             deadline_s = time.monotonic() + WATCH_INTERVAL_S
-            while (
-                self._mesh.any_peer_reads() and (remaining_s := deadline_s - time.monotonic()) > 0
+            while self._mesh.any_peer_reads() and (
+                time.monotonic() < deadline_s or self._mesh.is_delivering()
             ):
-                self._mesh.listener.wait(remaining_s)
+                self._mesh.listener.wait(WATCH_INTERVAL_S)
                 self._mesh.update()
             self.lost = self._mesh.lost()
             self._mesh.close()

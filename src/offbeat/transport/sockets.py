@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import math
 import os
 import socket
 import stat
@@ -149,30 +150,33 @@ def second_handle(descriptor: int, remote: Address) -> socket.socket | None:
     return None
 
 
-def finish_sending(connection: socket.socket, deadline_s: float) -> None:
+def finish_sending(connection: socket.socket, patience_s: float) -> None:
     """Close a connection that nothing more will be sent on, once the peer's host has all that was
     sent or has closed it too.
 
     Args:
         connection: to be closed. What it receives is dropped.
-        deadline_s: when to close it in any case, by the monotonic clock.
+        patience_s: for how long the host may confirm nothing until it is closed in any case.
     """
     with connection, suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
-        while _has_unconfirmed(connection) and (left_s := deadline_s - time.monotonic()) > 0:
-            connection.settimeout(min(left_s, _CONFIRMED_INTERVAL_S))
+        connection.settimeout(_CONFIRMED_INTERVAL_S)
+        least, deadline_s = math.inf, time.monotonic() + patience_s
+        while (left := _num_unconfirmed(connection)) and (now_s := time.monotonic()) < deadline_s:
+            if left < least:  # a slow link, but not a dead one
+                least, deadline_s = left, now_s + patience_s
             with suppress(TimeoutError):
                 if not connection.recv(1 << 16):
                     return
 
 
-def _has_unconfirmed(connection: socket.socket) -> bool:
-    """Whether the peer's host may not yet have all that was sent; True where nobody knows."""
+def _num_unconfirmed(connection: socket.socket) -> int:
+    """How many bytes the peer's host may not have yet of what was sent; 1 where nobody knows."""
     try:
         unconfirmed = fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0))
     except OSError:  # a platform that does not say so for sockets
-        return True
-    return struct.unpack("i", unconfirmed) != (0,)
+        return 1
+    return int(struct.unpack("i", unconfirmed)[0])
 
 
 def keep_from_programs(which: SocketAddresses) -> None:
