@@ -14,7 +14,7 @@ import torch
 import offbeat
 from offbeat.averaging.object_store import ObjectStore
 from offbeat.codec.tensor_bytes import to_bytes
-from offbeat.errors import ConfigError, MismatchError, PeerTimeoutError, WireError
+from offbeat.errors import ConfigError, MismatchError, NonFiniteError, PeerTimeoutError, WireError
 from offbeat.transport.single_rank import SingleRank
 from thread_support.nets import make_model, parameters_of, step_of, trained
 from thread_support.world import session_on
@@ -124,6 +124,23 @@ def test_a_worker_that_does_not_come_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(PeerTimeoutError, match="00000000-1.safetensors was not there"):
         train()
+
+
+def test_all_learn_of_weights_that_are_not_finite(tmp_path: Path) -> None:
+    def job(rank: int) -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        strategy = strategy_of(tmp_path, rank, patience_s=20)
+        with (
+            pytest.raises(NonFiniteError, match="rank 1 are no longer finite"),
+            session_on(SingleRank(), model, optimizer, strategy),
+        ):
+            step_of(model, optimizer, rank, 0)
+            if rank == 1:
+                model[0].weight.detach().fill_(torch.inf)
+            step_of(model, optimizer, rank, 1)
+
+    on_all(job)
 
 
 def test_a_place_that_was_used_is_refused(tmp_path: Path) -> None:

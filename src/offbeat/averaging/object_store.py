@@ -137,7 +137,6 @@ class StoreMean(WeightExchange):
         """
         statistics = weights.tensors()[len(weights.parameters) :]
         vectors = [each.detach() for each in (*mine, *statistics)]
-        require_finite(vectors, rank=self._store.rank)
         told = _numbered(vectors)
         told["counters"] = torch.from_numpy(weights.own_counters())
         told["anchor"] = torch.tensor([self._fingerprint()])
@@ -151,6 +150,8 @@ class StoreMean(WeightExchange):
                     f" {self._store.rank}; resume all workers from one checkpoint, with another"
                     " path in their ObjectStore"
                 )
+            # Not before it is written: the others would wait for it until their patience ends.
+            require_finite([each[str(number)] for number in range(len(vectors))], rank=rank)
         if self._written is not None:
             self._files.rm(self._written)
         self._written = names[self._store.rank]
