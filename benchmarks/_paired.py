@@ -301,25 +301,19 @@ class Result:
         yield cell(column="mean", value=float(np.mean(known)), decimals=4)
         if label == baseline or not gaps:
             return
-        known_interval = gap.low is not None and gap.high is not None
-        interval = (gap.low or 0.0, gap.high or 0.0) if known_interval else None
-        yield cell(
-            column=f"worse than {baseline}, {case.unit}",
-            value=float(np.mean(gaps)),
-            interval=interval,
-            decimals=2,
+        worse = float(np.mean(gaps))
+        if gap.low is None or gap.high is None:
+            yield cell(column=f"worse than {baseline}, {case.unit}", value=worse, decimals=2)
+            return
+        yield Ratio(
+            case=f"{case.name}, {label} worse than {baseline}",
+            value=worse,
+            unit=case.unit,
+            goal=f"at most {case.goal:g}",
+            holds="undecided" if gap.low <= case.goal < gap.high else gap.high <= case.goal,
+            bound=0.0,
+            interval=(gap.low, gap.high),
         )
-        if interval is not None:
-            low, high = interval
-            yield Ratio(
-                case=f"{case.name}, {label} worse than {baseline}",
-                value=float(np.mean(gaps)),
-                unit=case.unit,
-                goal=f"at most {case.goal:g}",
-                holds="undecided" if low <= case.goal < high else high <= case.goal,
-                bound=0.0,
-                interval=interval,
-            )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
