@@ -432,20 +432,26 @@ def test_waiting_for_data_is_said_once_if_there_is_a_remedy(spare: int, said: in
     assert all("claims_ahead=2" in notice and "of the 4 worker" in notice for notice in notices)
 
 
+def of_one_rank(now_s: list[float]) -> DispatchLoader:
+    """A loader by whose clock it is `now_s[0]`."""
+    peers = Peers(1)
+    return DispatchLoader(
+        NumbersAhead(48, batches_ahead=0),
+        log=ClaimLog(peers.store),
+        policy=Policy(0, peers),
+        seed=SEED,
+        rank=0,
+        notify=lambda _: None,
+        clock=lambda: now_s[0],
+    )
+
+
 def test_time_in_which_a_rank_rests_is_not_what_it_computes() -> None:
     """Of each batch the clock is looked at when it is asked for and when the next one is."""
 
     def busy_s(*, rests: bool) -> float:
-        now_s, peers = [0.0], Peers(1)
-        loader = DispatchLoader(
-            NumbersAhead(48, batches_ahead=0),
-            log=ClaimLog(peers.store),
-            policy=Policy(0, peers),
-            seed=SEED,
-            rank=0,
-            notify=lambda _: None,
-            clock=lambda: now_s[0],
-        )
+        now_s = [0.0]
+        loader = of_one_rank(now_s)
         batches = iter(loader)
         for _ in range(3):
             next(batches)
@@ -463,16 +469,8 @@ def test_time_in_which_a_rank_rests_is_not_what_it_computes() -> None:
 
 
 def test_time_after_a_loop_was_left_is_not_what_a_rank_computes() -> None:
-    now_s, peers = [0.0], Peers(1)
-    loader = DispatchLoader(
-        NumbersAhead(48, batches_ahead=0),
-        log=ClaimLog(peers.store),
-        policy=Policy(0, peers),
-        seed=SEED,
-        rank=0,
-        notify=lambda _: None,
-        clock=lambda: now_s[0],
-    )
+    now_s = [0.0]
+    loader = of_one_rank(now_s)
     for _ in range(3):
         for _ in loader:
             now_s[0] += 2.0

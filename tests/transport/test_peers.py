@@ -277,9 +277,8 @@ def test_a_message_may_be_longer_than_two_gibibytes(secret: bytes) -> None:
     peers = Peers(0, 2, address="127.0.0.1", secret=secret, limits=limits)
     peers.connect([peers.endpoint, "tcp://127.0.0.1:1"])
     try:
-        give(
-            peers, 1, np.zeros((1 << 31) + 1, np.uint8).data
-        )  # never touched, so it needs no memory
+        # Zeros that nobody touches need no memory.
+        give(peers, 1, np.zeros((1 << 31) + 1, np.uint8).data)
     finally:
         peers.close()
 

@@ -26,7 +26,7 @@ from offbeat.codec.weightless import WeightlessCode
 from offbeat.errors import WireError
 
 MAGIC = b"OFBD"
-VERSION = 1
+VERSION = 2
 PIECE: Final = 1 << 16
 """Elements that are coded at once."""
 _HEAD = struct.Struct("<4sBBxxQI")

@@ -33,7 +33,7 @@ class ValueCodec(OptionValue):
 
     table_bytes: int = 0
     """What a message has besides, before its values: a table of the numbers that codes stand for,
-    say.
+    say. A message of a whole vector has one for each piece of it (`codec.dense_wire`).
     """
 
     def num_bytes(self, count: float) -> float:

@@ -18,14 +18,13 @@ Cost per step: 2(P-1)/P n bits sent by each rank and a float32 for 1,024 of them
 it in the end; and what AllReduce sends in the steps in which v is updated. Four buffers of the
 model's size: anchor, u, and two for what is owed.
 
-Differences from the paper: signs are those of u / d and not of u, as with 1-bit Adam here; where
-lr rises, momentum falls by as much. What is owed of u makes m
-large once lr has fallen, and a warm restart would apply it at the full rate: without this it
-destroys the model, and a text model behind a warm-up and a cosine ends with 4 to 5% more bits (400
-steps, two seeds). In a step that updates v momentum takes the mean gradient, which is there
-already; Adam's bias corrections are made, v's by the number of its updates; local steps become
-rarer after a number of them, and not as the learning rate falls; scales are those of 1-bit Adam
-here; decoupled weight decay moves the anchor.
+Differences from the paper: signs are those of u / d and not of u, as with 1-bit Adam here; where lr
+rises, momentum falls by as much. What is owed makes m large once lr has fallen, and a warm restart
+would apply it at the full rate: without this it destroys the model, and a text model behind a
+warm-up and a cosine ends with 4 to 5% more bits (400 steps, two seeds). In a step that updates v
+momentum takes the mean gradient, which is there already; Adam's bias corrections are made, v's by
+the number of its updates; local steps become rarer after a number of them, and not as the learning
+rate falls; scales are those of 1-bit Adam here; decoupled weight decay moves the anchor.
 """
 
 from __future__ import annotations
