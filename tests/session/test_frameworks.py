@@ -6,7 +6,6 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.strategies.base import Strategy
 
 
 def make_model() -> nn.Sequential:
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 )
 @pytest.mark.parametrize("make", [make_model, Attention])
 def test_a_whole_model_is_saved_without_anything_of_offbeat(
-    strategy: Any, make: Callable[[], nn.Module]
+    strategy: Strategy, make: Callable[[], nn.Module]
 ) -> None:
     model = make()
     optimizer = sgd(model)

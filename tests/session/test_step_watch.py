@@ -4,13 +4,12 @@ GradScaler the session does not know is refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import offbeat
 from offbeat.errors import OffbeatWarning, UnsupportedError
+from offbeat.strategies.base import Strategy
 
 ACT_AT_STEPS = [
     offbeat.LocalSGD(),
@@ -36,7 +35,7 @@ def passes(model: torch.nn.Module, count: int, *, by_hand: bool) -> None:
 
 @pytest.mark.parametrize("strategy", ACT_AT_STEPS, ids=lambda strategy: strategy.name)
 def test_a_loop_that_writes_parameters_itself_is_told_after_a_few_passes(
-    strategy: Any,
+    strategy: Strategy,
 ) -> None:
     model, optimizer = make()
     with offbeat.attach(model, optimizer, strategy) as session:
@@ -95,7 +94,7 @@ def test_an_exception_in_the_loop_is_not_hidden_by_a_warning() -> None:
 
 
 @pytest.mark.parametrize("strategy", [offbeat.AllReduce(), offbeat.LocalSGD()])
-def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(strategy: Any) -> None:
+def test_a_scaler_that_was_not_handed_over_is_refused_in_the_first_step(strategy: Strategy) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with offbeat.attach(model, optimizer, strategy) as session:
