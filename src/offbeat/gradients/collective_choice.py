@@ -8,7 +8,7 @@ figures count. Two message sizes give alpha and beta.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -59,18 +59,16 @@ an entry.
 """
 
 SMALL_BYTES: Final = 64
-LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Of the messages that are measured. The larger one is the first whose bytes take `_LONG_S`, and as
-long as the latency: with fewer, latency hides what bytes cost, and more would take as long as many
-steps. More than `_USUAL_BYTES` are sent only where bytes take less than the latency even so, as on
-links between continents.
+LARGE_BYTES: Final = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+"""Of the messages and tensors that are measured. The larger one is the first whose bytes take
+`_LONG_S`, and as long as the latency: with fewer, latency hides what bytes cost, and more would
+take as long as many steps. More than the usual number is sent only where bytes take less than the
+latency even so, as on links between continents.
 """
-_USUAL_BYTES: Final = 1 << 20
 _LONG_S: Final = 0.02
-_LARGER_TENSOR: Final = 4
-"""The larger tensor has so many times the larger message's bytes. Gradients do not fit into a
-cache, so neither should it.
-"""
+_USUAL_BYTES: Final = 1 << 20
+_USUAL_TENSOR_BYTES: Final = 1 << 22
+"""Gradients do not fit into a cache, so neither should a tensor, unless links are slow."""
 
 REPEATS: Final = 3
 """How often each is measured; the fastest counts, since everything else is disturbance."""
@@ -268,8 +266,8 @@ def probe(
     entry_s: float,
     device: torch.device,
 ) -> Collective[NetworkCosts]:
-    """The network as the slowest rank sees it; the same on every rank. About 22 MiB each way, a
-    quarter or a sixteenth of that where links are slow, and more where they are long.
+    """The network as the slowest rank sees it; the same on every rank. About 26 MiB each way,
+    2 MiB where links are slow, and more where they are long.
 
     Args:
         rank: this rank.
@@ -279,10 +277,11 @@ def probe(
             CPU tensors.
     """
     passes = partial(_pass_on, rank, world_size)
-    large_bytes, small_s, large_s = yield from _timed_until_long(passes, LARGE_BYTES)
+    large_bytes, small_s, large_s = yield from _timed_until_long(passes)
     messages = fit_cost(small_s, large_s, SMALL_BYTES, large_bytes)
-    tensors = [n for size in LARGE_BYTES if (n := _LARGER_TENSOR * size) > large_bytes]
-    tensor_bytes, small_s, large_s = yield from _timed_until_long(partial(_reduce, device), tensors)
+    tensor_bytes, small_s, large_s = yield from _timed_until_long(
+        partial(_reduce, device), at_least=large_bytes, usual_bytes=_USUAL_TENSOR_BYTES
+    )
     hops = max(2 * (world_size - 1), 1)
     reduced = fit_cost(
         small_s / hops, large_s / hops, SMALL_BYTES / world_size, tensor_bytes / world_size
@@ -298,16 +297,17 @@ def probe(
 
 
 def _timed_until_long(
-    make: Callable[[int], Collective[None]], sizes: Iterable[int]
+    make: Callable[[int], Collective[None]], *, at_least: int = 0, usual_bytes: int = _USUAL_BYTES
 ) -> Collective[tuple[int, float, float]]:
-    """The first of `sizes`, ascending, whose bytes take long enough, the same on every rank; and
-    the seconds that `SMALL_BYTES` and so many take.
+    """The least of `LARGE_BYTES` whose bytes take long enough, the same on every rank; and the
+    seconds that `SMALL_BYTES` and so many take.
     """
-    for num_bytes in sizes:
-        small_s, large_s = yield from _timed(partial(make, n) for n in (SMALL_BYTES, num_bytes))
+    small_s = yield from _timed(partial(make, SMALL_BYTES))
+    for num_bytes in (n for n in LARGE_BYTES if n >= at_least):
+        large_s = yield from _timed(partial(make, num_bytes))
         reports = yield from dense.gather_values([large_s - small_s, small_s])
         bytes_s, latency_s = map(max, zip(*reports, strict=True))
-        if bytes_s >= latency_s and (bytes_s >= _LONG_S or num_bytes >= _USUAL_BYTES):
+        if bytes_s >= latency_s and (bytes_s >= _LONG_S or num_bytes >= usual_bytes):
             break
     return num_bytes, small_s, large_s
 
@@ -318,30 +318,27 @@ def probe_pairs(rank: int, world_size: int) -> Collective[dict[int, LinkCost]]:
     """
     found = dict[int, LinkCost]()
     passes = partial(_pass_on, rank, world_size)
-    large_bytes, _, _ = yield from _timed_until_long(passes, LARGE_BYTES)
-    sizes = SMALL_BYTES, large_bytes
+    large_bytes, _, _ = yield from _timed_until_long(passes)
     for distance in (1 << bit for bit in range((world_size - 1).bit_length())):
-        small_s, large_s = yield from _timed(partial(passes, n, distance) for n in sizes)
-        found[(rank - distance) % world_size] = fit_cost(small_s, large_s, *sizes)
+        small_s = yield from _timed(partial(passes, SMALL_BYTES, distance))
+        large_s = yield from _timed(partial(passes, large_bytes, distance))
+        found[(rank - distance) % world_size] = fit_cost(small_s, large_s, SMALL_BYTES, large_bytes)
     return found
 
 
-def _timed(makes: Iterable[Callable[[], Collective[None]]]) -> Collective[list[float]]:
-    """Seconds that each takes, where all ranks begin at once. They are those of the repeat whose
+def _timed(make: Callable[[], Collective[None]]) -> Collective[float]:
+    """Seconds that it takes, where all ranks begin at once. They are those of the repeat whose
     slowest rank was the fastest, the same on all ranks: of messages that share a line another one
     is the first each time.
     """
-    found = []
-    for make in makes:
-        mine = []
-        for _ in range(REPEATS):
-            yield AllGather(b".")  # nobody is at another message any more
-            begin_s = yield Now()
-            yield from make()
-            mine.append((yield Now()) - begin_s)
-        slowest_s = list(map(max, zip(*(yield from dense.gather_values(mine)), strict=True)))
-        found.append(mine[slowest_s.index(min(slowest_s))])
-    return found
+    mine = []
+    for _ in range(REPEATS):
+        yield AllGather(b".")  # nobody is at another message any more
+        begin_s = yield Now()
+        yield from make()
+        mine.append((yield Now()) - begin_s)
+    slowest_s = list(map(max, zip(*(yield from dense.gather_values(mine)), strict=True)))
+    return mine[slowest_s.index(min(slowest_s))]
 
 
 def _pass_on(rank: int, world_size: int, num_bytes: int, distance: int = 1) -> Collective[None]:

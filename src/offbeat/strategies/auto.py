@@ -22,9 +22,9 @@ A change happens between two steps. What a strategy owes is sent in the step bef
 models that differ become one, with rank 0's state of the optimizer. Then the optimizer is the
 user's for a moment, and the next strategy begins as if it had just been attached.
 
-Cost: the links are probed with 22 MiB each way, and 3 MiB more each time the ranks double; links of
-100 Mbit/s and less with a quarter or a sixteenth of that. The candidates are predicted by the ranks
-together, in less than a second of a processor for each.
+Cost: the links are probed with 30 MiB each way, and 3 MiB more each time the ranks double; links of
+100 Mbit/s with 4 MiB, slower ones with less. The candidates are predicted by the ranks together, in
+less than a second of a processor for each.
 
 WAGMA's ranks wait for each other at a look, which is the only time. They go on when one has died,
 with WAGMA, since they have lost the connections over which they would choose; a worker that comes

@@ -497,6 +497,7 @@ def average_(
     require_finite(tensors, rank=driver.rank)
     if driver.world_size == 1:  # they are their own mean
         return time.perf_counter() - begin_s
+    tensors, like = [*map(real, tensors)], [*map(real, like)]
     means, under_way = _Means(tensors), deque[Callable[[], float]]()
     encode_s = time.perf_counter() - begin_s
     for cuts in _fragments(like):
@@ -525,7 +526,7 @@ _UNDER_WAY: Final = 2
 
 
 _Cut: TypeAlias = tuple[int, slice | None]
-"""The position of a tensor, and which of its rows; None: it has none."""
+"""The position of a tensor, and which of its rows; None: all of it."""
 
 
 def _fragments(like: Sequence[torch.Tensor]) -> Iterator[list[_Cut]]:
@@ -545,15 +546,14 @@ def _fragments(like: Sequence[torch.Tensor]) -> Iterator[list[_Cut]]:
             if fragment and size > left:
                 yield fragment
                 fragment, left = [], limit
-            fragment.append((position, rows))
+            fragment.append((position, None if step == num_rows else rows))
             left -= size
     if fragment:
         yield fragment
 
 
 def _cut(tensor: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    whole = real(tensor)
-    return whole if rows is None else whole[rows]
+    return tensor if rows is None else tensor[rows]
 
 
 class _Means:
@@ -561,11 +561,11 @@ class _Means:
     fails meanwhile still has its own.
 
     Args:
-        tensors: by position, whose means these are.
+        tensors: by position, whose means these are; real ones.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [real(tensor) for tensor in tensors]
+        self._tensors = tensors
         self._means: dict[int, torch.Tensor] = {}
         self._positions: list[int] = []
         self._divisors: list[torch.Tensor] = []
@@ -635,7 +635,7 @@ def non_finite_weights(rank: int) -> NonFiniteError:
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory, out of autograd's sight; complex numbers as pairs."""
-    detached = tensor.detach()
+    detached = tensor.detach() if tensor.requires_grad else tensor
     return torch.view_as_real(detached) if detached.is_complex() else detached
 
 
