@@ -22,6 +22,7 @@ from _ranks import run_ranks
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.tally import Tally
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.reductions import WeightedGradient
 from offbeat.transport.connect import connect
 from offbeat.transport.operations import AllReduceTensor
 
@@ -55,7 +56,7 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
         )
 
         def exchange() -> None:
-            reduction.launch(bucket.flat, tally, weight=1.0, grad_scale=1.0)
+            reduction.launch(WeightedGradient(bucket.flat, tally, 1.0, grad_scale=1.0))
             assert reduction.wait().good
             bucket.flat = reduction.commit()
 

@@ -16,7 +16,7 @@ from offbeat.gradients.exchange import (
     GradientExchange,
     LaunchOrder,
 )
-from offbeat.gradients.reductions import DenseReduction
+from offbeat.gradients.reductions import DenseReduction, WeightedGradient
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 
@@ -42,9 +42,9 @@ class NotingReduction(DenseReduction):
     heard: list[tuple[object, ...]]
 
     @override
-    def launch(self, *args: object, **kwargs: object) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         self.heard.append(("launched",))
-        super().launch(*args, **kwargs)  # type: ignore[arg-type]
+        super().launch(given)
 
 
 def made(

@@ -13,11 +13,13 @@ import torch
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import SELECTORS
 from offbeat.gradients import optimizer_momentum
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum, mix_by_kernel, mix_by_torch
+from offbeat.gradients.reductions import Reduction, WeightedGradient
 from offbeat.transport.single_rank import SingleRank
 
 N = 100
@@ -55,7 +57,7 @@ class Momentum:
             optimizer=self.optimizer,
         )
         self.transform = OptimizerMomentum(context)
-        self.transform.init(self.bucket, None)
+        self.transform.init(self.bucket, cast(Reduction, None))
         self.few = few
         self.transform.follow(cast(DensitySchedule, self))
         self.transform.take()
@@ -69,9 +71,10 @@ class Momentum:
     ) -> tuple[torch.Tensor, float]:
         self.bucket.flat.copy_(gradient)
         used = np.ones(len(self.parameters), dtype=np.bool_)
-        return self.transform.update(
-            self.bucket, used, weight=weight, grad_scale=1.0, continues=used & continues
-        )
+        tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
+        given = WeightedGradient(self.bucket.flat, tally, weight, grad_scale=1.0)
+        changed = self.transform.update(self.bucket, given, used & continues)
+        return changed.gradient, changed.weight
 
     def step(self, gradient: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """What is exchanged, in a step that is good."""

@@ -15,7 +15,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import ResidualReduction
+from offbeat.gradients.reductions import ResidualReduction, WeightedGradient
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -58,12 +58,9 @@ class CodedReduction(ResidualReduction):
         self._wire = self._wire_of(Float32Values())
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         begin_s = time.perf_counter()
-        mine, driver = self._mine, self._driver
-        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
+        mine, driver, tally = self._mine, self._driver, self._stage(given)
         if not tally.good:
             mine.zero_()  # which no codec minds; the step will be skipped
         kept = self._bucket.flat

@@ -39,7 +39,6 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.callbacks.gradient_norm import clip_gradients_
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.collectives.dense import dense_broadcast, gather_values
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
@@ -47,7 +46,7 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.gradient_guard import MAX_SKIPPED_STEPS
 from offbeat.gradients.parameter_groups import rates_of
-from offbeat.gradients.reductions import Reduction, wait_for
+from offbeat.gradients.reductions import Reduction, WeightedGradient, wait_for
 
 if TYPE_CHECKING:
     from offbeat.gradients.density import DensitySchedule
@@ -190,12 +189,9 @@ class GradientTransform(Callback):
         self._user_optimizer = optimizer
         self._is_followed = is_followed
 
-    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
-        """Make the state of a bucket.
-
-        Args:
-            bucket: whose gradients will be changed.
-            feedback: holds what is owed of them; None: nothing ever is.
+    def init(self, bucket: Bucket, reduction: Reduction) -> None:
+        """Make the state of a bucket, whose gradients will be changed before `reduction` gets
+        them.
         """
 
     def follow(self, density: DensitySchedule) -> None:
@@ -207,30 +203,17 @@ class GradientTransform(Callback):
         """
 
     def update(
-        self,
-        bucket: Bucket,
-        used: NDArray[np.bool_],
-        *,
-        weight: float,
-        grad_scale: float,
-        continues: NDArray[np.bool_],
-    ) -> tuple[torch.Tensor, float]:
-        """Turn the gradient that `bucket` holds into what is exchanged. State is staged until
-        `settle`.
+        self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
+    ) -> WeightedGradient:
+        """What is exchanged in the place of `given`. State is staged until `settle`.
 
         Args:
             bucket: complete, with this rank's gradient times `grad_scale`; overwritten.
-            used: which of its parameters have a gradient.
-            weight: of the gradient: this rank's weight / `grad_scale`.
-            grad_scale: the AMP scale in force.
+            given: whose gradient is the bucket's buffer.
             continues: which of its parameters an earlier exchange has given a gradient that
                 belongs to the same optimizer step.
-
-        Returns:
-            What is exchanged, shape (n,): the bucket's buffer, or in half precision another one in
-            float32; and what it has yet to be multiplied by.
         """
-        return bucket.flat, weight
+        return given
 
     def settle(self, *, good: bool) -> None:
         """The exchange is over: every rank applies the step (`good`), or every rank drops it."""
@@ -582,14 +565,8 @@ class GradientExchange(Callback):
         continues = self._published[b] if belongs else np.zeros_like(used)
         grad_scale = self._grad_scale()
         self._transform.take()
-        gradient, weight = self._transform.update(
-            bucket,
-            tally.used,
-            weight=tally.weight / grad_scale,
-            grad_scale=grad_scale,
-            continues=continues,
-        )
-        begin = partial(reduction.launch, gradient, tally, weight=weight, grad_scale=grad_scale)
+        given = WeightedGradient(bucket.flat, tally, tally.weight / grad_scale, grad_scale)
+        begin = partial(reduction.launch, self._transform.update(bucket, given, continues))
         self._launch_order.launch(
             ("gradients", b),
             begin

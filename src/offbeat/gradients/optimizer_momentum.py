@@ -49,11 +49,11 @@ from typing_extensions import override
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.jit import kernel
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay, rates_of
+from offbeat.gradients.reductions import Reduction, WeightedGradient
 
 _NO_BUFFER: Final = (
     "optimizer.state_dict() has no momentum_buffer, since at this density SGD's momentum is applied"
@@ -114,7 +114,7 @@ class OptimizerMomentum(GradientTransform):
         self._velocity_is_loaded = self._has_said_no_buffer = False
 
     @override
-    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
+    def init(self, bucket: Bucket, reduction: Reduction) -> None:
         velocity = torch.zeros_like(bucket.flat, dtype=bucket.state_dtype)
         groups = GroupRanges(bucket, self._optimizer)
         self._states[id(bucket)] = _State(bucket, groups, velocity)
@@ -145,14 +145,8 @@ class OptimizerMomentum(GradientTransform):
 
     @override
     def update(
-        self,
-        bucket: Bucket,
-        used: NDArray[np.bool_],
-        *,
-        weight: float,
-        grad_scale: float,
-        continues: NDArray[np.bool_],
-    ) -> tuple[torch.Tensor, float]:
+        self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
+    ) -> WeightedGradient:
         """Add weight decay, and apply momentum."""
         self._velocity_is_loaded, goes_on = False, bool(continues.any())
         if not goes_on:  # what belongs to one step is added up, so all of it has the same unit
@@ -161,18 +155,18 @@ class OptimizerMomentum(GradientTransform):
         # Without momentum weight decay can stay where it is.
         self._decays = [bool(group["momentum"]) for group in param_groups]
         decays = [coupled_decay(group) if group["momentum"] else 0.0 for group in param_groups]
-        state.groups.add_decay_(used, decays, grad_scale, continues=goes_on)
+        state.groups.add_decay_(given.tally.used, decays, given.grad_scale, continues=goes_on)
         if self._at_once and state.is_zero is None:
             state.is_zero = not state.velocity.any()
         if self._at_once and state.is_zero:
-            return bucket.flat, weight
+            return given
         state.is_staged = True
         if not state.staged.numel():
             state.staged = torch.empty_like(state.velocity)
         step = bucket.flat.to(bucket.state_dtype)
         mix = mix_by_kernel if step.device.type == "cpu" else mix_by_torch
         for here, (factor, nesterov) in state.groups.merged(self._options, default=(0.0, False)):
-            scale, at_once = 1 / grad_scale, self._at_once
+            scale, at_once = 1 / given.grad_scale, self._at_once
             shares = shares_of(factor, nesterov, scale, continues=goes_on, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
         places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
@@ -180,7 +174,7 @@ class OptimizerMomentum(GradientTransform):
             if not parameter.requires_grad:  # its momentum rests meanwhile, as in the optimizer
                 step[begin:end] = 0
                 state.staged[begin:end] = state.velocity[begin:end]
-        return step, weight * grad_scale
+        return given._replace(gradient=step, weight=given.weight * given.grad_scale)
 
     @override
     def settle(self, *, good: bool) -> None:

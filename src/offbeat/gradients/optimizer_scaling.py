@@ -55,12 +55,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
+from offbeat.gradients.reductions import Reduction, WeightedGradient
 from offbeat.torch_private import for_each, version_of
 
 _CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
@@ -83,7 +83,7 @@ class _Moments:
 
     bucket: Bucket
     groups: GroupRanges
-    feedback: ErrorFeedback
+    reduction: Reduction
     mean: torch.Tensor
     square: torch.Tensor
     gradient: torch.Tensor
@@ -146,12 +146,12 @@ class OptimizerScaling(GradientTransform):
         self._density = density
 
     @override
-    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
-        assert feedback is not None, "Adam's scaling is for what is owed"
-        mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
+    def init(self, bucket: Bucket, reduction: Reduction) -> None:
+        assert reduction.residual is not None, "Adam's scaling is for what is owed"
+        mean, square, gradient = (torch.zeros_like(reduction.residual) for _ in range(3))
         groups, number = GroupRanges(bucket, self._optimizer), len(bucket.parameters)
         self._moments[id(bucket)] = _Moments(
-            bucket, groups, feedback, mean, square, gradient, [0.0] * number, [True] * number
+            bucket, groups, reduction, mean, square, gradient, [0.0] * number, [True] * number
         )
         self._watch.buckets.append(bucket)
 
@@ -163,33 +163,27 @@ class OptimizerScaling(GradientTransform):
 
     @override
     def update(
-        self,
-        bucket: Bucket,
-        used: NDArray[np.bool_],
-        *,
-        weight: float,
-        grad_scale: float,
-        continues: NDArray[np.bool_],
-    ) -> tuple[torch.Tensor, float]:
+        self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
+    ) -> WeightedGradient:
         """Turn the gradient into the scaled one. There is no `grad_scale` here, because there is no
         scaling where there is a GradScaler. The gradient of an earlier exchange of the same step is
         part of what counts.
         """
         self._state_is_loaded = False
         if self.is_taken is False:
-            return bucket.flat, weight
+            return given
         moments = self._moments[id(bucket)]
         goes_on = bool(continues.any())
         if self.is_taken:
             decays = [coupled_decay(group) for group in self._optimizer.param_groups]
-            moments.groups.add_decay_(used, decays, continues=goes_on)
+            moments.groups.add_decay_(given.tally.used, decays, continues=goes_on)
         if goes_on:
             moments.gradient.add_(bucket.flat)
         else:
             moments.gradient.copy_(bucket.flat)
         if self.is_taken:
             bucket.flat.div_(self._denominator(moments))
-        return bucket.flat, weight
+        return given
 
     @override
     def give_back(self) -> None:
@@ -389,7 +383,8 @@ class OptimizerScaling(GradientTransform):
             return
         for moments in self._moments.values():
             # What is owed so far was not scaled.
-            moments.feedback.residual.div_(self._denominator(moments))
+            assert moments.reduction.residual is not None, "as when it was made"
+            moments.reduction.residual.div_(self._denominator(moments))
         self._taken()
         self._notices.inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +82,25 @@ class EntryAges:
         self._sent_at[hits] = self._now
 
 
+class WeightedGradient(NamedTuple):
+    """What one rank brings to an exchange of a bucket.
+
+    Attributes:
+        gradient: shape (n,): the buffer of the bucket, which belongs to the reduction until the
+            end, or, in half precision, what a transform has made of it in float32.
+        tally: this rank's weight, whether it failed (then the gradient does not matter), and which
+            of the bucket's parameters it used.
+        weight: what `gradient` has yet to be multiplied by: this rank's weight / `grad_scale`, or
+            less where a transform has applied a part of it.
+        grad_scale: the AMP scale in force.
+    """
+
+    gradient: torch.Tensor
+    tally: Tally
+    weight: float
+    grad_scale: float
+
+
 class Reduction:
     """Turns each rank's bucket into the ranks' weighted mean.
 
@@ -121,21 +140,8 @@ class Reduction:
         return None
 
     @abstractmethod
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        """Begin, after adding to the tally whether the gradient is finite.
-
-        Args:
-            gradient: what this rank contributes, shape (n,): the buffer of the bucket, which
-                belongs to the reduction until the end, or, in half precision, what a transform
-                has made of it in float32.
-            tally: this rank's weight, whether it failed (then the gradient does not matter), and
-                which of the bucket's parameters it used.
-            weight: what `gradient` has yet to be multiplied by: this rank's weight / `grad_scale`,
-                or less where a transform has applied a part of it.
-            grad_scale: the AMP scale in force.
-        """
+    def launch(self, given: WeightedGradient) -> None:
+        """Begin, after adding to the tally whether the gradient is finite."""
 
     def wait(self) -> Tally | torch.Tensor:
         """Wait for the peers. Returns the tally of all ranks, or the numbers that it has been
@@ -157,29 +163,35 @@ class Reduction:
         """The step is bad: state stays as it was before `launch`. The buffer belongs to the bucket
         again.
         """
+        if self.residual is not None:
+            self._bring_back(self.residual)
 
     def send_all(self) -> None:
         """Owe nothing after the coming exchange, and after all that follow."""
 
-    def _begin_sum(self, gradient: torch.Tensor, tally: Tally, tail: torch.Tensor) -> None:
-        """Let `gradient` be this rank's part of the mean, and write into `tail` the tally with
+    def _begin_sum(self, given: WeightedGradient, tail: torch.Tensor) -> None:
+        """Let the gradient be this rank's part of the mean, and write into `tail` the tally with
         whether it is finite.
         """
+        tally = given.tally
         if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=~is_finite(gradient))
-            gradient.mul_(tally.weight / self._driver.world_size)
+            tally = replace(tally, num_nonfinite=~is_finite(given.gradient))
+            given.gradient.mul_(tally.weight / self._driver.world_size)
         tally.write_to(tail)
 
     def additive_state(self) -> dict[str, torch.Tensor]:
         """As of `Callback.state_dict`. Tensors are live."""
-        return {}
+        return {} if self.residual is None else self._bucket.named("residual", self.residual)
 
-    def local_state(self) -> Mapping[str, float | torch.Tensor]:
+    def local_state(self) -> dict[str, float | torch.Tensor]:
         """As of `Callback.state_dict`."""
-        return {}
+        return {} if self.residual is None else {self._local_name("weight"): self._owed_weight}
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         """Inverse of both."""
+        for name, live in self.additive_state().items():
+            live.copy_(additive[name])
+        self._owed_weight = float(local.get(self._local_name("weight"), 0))
 
     def _weigh(self, owed: torch.Tensor, tally: Tally) -> None:
         """Let what is owed weigh as much as this step's gradient: of a batch of few samples it
@@ -216,6 +228,11 @@ class Reduction:
         bucket's first parameter, because buckets have no names.
         """
         return f"{key}/{self._bucket.names[0]}"
+
+    def _load_numbers(self, numbers: dict[str, float], local: Mapping[str, Any]) -> None:
+        """Those that are not there keep their value: a run may resume with another selector."""
+        saved = {key: local.get(self._local_name(key)) for key in numbers}
+        numbers.update({key: value for key, value in saved.items() if value is not None})
 
     def _mark_unused_with_gradient(self) -> None:
         """Mark parameters as used that no rank used, and of which something was still owed."""
@@ -274,28 +291,24 @@ class ResidualReduction(Reduction):
         self._residual = bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype)
         self._mine = torch.zeros_like(self._residual)
 
-    def _stage(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> Tally:
-        """Let `_mine` be what is owed and the gradient, and the tally say whether it is finite.
-        Arguments as of `launch`.
+    def _stage(self, given: WeightedGradient) -> Tally:
+        """Let `_mine` be what is owed and the gradient. Returns the tally, which says whether that
+        is finite.
         """
-        self._add_owed(gradient, tally, weight=weight, grad_scale=grad_scale)
-        if tally.num_failed:
-            return tally
-        return replace(tally, num_nonfinite=~is_finite(self._mine))
+        self._add_owed(given)
+        if given.tally.num_failed:
+            return given.tally
+        return replace(given.tally, num_nonfinite=~is_finite(self._mine))
 
-    def _add_owed(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        """Let `_mine` be what is owed and the gradient. Arguments as of `launch`."""
-        mine, self._grad_scale = self._mine, grad_scale
-        self._weigh(self._residual, tally)
+    def _add_owed(self, given: WeightedGradient) -> None:
+        """Let `_mine` be what is owed and the gradient."""
+        mine, self._grad_scale = self._mine, given.grad_scale
+        self._weigh(self._residual, given.tally)
         self._set_aside(self._residual)
-        if tally.num_failed:
+        if given.tally.num_failed:
             mine.zero_()
         else:
-            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
+            torch.add(self._residual, given.gradient.to(mine.dtype), alpha=given.weight, out=mine)
 
     def _show(self, total: torch.Tensor) -> torch.Tensor:
         """The buffer of the bucket with the mean, after `_residual` has become what is owed. What
@@ -318,28 +331,10 @@ class ResidualReduction(Reduction):
         self._bring_back(self._residual)
         return flat
 
-    @override
-    def discard(self) -> None:
-        self._bring_back(self._residual)
-
     @property
     @override
     def residual(self) -> torch.Tensor:
         return self._residual
-
-    @override
-    def additive_state(self) -> dict[str, torch.Tensor]:
-        return self._bucket.named("residual", self._residual)
-
-    @override
-    def local_state(self) -> dict[str, float | torch.Tensor]:
-        return {self._local_name("weight"): self._owed_weight}
-
-    @override
-    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
-        for name, live in self.additive_state().items():
-            live.copy_(additive[name])
-        self._owed_weight = float(local.get(self._local_name("weight"), 0))
 
 
 class DenseReduction(Reduction):
@@ -363,10 +358,8 @@ class DenseReduction(Reduction):
         else:  # sums of weights and counts are not exact in half precision
             self._tail = bucket.flat.new_zeros(size, dtype=torch.float64)
 
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        self._begin_sum(gradient, tally, self._tail)
+    def launch(self, given: WeightedGradient) -> None:
+        self._begin_sum(given, self._tail)
         rides = self._tail.dtype == self._message.dtype
         self._sums = launch_sums(
             self._driver, self._stream, self._message, *(() if rides else (self._tail,))
@@ -447,42 +440,39 @@ class SparseReduction(Reduction):
         self._picked: NDArray[np.int64] | None = None
         self._staged = False
 
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         plan = self._plan()
-        self._grad_scale = grad_scale
+        self._grad_scale = given.grad_scale
         residual = self.feedback.residual
         rates = self._owed_rate
-        resting = [] if rates is None else rates.follow(residual, gradient)
-        self._weigh(residual, tally)
+        resting = [] if rates is None else rates.follow(residual, given.gradient)
+        self._weigh(residual, given.tally)
         self._set_aside(residual, resting)
-        self._staged = not tally.num_failed
+        self._staged = not given.tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
         if plan.collective is None:
-            self._launch_everything(gradient, tally, weight)
+            self._launch_everything(given)
         else:
-            mine, tally = self._pick(gradient, tally, weight, plan.k)
+            mine, tally = self._pick(given, plan.k)
             work = self._wire.carry(
                 plan.collective, self._driver.rank, self._driver.world_size, mine, tally, plan.k
             )
             self._pending = self._driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s
 
-    def _pick(
-        self, gradient: torch.Tensor, tally: Tally, weight: float, k: int
-    ) -> tuple[Sparse, Tally]:
+    def _pick(self, given: WeightedGradient, k: int) -> tuple[Sparse, Tally]:
         if not self._staged:
-            return self._wire.empty(), tally
-        selection = self.feedback.stage(self._bucket.flat, k, weight=weight, gradient=gradient)
+            return self._wire.empty(), given.tally
+        flat, gradient = self._bucket.flat, given.gradient
+        selection = self.feedback.stage(flat, k, weight=given.weight, gradient=gradient)
         self._picked = selection.sparse.indices
-        return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
+        return selection.sparse, replace(given.tally, num_nonfinite=int(not selection.finite))
 
-    def _launch_everything(self, gradient: torch.Tensor, tally: Tally, weight: float) -> None:
-        flat = self._bucket.flat
+    def _launch_everything(self, given: WeightedGradient) -> None:
+        flat, tally = self._bucket.flat, given.tally
         if self._staged:
-            finite = self.feedback.stage_all(flat, weight=weight, gradient=gradient)
+            finite = self.feedback.stage_all(flat, weight=given.weight, gradient=given.gradient)
             tally = replace(tally, num_nonfinite=~finite)
         tally.write_to(self._tail)
         self._joined = None
@@ -556,10 +546,11 @@ class SparseReduction(Reduction):
         shown = flat[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.feedback.residual[mine] += before - shown / factor
 
+    @override
     def discard(self) -> None:
         if self._staged:
             self.feedback.discard()
-        self._bring_back(self.feedback.residual)
+        super().discard()
 
     @override
     def send_all(self) -> None:
@@ -571,24 +562,18 @@ class SparseReduction(Reduction):
     def residual(self) -> torch.Tensor:
         return self.feedback.residual
 
-    def additive_state(self) -> dict[str, torch.Tensor]:
-        return self._bucket.named("residual", self.feedback.residual)
-
-    def local_state(self) -> dict[str, float]:
-        state = self.feedback.selector_state | {"weight": self._owed_weight}
+    @override
+    def local_state(self) -> dict[str, float | torch.Tensor]:
+        state = dict(self.feedback.selector_state)
         if self._owed_rate is not None:
             state |= self._owed_rate.state()
-        return {self._local_name(key): value for key, value in state.items()}
+        named = {self._local_name(key): value for key, value in state.items()}
+        return super().local_state() | named
 
-    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
-        for name, live in self.additive_state().items():
-            live.copy_(additive[name])
-        self._owed_weight = float(local.get(self._local_name("weight"), 0))
-        state = self.feedback.selector_state
-        # A run that resumes with another selector lacks some keys; they keep their initial value.
-        state.update(
-            {key: local[name] for key in state if (name := self._local_name(key)) in local}
-        )
+    @override
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
+        super().load(additive, local)
+        self._load_numbers(self.feedback.selector_state, local)
         if self._owed_rate is not None:
             # Names of parameters have no slashes.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}

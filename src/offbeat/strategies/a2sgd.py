@@ -27,9 +27,8 @@ from typing_extensions import override
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import Tally
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import Reduction, TalliedSum
+from offbeat.gradients.reductions import Reduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
@@ -98,13 +97,11 @@ class _TwoMeansReduction(Reduction):
     _total: torch.Tensor
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        self._weight = tally.weight
-        self._own = two_means(gradient)
-        mine = self._own.cpu() * tally.weight
-        self._sum = TalliedSum([mine], tally, self._driver, self._stream)
+    def launch(self, given: WeightedGradient) -> None:
+        self._weight = given.tally.weight
+        self._own = two_means(given.gradient)
+        mine = self._own.cpu() * self._weight
+        self._sum = TalliedSum([mine], given.tally, self._driver, self._stream)
 
     @override
     def wait(self) -> torch.Tensor:

@@ -43,10 +43,9 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import Tally
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import ResidualReduction, TalliedSum
+from offbeat.gradients.reductions import ResidualReduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import number_of, require_at_least, require_real
 from offbeat.weights.model_weights import ModelWeights, restore_
@@ -191,11 +190,9 @@ class _BlockReduction(ResidualReduction):
         return torch.from_numpy(places).to(self._residual.device)
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         begin_s = time.perf_counter()
-        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
+        tally = self._stage(given)
         self._block = self._draw()
         self._sum = TalliedSum([self._mine[self._block]], tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s

@@ -81,26 +81,20 @@ class GradientStrategy(Strategy):
         mib = self.bucket_mib if context.bucket_mib is None else context.bucket_mib
         return None if mib is None else int(mib * MIB)
 
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
-        """How `bucket` is exchanged. Every strategy has this, or `reductions` of its own.
-
-        Args:
-            bucket: one of `buckets`.
-            context: lent by the session.
-            transform: changes what the bucket holds; its state of it is to be made.
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
+        """How `bucket`, one of `buckets`, is exchanged. Every strategy has this, or `reductions` of
+        its own.
         """
         raise NotImplementedError
 
     def reductions(
         self, context: Context, counts: ExchangeCounts, transform: GradientTransform
     ) -> Reductions:
-        """What is exchanged; `counts` are those of the exchange."""
+        """What is exchanged; `counts` are those of the exchange. `transform` works before it, and
+        is made ready for each bucket afterwards.
+        """
         buckets = self.buckets(context)
-        return Reductions(
-            [(bucket, self.reduction(bucket, context, transform)) for bucket in buckets]
-        )
+        return Reductions([(bucket, self.reduction(bucket, context)) for bucket in buckets])
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """How gradients are clipped before they are sent; None where the user may clip the mean."""
@@ -135,6 +129,8 @@ class GradientStrategy(Strategy):
         launch_order: LaunchOrder | None = None,
     ) -> tuple[GradientExchange, list[Callback]]:
         found = self.reductions(context, counts, transform)
+        for bucket, reduction in found.pairs:
+            transform.init(bucket, reduction)
         exchange = GradientExchange(
             context,
             found.pairs,

@@ -185,6 +185,5 @@ class SparseGradientStrategy(EntriesStrategy):
                     leads_to_plain_steps=transform.leaves_plain_steps,
                 ),
             )
-            transform.init(bucket, reduction.feedback)
             pairs.append((bucket, reduction))
         return Reductions(pairs, [*others, density], [density.listener])
