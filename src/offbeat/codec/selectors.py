@@ -331,10 +331,8 @@ def largest_of_all(values: NDArray[np.floating], k: int) -> Sparse:
     magnitudes.partition(values.size - k)
     # At least 1: zeros are not selected.
     kth = max(magnitudes[values.size - k], mask.dtype.type(1))
-    marks = np.empty(values.size, dtype=np.bool_)
-    _take_largest(bits, mask, kth, k, marks)
-    indices = np.flatnonzero(marks)
-    return Sparse(indices=indices, values=values[indices], num_elements=values.size)
+    indices = np.flatnonzero(bits & mask >= kth)
+    return _largest(indices, values[indices], values.size, k)
 
 
 @kernel
@@ -419,22 +417,3 @@ def sample_magnitudes(
     for i in range(out.size):
         j = i * stride + (i * 40503 & 0xFFFF) % stride
         out[i] = abs(residual[j] + weight * flat[j])
-
-
-@kernel
-def _take_largest(
-    bits: NDArray[np.unsignedinteger],
-    mask: np.unsignedinteger,
-    kth: np.unsignedinteger,
-    k: int,
-    out: NDArray[np.bool_],
-) -> None:
-    """Mark the `k` largest magnitudes, given the k-th; among equals the first ones."""
-    left = k
-    for i in range(bits.size):
-        left -= bits[i] & mask > kth
-    for i in range(bits.size):
-        key = bits[i] & mask
-        equal = key == kth and left > 0
-        left -= equal
-        out[i] = equal or key > kth
