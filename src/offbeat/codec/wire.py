@@ -97,10 +97,6 @@ class Wire(ByteBlocks):
     values: ValueCodec = field(default_factory=Float32Values)
     indices: IndexCodec = field(default_factory=GapIndices)
 
-    def pair_bytes(self, k: int) -> float:
-        """Bytes of an entry in a usual message of `k` entries, for estimates of cost."""
-        return pair_bytes(self.values, self.indices, k=k, num_elements=self.num_elements)
-
     def carry(
         self,
         collective: Callable[..., T],

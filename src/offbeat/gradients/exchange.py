@@ -785,29 +785,21 @@ class GradientExchange(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
-        needed = {
-            (kind, name): live
-            for _, reduction in self._pairs
-            for kind, entries in (
-                ("additive", reduction.additive_state()),
-                ("local", reduction.local_state()),
-            )
-            for name, live in entries.items()
-            if isinstance(live, torch.Tensor)
-        }
-        missing = sorted(name for kind, name in needed if name not in state[kind])
-        foreign = sorted(name for name in state["additive"] if ("additive", name) not in needed)
-        if missing or foreign:
-            raise CheckpointError(
-                f"the state was saved with another model or strategy: it lacks {missing[:3]} and"
-                f" has {foreign[:3]} too many"
-            )
-        for (kind, name), live in needed.items():
-            shape = getattr(state[kind][name], "shape", None)
-            if shape != live.shape:
+        for kind, entries in self.state_dict().items():
+            saved = state[kind]
+            needed = {name: e.shape for name, e in entries.items() if isinstance(e, torch.Tensor)}
+            missing = sorted(needed.keys() - saved.keys())
+            foreign = sorted(saved.keys() - needed.keys()) if kind == "additive" else []
+            if missing or foreign:
                 raise CheckpointError(
-                    f"{name!r} was saved with shape {shape}, here it has {live.shape}"
+                    f"the state was saved with another model or strategy: it lacks {missing[:3]}"
+                    f" and has {foreign[:3]} too many"
                 )
+            for name, wanted in needed.items():
+                if (shape := getattr(saved[name], "shape", None)) != wanted:
+                    raise CheckpointError(
+                        f"{name!r} was saved with shape {shape}, here it has {wanted}"
+                    )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -138,28 +138,17 @@ class Peers(Driver):
         """Return what `dead` does, but wait for up to `timeout_s` until some rank is dead or has
         ended: for another driver that has to name the cause of its failure.
         """
-        deadline_s = time.monotonic() + timeout_s
+        mesh = self._mesh
         with self._changed:
-            while True:
-                self._update()
-                remaining_s = deadline_s - time.monotonic()
-                if self._mesh.failures or self._mesh.ended or remaining_s <= 0:
-                    return dict(self._mesh.failures)
-                self._wait_for_change(remaining_s)
+            self._wait_until(lambda: bool(mesh.failures or mesh.ended), timeout_s)
+            return dict(mesh.failures)
 
     def await_connections(self, timeout_s: float) -> None:
         """Return once there has been a connection to every rank, or after `timeout_s`. A connection
         that is lost afterwards tells of a death.
         """
-        deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            self._update()
-            while (
-                not self._mesh.has_reached_all()
-                and (remaining_s := deadline_s - time.monotonic()) > 0
-            ):
-                self._wait_for_change(remaining_s)
-                self._update()
+            self._wait_until(self._mesh.has_reached_all, timeout_s)
 
     def left(self) -> list[int]:
         """The ranks that closed in good order, by their numbers. Never blocks."""
@@ -284,6 +273,14 @@ class Peers(Driver):
         self._check_open()
         if not self._is_polled:
             self._mesh.update()
+
+    def _wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+        """With the lock: return once `is_so`, or after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        self._update()
+        while not is_so() and (remaining_s := deadline_s - time.monotonic()) > 0:
+            self._wait_for_change(remaining_s)
+            self._update()
 
     def _wait_for_change(self, timeout_s: float) -> None:
         """With the lock: let other threads use the driver until something may have happened."""

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from traceback import clear_frames
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -358,17 +358,6 @@ def _departed(messages: Peers) -> dict[int, str]:
     return messages.dead() or in_good_order
 
 
-class _Cuttable(Protocol):
-    """Connections on which somebody may wait for a rank that is dead."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def waits_for_s(self) -> float: ...
-
-    def cut(self, cause: PeerError) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Tied:
     """Connections of other libraries, which do not say whether they wait."""
@@ -401,7 +390,7 @@ class Watch:
 
     def __init__(
         self,
-        dense: _Cuttable,
+        dense: C10d | _Tied,
         dead: Callable[[], Mapping[int, str]],
         *,
         limit_s: float | None = None,
