@@ -188,6 +188,8 @@ class GradientTransform(Callback):
     ) -> None:
         self._user_optimizer = optimizer
         self._is_followed = is_followed
+        self._handles: list[Any] = []  # of what is hooked into the optimizer
+        self._density: DensitySchedule | None = None
 
     def init(self, bucket: Bucket, reduction: Reduction) -> None:
         """Make the state of a bucket, whose gradients will be changed before `reduction` gets
@@ -196,6 +198,7 @@ class GradientTransform(Callback):
 
     def follow(self, density: DensitySchedule) -> None:
         """Learn what knows how much travels."""
+        self._density = density
 
     def take(self) -> None:
         """Take over what is the optimizer's. Called before each exchange and each step:
@@ -235,6 +238,10 @@ class GradientTransform(Callback):
 
     def give_back(self) -> None:
         """The session ends: the optimizer is the user's again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._density = None  # which holds this
 
     @override
     def state_dict(self) -> CallbackState:

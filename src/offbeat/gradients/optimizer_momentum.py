@@ -50,9 +50,13 @@ from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.jit import kernel
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import GradientTransform
-from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay, rates_of
+from offbeat.gradients.parameter_groups import (
+    GroupRanges,
+    coupled_decay,
+    numbers_in_state,
+    rates_of,
+)
 from offbeat.gradients.reductions import Reduction, WeightedGradient
 
 _NO_BUFFER: Final = (
@@ -106,11 +110,9 @@ class OptimizerMomentum(GradientTransform):
         self._optimizer, self._inform = context.optimizer, context.notices.inform
         self._states: dict[int, _State] = {}
         self._at_once = False  # in this step all of a gradient's momentum is applied
-        self._handles: list[Any] = []
         self._options: list[tuple[float, bool]] = []  # by group: momentum, and whether Nesterov's
         self._decays: list[bool] = []  # by group: whether decay is in the gradient of the next step
         self._shown: list[dict[str, Any]] = []  # by group, during a step: what the user set
-        self._density: DensitySchedule | None = None
         self._velocity_is_loaded = self._has_said_no_buffer = False
 
     @override
@@ -118,10 +120,6 @@ class OptimizerMomentum(GradientTransform):
         velocity = torch.zeros_like(bucket.flat, dtype=bucket.state_dtype)
         groups = GroupRanges(bucket, self._optimizer)
         self._states[id(bucket)] = _State(bucket, groups, velocity)
-
-    @override
-    def follow(self, density: DensitySchedule) -> None:
-        self._density = density
 
     # What the exchange calls
 
@@ -199,9 +197,7 @@ class OptimizerMomentum(GradientTransform):
     @override
     def give_back(self) -> None:
         """Momentum begins anew in the optimizer, since velocities differ from rank to rank."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().give_back()
         self._show_options()
 
     # Events
@@ -267,7 +263,7 @@ class OptimizerMomentum(GradientTransform):
         if self._at_once and not self._has_said_no_buffer:
             self._has_said_no_buffer = True
             self._inform(_NO_BUFFER)
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        numbers = numbers_in_state(optimizer)
         for parameter, velocity, sign in self._velocities():
             if sign and velocity.any():  # a buffer of zeros is as good as none
                 entry = state["state"].setdefault(numbers[id(parameter)], {})
@@ -306,11 +302,6 @@ class OptimizerMomentum(GradientTransform):
                     yield parameter, view, 0.0
                 else:
                     yield parameter, view, -1.0 if param_groups[number]["maximize"] else 1.0
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        """In the order in which a state dictionary numbers them."""
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
 
     def _description(self) -> str:
         groups = self._optimizer.param_groups

@@ -57,9 +57,8 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
-from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
+from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay, numbers_in_state
 from offbeat.gradients.reductions import Reduction, WeightedGradient
 from offbeat.torch_private import for_each, version_of
 
@@ -124,9 +123,7 @@ class OptimizerScaling(GradientTransform):
         self.is_taken = None
         self._optimizer, self._notices = context.optimizer, context.notices
         self._driver, self._stream = context.driver, context.new_stream()
-        self._handles: list[Any] = []
         self._state_is_loaded = False
-        self._density: DensitySchedule | None = None
         self._counts = counts
         self._watch = _GradientWatch(counts)
         self._moments: dict[int, _Moments] = {}
@@ -139,11 +136,6 @@ class OptimizerScaling(GradientTransform):
     def needs_warm_up(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Scaled gradients are of one size from the first step on."""
         return self.is_taken is False
-
-    @override
-    def follow(self, density: DensitySchedule) -> None:
-        """Where everything travels, Adam itself serves better."""
-        self._density = density
 
     @override
     def init(self, bucket: Bucket, reduction: Reduction) -> None:
@@ -191,9 +183,7 @@ class OptimizerScaling(GradientTransform):
         self._hidden.show()
         if self.is_taken:
             self._forget_optimizer_state()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().give_back()
         self.is_taken = False
 
     @override
@@ -420,12 +410,7 @@ class OptimizerScaling(GradientTransform):
             self._density.send_few()
 
     def _show_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        numbers = {
-            id(parameter): number
-            for number, parameter in enumerate(
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            )
-        }
+        numbers = numbers_in_state(optimizer)
         for moments in self._moments.values() if self._num_steps else ():
             square = moments.square.clone()
             self._change_noise_(moments, square, 1 / self._driver.world_size)

@@ -13,8 +13,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from typing_extensions import override
-
 from offbeat.errors import OffbeatError
 from offbeat.transport.operations import (
     Collective,
@@ -348,6 +346,7 @@ class Counting(Wrapper):
 
     Attributes:
         clock: of the wrapped driver, in seconds, on a channel.
+        in_background: as given.
     """
 
     def __init__(self, inner: Driver, *, in_background: bool = False) -> None:
@@ -356,7 +355,7 @@ class Counting(Wrapper):
         self._wait_s = 0.0
         # Bound once, because each operation reads it three times.
         self.clock = inner.now_s
-        self._in_background = in_background
+        self.in_background = in_background
         # The number is bounded, because nobody may ever take them. The oldest go first.
         self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
         self._ready_at_s: float | None = None
@@ -368,7 +367,7 @@ class Counting(Wrapper):
                 self._add(Traffic(bytes_sent=memoryview(payload).nbytes, messages_sent=1))
                 return ticket
             case Recv() | RecvAny() | DenseOperation():
-                return (_Counted if self._in_background else _Timed)(self, operation, channel)
+                return _Counted(self, operation, channel)
             case _:
                 return self.inner.start(operation, channel)
 
@@ -425,43 +424,32 @@ class Counting(Wrapper):
 
 
 class _Counted:
-    """A ticket that reports what its operation has moved."""
+    """A ticket that reports what its operation has moved, and, where training waits for it, how
+    long it took.
+    """
 
     def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
-        self._counting = counting
-        self._operation = operation
+        self._counting, self._operation, self._channel = counting, operation, channel
+        self._step, self._arrived_at_s = counting.step, counting.clock(channel)
         self._ticket = counting.inner.start(operation, channel)
 
     def done(self) -> bool:
         return self._ticket.done()
 
     def wait(self) -> Any:
-        result = self._ticket.wait()
-        self._counting._add_result(result, self._operation)
-        return result
-
-
-class _Timed(_Counted):
-    """A ticket that also reports how long its operation took."""
-
-    def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
-        self._channel = channel
-        self._step = counting.step
-        self._arrived_at_s = counting.clock(channel)
-        super().__init__(counting, operation, channel)
-
-    @override
-    def wait(self) -> Any:
         counting, channel = self._counting, self._channel
         entered_s = counting.clock(channel)
         try:
-            result = super().wait()
+            result = self._ticket.wait()
         finally:
             left_s = counting.clock(channel)
-            counting.record_wait(entered_s, left_s)
-        waited_s = left_s - self._arrived_at_s
-        kind = self._operation.kind
-        counting._arrivals.append(Arrival(self._step, channel, kind, self._arrived_at_s, waited_s))
+            if not counting.in_background:
+                counting.record_wait(entered_s, left_s)
+        counting._add_result(result, self._operation)
+        if not counting.in_background:
+            waited_s, kind = left_s - self._arrived_at_s, self._operation.kind
+            came = Arrival(self._step, channel, kind, self._arrived_at_s, waited_s)
+            counting._arrivals.append(came)
         return result
 
 
