@@ -77,7 +77,7 @@ class Selector(OptionValue):
     """Picks about `k` entries of residual + weight * gradient.
 
     One object serves all buckets, so what it remembers from step to step is not kept in it but
-    handed in and out as its state, a few numbers by name. `ErrorFeedback` keeps the state of a
+    handed in and out as its state, a few numbers by name. `SparseReduction` keeps the state of a
     bucket, forgets it together with a step that is discarded, and checkpoints it.
     """
 

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.callbacks.callback import Callback
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
@@ -226,11 +225,10 @@ def _local_costs_s(
     """Of residual and selection, for each element; and of each entry that is selected, dealt to an
     owner, written, read and added. Measured on noise.
     """
-    feedback = ErrorFeedback(
-        SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selector=selector
-    )
     double = sample.dtype == torch.float64
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    kept = torch.float64 if double else torch.float32
+    residual = sample.new_zeros(SAMPLE_ELEMENTS, dtype=kept)
     wire = TopKCodec().wire(SAMPLE_ELEMENTS, num_parameters=1, dtype=dtype)
     tally = Tally.of_nobody(1)
     device = sample.device if sample.is_cuda else "cpu"
@@ -247,13 +245,13 @@ def _local_costs_s(
             torch.cuda.synchronize(sample.device)
         begin_s = now_s()
         # This ends on the host, so what it took on a GPU is over too.
-        feedback.stage(gradient, k)
+        selector.select(
+            gradient.to(kept), residual, k=k, weight=1.0, state=selector.initial_state()
+        )
         sums = wire.empty()
         for part in wire.partition(entries, 2):
             sums = wire.add(sums, wire.decode(wire.encode(part, tally)[0])[0])
-        spent_s = now_s() - begin_s
-        feedback.discard()
-        return spent_s
+        return now_s() - begin_s
 
     few, many = (SAMPLE_ELEMENTS // share for share in SAMPLE_SHARES)
     few_s, many_s = (min(seconds(k) for _ in range(REPEATS)) for k in (few, many))

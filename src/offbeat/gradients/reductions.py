@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.device_copies import on_device
-from offbeat.codec.residual import ErrorFeedback, add_owed
+from offbeat.codec.residual import add_owed
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
@@ -396,16 +396,23 @@ class SparseReduction(Reduction):
     """Mean of the largest entries; the rest is owed (error feedback), and added to the next step's
     gradient.
 
+        acc = residual + weight * gradient                  (written into the gradient's buffer)
+        send the k largest of acc; what is left is the new residual
+        add what other parts dropped or rounded off
+
+    Staging copies nothing: residual and gradient trade buffers on commit.
+
+    Memory beside the gradient: one buffer of its size. Half-precision gradients are owed in
+    float32; their buffer cannot be traded, so that takes two float32 buffers.
+
     Args:
         bucket, driver, stream: as of `Reduction`.
         codec: which entries, and how they are written.
         plan: called once for each exchange, at the same point on all ranks.
         selector: another one than the codec's.
-        decay: as of `ErrorFeedback`.
+        decay: what is owed is multiplied by it when a step in which entries travelled is committed,
+            in (0, 1].
         owed_rate: follows the learning rate; None: what is owed is applied at whatever it is then.
-
-    Attributes:
-        feedback: residual and selection.
     """
 
     def __init__(
@@ -423,12 +430,12 @@ class SparseReduction(Reduction):
         super().__init__(bucket, driver, stream)
         self.ages = self._ages = EntryAges(bucket.num_elements)
         self._owed_rate = owed_rate
-        self.feedback = ErrorFeedback(
-            bucket.num_elements,
-            dtype=bucket.flat.dtype,
-            device=bucket.flat.device,
-            selector=selector or codec.selector,
-            decay=decay,
+        self._selector, self._decay = selector or codec.selector, decay
+        self._selector_state = dict(self._selector.initial_state())
+        self._is_half = bucket.flat.dtype not in _EXACT
+        self._residual, self._accumulator = (
+            bucket.flat.new_zeros(size, dtype=bucket.state_dtype)
+            for size in (bucket.num_elements, bucket.num_elements if self._is_half else 0)
         )
         self._wire = wire_of(bucket, codec)
         self._plan = plan
@@ -438,18 +445,17 @@ class SparseReduction(Reduction):
         self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
         self._picked: NDArray[np.int64] | None = None
-        self._staged = False
+        self._new_selector_state: Mapping[str, float] = self._selector_state
 
     def launch(self, given: WeightedGradient) -> None:
         plan = self._plan()
         self._grad_scale = given.grad_scale
-        residual = self.feedback.residual
         rates = self._owed_rate
-        resting = [] if rates is None else rates.follow(residual, given.gradient)
-        self._weigh(residual, given.tally)
-        self._set_aside(residual, resting)
-        self._staged = not given.tally.num_failed
-        self._pending = self._picked = None
+        resting = [] if rates is None else rates.follow(self._residual, given.gradient)
+        self._weigh(self._residual, given.tally)
+        self._set_aside(self._residual, resting)
+        self._pending, self._picked = None, None
+        self._new_selector_state = self._selector_state
         begin_s = time.perf_counter()
         if plan.collective is None:
             self._launch_everything(given)
@@ -462,24 +468,38 @@ class SparseReduction(Reduction):
         self.encode_s += time.perf_counter() - begin_s
 
     def _pick(self, given: WeightedGradient, k: int) -> tuple[Sparse, Tally]:
-        if not self._staged:
+        if given.tally.num_failed:
             return self._wire.empty(), given.tally
-        flat, gradient = self._bucket.flat, given.gradient
-        selection = self.feedback.stage(flat, k, weight=given.weight, gradient=gradient)
-        self._picked = selection.sparse.indices
+        accumulated = self._accumulated(given)
+        selection = self._selector.select(
+            accumulated,
+            self._residual,
+            k=min(k, accumulated.numel()),
+            weight=given.weight,
+            state=self._selector_state,
+        )
+        self._picked, self._new_selector_state = selection.sparse.indices, selection.state
         return selection.sparse, replace(given.tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, given: WeightedGradient) -> None:
         flat, tally = self._bucket.flat, given.tally
-        if self._staged:
-            finite = self.feedback.stage_all(flat, weight=given.weight, gradient=given.gradient)
-            tally = replace(tally, num_nonfinite=~finite)
+        if not tally.num_failed:
+            accumulated = self._accumulated(given)
+            torch.add(self._residual, accumulated, alpha=given.weight, out=accumulated)
+            if self._is_half:  # only what rounding to it loses will be owed
+                flat.copy_(accumulated)
+                accumulated.sub_(flat)
+            tally = replace(tally, num_nonfinite=~is_finite(flat))
         tally.write_to(self._tail)
         self._joined = None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
             self._joined = torch.cat([flat, self._tail.to(flat)])
         summed = (flat, self._tail) if self._joined is None else (self._joined,)
         self._sums = launch_sums(self._driver, self._stream, *summed)
+
+    def _accumulated(self, given: WeightedGradient) -> torch.Tensor:
+        """The buffer to accumulate in, which holds the gradient."""
+        return self._accumulator.copy_(given.gradient) if self._is_half else self._bucket.flat
 
     def wait(self) -> Tally | torch.Tensor:
         if self._pending is not None:
@@ -493,10 +513,23 @@ class SparseReduction(Reduction):
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        factor = self._grad_scale / (self.tally.weight or 1)
+        factor, flat = self._grad_scale / (self.tally.weight or 1), self._bucket.flat
+        self._selector_state = dict(self._new_selector_state)
+        if self._is_half:
+            self._residual, self._accumulator = self._accumulator, self._residual
+        elif self._pending is not None:
+            # What is left in the gradient's buffer is the new residual, and the old residual's
+            # buffer becomes the gradient's: no copy of either is made.
+            self._residual, flat = flat, self._residual
+        else:
+            self._residual.zero_()
         if self._pending is not None:
             exchanged = self._pending.wait()  # which is over
-            flat, kept = self.feedback.commit(exchanged.owed), exchanged.kept
+            kept = exchanged.kept
+            add_owed(self._residual, exchanged.owed)
+            if self._decay != 1:
+                self._residual.mul_(self._decay)
+            flat.zero_()
             indices = on_device(torch.from_numpy(kept.indices), flat.device)
             mean = torch.from_numpy(kept.values * factor).to(flat.dtype)
             flat[indices] = on_device(mean, flat.device)
@@ -505,11 +538,9 @@ class SparseReduction(Reduction):
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
             self.tally.used[hit] = True
         else:
-            self.feedback.commit_all()
-            flat = self._bucket.flat
             self._scale_(flat, factor)
             self._mark_unused_with_gradient()
-        self._bring_back(self.feedback.residual)
+        self._bring_back(self._residual)
         self._ages.after_exchange(self._picked)
         self.encode_s += time.perf_counter() - begin_s
         return flat
@@ -525,7 +556,7 @@ class SparseReduction(Reduction):
         shown[~np.isfinite(shown)] = 0
         lost = kept.values[mine] - shown / factor
         add_owed(
-            self.feedback.residual,
+            self._residual,
             Sparse(
                 indices=kept.indices[mine],
                 values=lost.astype(kept.values.dtype),
@@ -544,13 +575,7 @@ class SparseReduction(Reduction):
         before = flat[mine].float()
         flat.mul_(factor)
         shown = flat[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        self.feedback.residual[mine] += before - shown / factor
-
-    @override
-    def discard(self) -> None:
-        if self._staged:
-            self.feedback.discard()
-        super().discard()
+        self._residual[mine] += before - shown / factor
 
     @override
     def send_all(self) -> None:
@@ -560,11 +585,11 @@ class SparseReduction(Reduction):
     @property
     @override
     def residual(self) -> torch.Tensor:
-        return self.feedback.residual
+        return self._residual
 
     @override
     def local_state(self) -> dict[str, float | torch.Tensor]:
-        state = dict(self.feedback.selector_state)
+        state = dict(self._selector_state)
         if self._owed_rate is not None:
             state |= self._owed_rate.state()
         named = {self._local_name(key): value for key, value in state.items()}
@@ -573,7 +598,7 @@ class SparseReduction(Reduction):
     @override
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         super().load(additive, local)
-        self._load_numbers(self.feedback.selector_state, local)
+        self._load_numbers(self._selector_state, local)
         if self._owed_rate is not None:
             # Names of parameters have no slashes.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}
