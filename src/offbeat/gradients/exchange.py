@@ -303,7 +303,7 @@ class GradientExchange(Callback):
         norm_over_ranks: Callable[[float], float] | None = None,
         transform: GradientTransform | None = None,
     ) -> None:
-        self.counts, self._island = counts, context.island
+        self.counts, self._island, self._parameters = counts, context.island, context.parameters
         self._driver, self._words = context.driver, context.new_stream()
         self._norm_over_ranks = norm_over_ranks
         self._transform = transform or GradientTransform(None)
@@ -740,14 +740,8 @@ class GradientExchange(Callback):
     def _clip_mean(self, max_norm: float) -> float:
         # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
         # on the number of threads and on the processor.
-        placed = {
-            index: parameter
-            for bucket, _ in self._pairs
-            for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
-        }
-        parameters = [placed[index] for index in sorted(placed)]
         agree_on = self._norm_over_ranks or self._norm_of_first
-        return clip_gradients_(parameters, max_norm, agree_on=agree_on)
+        return clip_gradients_([*self._parameters.values()], max_norm, agree_on=agree_on)
 
     def _norm_of_first(self, norm: float) -> float:
         said = torch.tensor([self._island.hypot(norm)], dtype=torch.float64)

@@ -89,23 +89,6 @@ class _Moments:
     steps: list[float]
     has_gradient: list[bool]
 
-    def alike(
-        self, options: Sequence[tuple[float, float, float]], marked: Sequence[bool] | None
-    ) -> Iterator[tuple[slice, tuple[float, float, float], float]]:
-        """Neighbouring elements with the options of their group and their number of steps, of those
-        parameters that are `marked`; None: of all.
-        """
-        marked = [True] * len(self.steps) if marked is None else marked
-        if all(marked) and len({*self.steps}) == 1:
-            for here, found in self.groups.merged(options, default=options[0]):
-                yield here, found, self.steps[0]
-            return
-        places = zip(self.bucket.offsets, self.bucket.offsets[1:], strict=False)
-        each = zip(places, self.groups.groups, self.steps, marked, strict=True)
-        for (begin, end), number, steps, is_marked in each:
-            if is_marked:
-                yield slice(begin, end), options[number or 0], steps
-
 
 class OptimizerScaling(GradientTransform):
     """The scaling of an Adam optimizer, once it is not the optimizer's.
@@ -393,7 +376,18 @@ class OptimizerScaling(GradientTransform):
         # What the optimizer does not move is scaled as any other.
         whole = max(1, moments.mean.numel())
         step = _BLOCK if moments.mean.device.type == "cpu" else whole
-        for here, found, steps in moments.alike(options, marked):
+        if all(marked or ()) and len({*moments.steps}) == 1:
+            alike = moments.groups.merged(options, default=options[0])
+            parts = [(here, found, moments.steps[0]) for here, found in alike]
+        else:
+            ends = zip(moments.bucket.offsets, moments.bucket.offsets[1:], strict=False)
+            each = zip(ends, moments.groups.groups, moments.steps, strict=True)
+            parts = [
+                (slice(*here), options[number or 0], steps)
+                for place, (here, number, steps) in enumerate(each)
+                if marked is None or marked[place]
+            ]
+        for here, found, steps in parts:
             for begin in range(here.start, here.stop, step):
                 yield slice(begin, min(begin + step, here.stop)), found, steps
 

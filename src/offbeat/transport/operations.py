@@ -15,6 +15,7 @@ Messages between two ranks on one channel arrive in the order they were sent.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -145,9 +146,9 @@ class DenseOperation(ABC):
         """The rank whose tensor everyone gets, along a tree, where there is one."""
         return None
 
-    @abstractmethod
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
-        """What rank `rank` moves when the operation is carried out on a ring of `world_size` ranks.
+        """What rank `rank` moves when the operation is carried out on a ring of `world_size` ranks:
+        as much is sent as received, in `num_hops` messages.
 
         A backend may use another algorithm; these are the bytes that any bandwidth-optimal one
         moves.
@@ -158,6 +159,14 @@ class DenseOperation(ABC):
             rank: whose share is asked for.
             world_size: number of ranks, >= 1.
         """
+        hops = self.num_hops(world_size)
+        num_bytes = math.ceil(hops * self.hop_bytes(self.num_bytes, world_size))
+        return Traffic(
+            bytes_sent=num_bytes,
+            bytes_received=num_bytes,
+            messages_sent=hops,
+            messages_received=hops,
+        )
 
     def num_hops(self, world_size: int) -> int:
         """How many messages follow each other on the ring, each of `hop_bytes`. This is how long
@@ -192,16 +201,6 @@ class DenseOperation(ABC):
         """
 
 
-def _both_ways(num_bytes: int, num_messages: int) -> Traffic:
-    """As much is sent as received."""
-    return Traffic(
-        bytes_sent=num_bytes,
-        bytes_received=num_bytes,
-        messages_sent=num_messages,
-        messages_received=num_messages,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _OfTensor(DenseOperation):
     """On a contiguous `tensor`, in place, which is the result."""
@@ -226,14 +225,6 @@ class AllReduceTensor(_OfTensor):
 
     kind: ClassVar[str] = "AllReduce"
 
-    @override
-    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
-        """Of n bytes, on P ranks: 2 (P - 1) messages and ceil(2 (P - 1) n / P) bytes, both sent and
-        received.
-        """
-        hops = 2 * (world_size - 1)
-        return _both_ways(-(-hops * self.num_bytes // world_size), hops)
-
     @classmethod
     @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
@@ -252,12 +243,6 @@ class AllReduceTensor(_OfTensor):
 @dataclass(frozen=True, slots=True)
 class _OfEqualParts(_OfTensor):
     """`tensor` has as many equal parts as there are ranks, each rank's its own."""
-
-    @override
-    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
-        """P - 1 messages of a part each, both sent and received."""
-        hops = world_size - 1
-        return _both_ways(hops * self.num_bytes // world_size, hops)
 
     @override
     def num_hops(self, world_size: int) -> int:

@@ -106,10 +106,7 @@ class C10d(Driver):
                     " driver for messages"
                 )
 
-    def close(self) -> None:
-        self._close()
-
-    def _close(self, *under_way: BackendWork) -> None:
+    def close(self, *under_way: BackendWork) -> None:
         """Close, although some waits on gloo may never end: those of `under_way`, and of tickets
         that nobody waits for.
         """
@@ -212,7 +209,7 @@ class C10d(Driver):
             if self._cause is not None:
                 give_up_s = min(give_up_s, begin_s + GIVE_UP_S)
                 if begin_s >= give_up_s:
-                    self._close(work)
+                    self.close(work)
                     raise PeerError(str(self._cause), rank=self._cause.rank)
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
