@@ -34,17 +34,30 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 """Bytes of one message. The sender must not change them afterwards."""
 
 
+class _Named:
+    """Any operation."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    """The name in records; that of the class unless a subclass sets another one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" not in cls.__dict__:
+            cls.kind = cls.__name__
+
+
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(_Named):
     """Hand `payload` over for delivery to rank `peer`; goes on at once. Result: None."""
 
-    kind: ClassVar[str] = "Send"
     peer: int
     payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(_Named):
     """Wait for the next message from rank `peer` on this channel. Result: its payload (`bytes` or
     `memoryview`).
 
@@ -52,13 +65,12 @@ class Recv:
     message is not lost and a later `Recv` may take it.
     """
 
-    kind: ClassVar[str] = "Recv"
     peer: int
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RecvAny:
+class RecvAny(_Named):
     """Wait for the next message on this channel from any of `peers`. Result: a pair (rank,
     payload).
 
@@ -69,34 +81,29 @@ class RecvAny:
     Raises `PeerTimeoutError` as `Recv` does. No one else may receive on this channel with `Recv`.
     """
 
-    kind: ClassVar[str] = "RecvAny"
     peers: frozenset[int]
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Post(_Named):
     """Leave `payload` for this rank's own `RecvAny` on this channel: an event, not traffic. Result:
     None.
     """
 
-    kind: ClassVar[str] = "Post"
     payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(_Named):
     """Let `seconds` pass. Result: None."""
 
-    kind: ClassVar[str] = "Sleep"
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
+class Now(_Named):
     """Result: the driver's monotonic clock, in seconds (virtual under the virtual driver)."""
-
-    kind: ClassVar[str] = "Now"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +125,7 @@ class Traffic:
     wait_s: float = 0.0
 
 
-class DenseOperation(ABC):
+class DenseOperation(_Named, ABC):
     """An operation of all ranks together, such as an all-reduce, that a backend of PyTorch carries
     out as a whole.
 
@@ -127,14 +134,6 @@ class DenseOperation(ABC):
     """
 
     __slots__ = ()
-
-    kind: ClassVar[str]
-    """The name in records; that of the class unless a subclass sets another one."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "kind" not in cls.__dict__:
-            cls.kind = cls.__name__
 
     @property
     @abstractmethod
