@@ -19,7 +19,6 @@ Where several ranks have samples, P and Q are weighted by them; a rank without a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from typing_extensions import override
@@ -42,8 +41,6 @@ class A2SGD(AveragingStrategy):
     Args:
         period: parameters are averaged after every so many steps, >= 1.
     """
-
-    name: ClassVar[str] = "a2sgd"
 
     period: int = 16
 

@@ -40,7 +40,6 @@ class AllReduce(GradientStrategy):
             "sign", or a `ValueCodec`; None: as they are.
     """
 
-    name: ClassVar[str] = "allreduce"
     trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 

@@ -19,7 +19,7 @@ the mean of the models, not z; statistics are drawn to their plain mean.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from offbeat.averaging.central_model import CentralModel
 from offbeat.averaging.periodic import (
@@ -50,8 +50,6 @@ class Crossbow(AveragingStrategy):
             `WeightCodec`. What does not travel is part of the next difference. None: weights travel
             whole.
     """
-
-    name: ClassVar[str] = "crossbow"
 
     period: int = 1
     alpha: float | None = None

@@ -17,7 +17,7 @@ at once. Buckets have a size that is given, and is not searched for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from typing_extensions import override
@@ -51,8 +51,6 @@ class DeAR(GradientStrategy):
 
     Each rank steps with an equal part of each bucket.
     """
-
-    name: ClassVar[str] = "dear"
 
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,8 +59,6 @@ class DEFSGD(AveragingStrategy):
         ratio: one of so many elements travels in a step, >= 1.
         ahead: how much of what a rank owes is in its own parameters, in [0, 1].
     """
-
-    name: ClassVar[str] = "defsgd"
 
     ratio: int = 64
     ahead: float = 0.3

@@ -64,7 +64,6 @@ class DeMo(GradientStrategy):
             "float32", all exact.
     """
 
-    name: ClassVar[str] = "demo"
     bucket_mib: ClassVar[float | None] = None
 
     density: float = 1 / 128

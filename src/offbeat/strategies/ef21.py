@@ -33,7 +33,6 @@ Differences from the papers:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from typing_extensions import override
 
@@ -58,7 +57,6 @@ class EF21(EntriesStrategy):
             no clipping; clipping after backward is possible then, since nothing is owed.
     """
 
-    name: ClassVar[str] = "ef21"
     trains_islands = True
 
     density: float = 0.01

@@ -79,7 +79,6 @@ class GTopK(SparseGradientStrategy):
             more entries, which are worth more than their precision; else "float32".
     """
 
-    name: ClassVar[str] = "gtopk"
     trains_islands = True
     measures: ClassVar[bool] = True
 

@@ -57,8 +57,6 @@ class OneBitAdam(GradientStrategy):
             sixth to a quarter of all steps is usual.
     """
 
-    name: ClassVar[str] = "onebitadam"
-
     freeze_step: int = 1000
 
     def __post_init__(self) -> None:

@@ -32,7 +32,6 @@ class PowerSGD(GradientStrategy):
         rank: columns of these matrices, >= 1: 1, 2 or 4 are usual.
     """
 
-    name: ClassVar[str] = "powersgd"
     trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 

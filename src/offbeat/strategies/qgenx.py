@@ -45,7 +45,6 @@ class QGenX(GradientStrategy):
         codec: how values travel: a name of `codec.topk_codec.VALUE_CODECS`, or a `ValueCodec`.
     """
 
-    name: ClassVar[str] = "qgenx"
     acts_at_steps: ClassVar[bool] = True
 
     codec: ValueCodec | str = "stochastic4"
