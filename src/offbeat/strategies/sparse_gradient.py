@@ -160,14 +160,7 @@ class SparseGradientStrategy(EntriesStrategy):
     ) -> Reductions:
         density, others = self.schedule(context, counts)
         buckets, codec, optimizer = self.buckets(context), self.entries(), context.optimizer
-        kinds = [
-            BucketKind(
-                num_elements=bucket.num_elements,
-                element_bytes=bucket.flat.element_size(),
-                codec=codec,
-            )
-            for bucket in buckets
-        ]
+        kinds = [BucketKind(each.num_elements, each.flat.element_size()) for each in buckets]
         density.follow(transform, largest=max(kinds, key=lambda kind: kind.num_elements))
         pairs = []
         for bucket, kind in zip(buckets, kinds, strict=True):
