@@ -11,7 +11,6 @@ from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import NonFiniteError
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.exchange import (
-    ExchangeCounts,
     ExchangeListener,
     GradientExchange,
     LaunchOrder,
@@ -64,7 +63,7 @@ def made(
         new_stream=stream_counter(),
         notices=Notices(0),
     )
-    exchange = GradientExchange(context, pairs, counts=ExchangeCounts(), launch_order=launch_order)
+    exchange = GradientExchange(context, pairs, launch_order=launch_order)
     exchange.add_listener(listener)
     return model, exchange, listener
 

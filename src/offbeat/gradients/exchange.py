@@ -171,6 +171,7 @@ class GradientTransform(Callback):
         is_followed: whether gradients are changed further between exchange and step, as K-FAC does.
 
     Attributes:
+        counts: of the exchange that it comes before.
         what: that is the optimizer's the transform does.
         is_taken: whether it does so, and the optimizer does not; None until that is known.
         needs_warm_up: whether more entries have to travel while the learning rate rises.
@@ -186,6 +187,7 @@ class GradientTransform(Callback):
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, *, is_followed: bool = False
     ) -> None:
+        self.counts = ExchangeCounts()
         self._user_optimizer = optimizer
         self._is_followed = is_followed
         self._handles: list[Any] = []  # of what is hooked into the optimizer
@@ -280,7 +282,6 @@ class GradientExchange(Callback):
             non-finite gradient on every rank. Without one, a skipped step leaves every `param.grad`
             None, which torch.optim's optimizers pass over.
         pairs: each bucket with its reduction, in the order in which they are launched.
-        counts: where what happens is counted.
         launch_order: decides when a bucket that is ready is launched, where other collectives are
             under way beside the buckets; None: at once.
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
@@ -297,16 +298,16 @@ class GradientExchange(Callback):
         context: Context,
         pairs: Sequence[tuple[Bucket, Reduction]],
         *,
-        counts: ExchangeCounts,
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
         norm_over_ranks: Callable[[float], float] | None = None,
         transform: GradientTransform | None = None,
     ) -> None:
-        self.counts, self._island, self._parameters = counts, context.island, context.parameters
+        self._island, self._parameters = context.island, context.parameters
         self._driver, self._words = context.driver, context.new_stream()
         self._norm_over_ranks = norm_over_ranks
         self._transform = transform or GradientTransform(None)
+        self.counts = self._transform.counts
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
         self._gives_whole = all(reduction.gives_whole for _, reduction in pairs)

@@ -95,20 +95,18 @@ class OptimizerScaling(GradientTransform):
 
     Args:
         context: lent by the session; its optimizer is a `torch.optim.Adam` or `AdamW`.
-        counts: of the exchange of gradients.
     """
 
     what: ClassVar[str] = "Adam's scaling"
 
-    def __init__(self, context: Context, counts: ExchangeCounts) -> None:
+    def __init__(self, context: Context) -> None:
         assert context.optimizer is not None
         super().__init__(context.optimizer)
         self.is_taken = None
         self._optimizer, self._notices = context.optimizer, context.notices
         self._driver, self._stream = context.driver, context.new_stream()
         self._state_is_loaded = False
-        self._counts = counts
-        self._watch = _GradientWatch(counts)
+        self._watch = _GradientWatch(self.counts)
         self._moments: dict[int, _Moments] = {}
         self._num_settled = 0
         self._has_gradient = False  # of the coming step
@@ -279,7 +277,7 @@ class OptimizerScaling(GradientTransform):
         if self.is_taken:
             self._taken()
         else:  # all exchanges so far were skipped, or there were none
-            self._num_settled = self._counts.exchanges
+            self._num_settled = self.counts.exchanges
 
     def _steps(self) -> list[float]:
         """Of each parameter, in the model's order; before anything is taken of none."""
@@ -336,7 +334,7 @@ class OptimizerScaling(GradientTransform):
         """
         is_changed = any(self._driver.run(gather_values(is_changed), self._stream.next()))
         is_wanted = self._density is None or self._density.sends_entries()
-        is_new = self._counts.exchanges == self._num_settled
+        is_new = self.counts.exchanges == self._num_settled
         may_take = is_wanted and is_new and not is_changed
         if may_take and not self._num_steps:
             self._take_gathered()

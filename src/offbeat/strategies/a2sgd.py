@@ -26,7 +26,7 @@ from typing_extensions import override
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import Reduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.gradient import GradientStrategy, Reductions
@@ -71,9 +71,7 @@ class _TwoMeans(GradientStrategy):
     bucket_mib = 1.0
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         pairs = [
             (bucket, _TwoMeansReduction(bucket, context.driver, context.new_stream()))
             for bucket in self.buckets(context)

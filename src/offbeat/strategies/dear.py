@@ -25,7 +25,7 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import is_dense
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.scattered import ScatterReduction, ShardedSteps
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 
@@ -76,9 +76,7 @@ class DeAR(GradientStrategy):
         )
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         if context.has_scaler:
             raise UnsupportedError(
                 "DeAR gives each rank a part of the mean, so a GradScaler would find other"
@@ -90,7 +88,7 @@ class DeAR(GradientStrategy):
             (bucket, ScatterReduction(bucket, context.driver, context.new_stream()))
             for bucket in buckets
         ]
-        steps = ShardedSteps(buckets, counts, context)
+        steps = ShardedSteps(buckets, transform.counts, context)
         return Reductions(
             pairs, [steps], norm_over_ranks=steps.norm_over_ranks, arrive=steps.arrive
         )

@@ -38,7 +38,7 @@ from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket, num_rows
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import (
     ExchangePlan,
     Reduction,
@@ -86,10 +86,8 @@ class DeMo(GradientStrategy):
         return _Transformed(bucket, context, self)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        found = super().reductions(context, counts, transform)
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
+        found = super().reductions(context, transform)
         return found._replace(callbacks=[_Signs(context)] if self.sign else [])
 
 

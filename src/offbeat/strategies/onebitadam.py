@@ -41,7 +41,7 @@ from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
+from offbeat.gradients.exchange import GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
 from offbeat.gradients.reductions import DenseReduction, Reduction, WeightedGradient
 from offbeat.strategies.gradient import GradientStrategy, Reductions
@@ -72,7 +72,7 @@ class OneBitAdam(GradientStrategy):
         return SignValues()
 
     @override
-    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
+    def transform(self, context: Context) -> GradientTransform:
         if context.has_scaler:
             raise UnsupportedError(
                 "OneBitAdam takes the optimizer's steps, and a GradScaler scales what they are"
@@ -81,9 +81,7 @@ class OneBitAdam(GradientStrategy):
         return FrozenAdam(context, freeze_step=self.freeze_step)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         assert isinstance(transform, FrozenAdam)
         return Reductions(
             [
