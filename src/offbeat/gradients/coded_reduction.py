@@ -33,6 +33,9 @@ class CodedReduction(ResidualReduction):
         decay: what is owed is multiplied by it when a step is committed, in (0, 1].
     """
 
+    # What one exchange leaves for the methods that end it, from `launch` on:
+    _pending: Pending[CodedSum]
+
     def __init__(
         self,
         bucket: Bucket,
@@ -45,8 +48,6 @@ class CodedReduction(ResidualReduction):
         super().__init__(bucket, driver, stream)
         self._decay = decay
         self._wire = self._wire_of(values)
-        # What one exchange leaves for the methods that end it, from `launch` on:
-        self._pending: Pending[CodedSum] | None = None
 
     def _wire_of(self, values: ValueCodec) -> DenseWire:
         double = self._residual.dtype == torch.float64
@@ -72,17 +73,12 @@ class CodedReduction(ResidualReduction):
 
     @override
     def wait(self) -> Tally | torch.Tensor:
-        return self._result.tally
-
-    @property
-    def _result(self) -> CodedSum:
-        assert self._pending is not None, "nothing was launched"
-        return self._pending.wait()
+        return self._pending.wait().tally
 
     @override
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        kept, owed, _ = self._result
+        kept, owed, _ = self._pending.wait()  # which is over
         self._residual, self._mine = owed, self._residual
         for position in np.flatnonzero(~self.tally.used).tolist():
             self._take_back(position, kept)

@@ -49,6 +49,8 @@ class EstimateReduction(Reduction):
         codec: which ones, and how they are written.
     """
 
+    _pending: Pending[Exchanged[Sparse]]  # from `launch` on
+
     def __init__(
         self,
         bucket: Bucket,
@@ -69,7 +71,6 @@ class EstimateReduction(Reduction):
         self._selector_state = dict(codec.selector.initial_state())
         self._share = 1 / driver.world_size
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._pending: Pending[Exchanged[Sparse]] | None = None
         self._sent = self._wire.empty()
         self._new_selector_state: Mapping[str, float] = self._selector_state
         self._grad_scale, self._weight = 1.0, 0.0
@@ -96,11 +97,9 @@ class EstimateReduction(Reduction):
         self.encode_s += time.perf_counter() - begin_s
 
     def wait(self) -> Tally:
-        assert self._pending is not None, "nothing was launched"
         return self._pending.wait().tally
 
     def commit(self) -> torch.Tensor:
-        assert self._pending is not None, "nothing was launched"
         begin_s = time.perf_counter()
         exchanged, flat = self._pending.wait(), self._bucket.flat
         # A rank's own estimate moves by what its peers decode, which is what it sent minus what

@@ -166,6 +166,8 @@ class _BlockReduction(ResidualReduction):
         ratio: one of so many elements is in a block.
     """
 
+    _sum: TalliedSum  # from `launch` on
+
     def __init__(self, bucket: Bucket, peers: Everyone, *, ratio: int) -> None:
         super().__init__(bucket, peers.driver, peers.stream)
         self._sizes = np.diff(bucket.offsets)
@@ -175,7 +177,6 @@ class _BlockReduction(ResidualReduction):
         self._num_exchanges = 0
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._block = torch.zeros(0, dtype=torch.int64)
-        self._sum: TalliedSum | None = None
         self._total = self._residual
 
     def _draw(self) -> torch.Tensor:
@@ -197,7 +198,6 @@ class _BlockReduction(ResidualReduction):
 
     @override
     def wait(self) -> torch.Tensor:
-        assert self._sum is not None, "nothing was launched"
         (self._total,), tail = self._sum.wait()
         return tail
 
