@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -106,8 +106,7 @@ class Now(_Named):
     """Result: the driver's monotonic clock, in seconds (virtual under the virtual driver)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What one rank has moved.
 
     Attributes:
@@ -293,8 +292,6 @@ class AllGatherTensor(_OfEqualParts):
     """Replace each rank's part of `tensor` by what that rank has there, in place. Result: the
     tensor.
     """
-
-    kind: ClassVar[str] = "AllGatherTensor"
 
     @classmethod
     @override
