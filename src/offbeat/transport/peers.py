@@ -31,6 +31,7 @@ class Peers(Driver):
 
     Attributes:
         endpoint: where this rank listens, "tcp://address:port"; the peers' `connect` needs it.
+        watch_all: as given.
         lost: once closed, the ranks whose connection had been lost by then although they had
             neither closed it nor reported a failure.
     """
@@ -43,8 +44,9 @@ class Peers(Driver):
         address: str,
         secret: bytes,
         generation: int = 0,
-        limits: PeerLimits | None = None,
+        limits: PeerLimits = PeerLimits(),
         cipher: Cipher = "curve",
+        watch_all: bool = True,
     ) -> None:
         """Bind a free port of `address` and start to listen.
 
@@ -57,17 +59,20 @@ class Peers(Driver):
             generation: number of the membership, 0 <= generation < 2**32, the same on every rank.
             limits: the same on every rank.
             cipher: the same on every rank.
+            watch_all: whether any rank's death fails every receive that is not already answered. A
+                synchronous protocol cannot go on without anyone; where one can, only receives from
+                the dead rank fail.
 
         Raises:
             ConfigError: a bad secret or address.
         """
         self.rank = rank
         self.world_size = world_size
-        limits = limits if limits is not None else PeerLimits()
+        self.watch_all = watch_all
         protection = PROTECTIONS[cipher](
             run_secret=secret, generation=generation, world_size=world_size, rank=rank
         )
-        self._mesh = Mesh(address, protection=protection, limits=limits)
+        self._mesh = Mesh(address, protection=protection, limits=limits, watch_all=watch_all)
         self.endpoint = self._mesh.endpoint
         self.lost: frozenset[int] = frozenset()
         # The lock guards the mesh; the condition says that something may have happened to it.
@@ -76,19 +81,6 @@ class Peers(Driver):
         # send. That thread alone may touch the mesh's receiving side then.
         self._is_polled = False
         self._closed = False
-
-    @property
-    def watch_all(self) -> bool:
-        """Whether any rank's death fails every receive that is not already answered; the default.
-
-        A synchronous protocol cannot go on without anyone. Where it can, set this to False: only
-        receives from the dead rank fail then.
-        """
-        return self._mesh.watch_all
-
-    @watch_all.setter
-    def watch_all(self, value: bool) -> None:
-        self._mesh.watch_all = value
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Connect to every other rank, in the background; messages sent meanwhile wait.
