@@ -84,4 +84,4 @@ def warm() -> None:
         sparse.keep_largest(total, 1)
         sparse.split_by_index(total, one)
         sparse.partition(total, 2)
-        histogram.quotas([histogram.histogram(total, 1, 1)], 1)
+        histogram.histogram(total, 1, 1)

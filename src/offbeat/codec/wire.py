@@ -233,9 +233,11 @@ def pair_bytes(values: ValueCodec, indices: IndexCodec, *, k: int, num_elements:
 
 def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:
     """What is not zero of it; a NaN has no difference from anything."""
-    is_lost = (entries.values != rounded) & ~np.isnan(entries.values)
+    with np.errstate(invalid="ignore"):  # of two infinities
+        errors = entries.values - rounded
+    is_lost = np.abs(errors) > 0
     return Sparse(
         indices=entries.indices[is_lost],
-        values=entries.values[is_lost] - rounded[is_lost],
+        values=errors[is_lost],
         num_elements=entries.num_elements,
     )

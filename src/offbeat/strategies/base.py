@@ -77,8 +77,8 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.__name__ in NAMES:
-            cls.name = NAMES[cls.__name__]
+        if name := NAMES.get((cls.__module__, cls.__name__)):
+            cls.name = name
         complete_docstring(cls)
 
     def __post_init__(self) -> None:  # noqa: B027 - some have no options

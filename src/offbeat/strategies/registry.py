@@ -154,8 +154,8 @@ REGISTRY: Final = StrategyRegistry(
 )
 """All strategies, those that exchange gradients first, then weights, then Kronecker factors."""
 
-NAMES: Final = {entry.class_name: entry.name for entry in REGISTRY.entries.values()}
-"""What their classes are called there."""
+NAMES: Final = {(entry.module, entry.class_name): entry.name for entry in REGISTRY.entries.values()}
+"""What their classes are called there, by module and name."""
 
 WEIGHT_CODECS: Final[NamedObjects[WeightCodec]] = NamedObjects(
     linear8="offbeat.codec.topk_codec:AllChanges:linear8",
