@@ -30,7 +30,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from offbeat.errors import OffbeatError, PeerError, UnsupportedError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.transport.backends import Backend, BackendWork
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.mesh import FINISHED, SESSION_ENDED
@@ -95,16 +95,10 @@ class C10d(Driver):
         self.world_size = cpu.size()
 
     def start(self, operation: Operation, channel: int) -> Ticket:
-        match operation:
-            case DenseOperation():
-                ticket = _DenseTicket(self, operation)
-                self._tickets.add(ticket)
-                return ticket
-            case _:
-                raise UnsupportedError(
-                    f"gloo and NCCL carry dense operations, not {operation.kind}; use the peers"
-                    " driver for messages"
-                )
+        assert isinstance(operation, DenseOperation), "`Routed` gives messages to the peers"
+        ticket = _DenseTicket(self, operation)
+        self._tickets.add(ticket)
+        return ticket
 
     def close(self, *under_way: BackendWork) -> None:
         """Close, although some waits on gloo may never end: those of `under_way`, and of tickets
