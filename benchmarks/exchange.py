@@ -21,7 +21,8 @@ from _measure import Ratio, interleave, main, ratio, timed
 from _ranks import run_ranks
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.codec.tally import Tally
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import WeightedGradient
 from offbeat.transport.connect import connect
 from offbeat.transport.operations import AllReduceTensor
 
@@ -47,15 +48,13 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
 
     def sparse(collective: str):  # type: ignore[no-untyped-def]
         strategy = offbeat.GTopK(density=0.001, collective=collective)
-        ((bucket, reduction),) = strategy.reductions(
-            context, ExchangeCounts(), GradientTransform(None)
-        ).pairs
+        ((bucket, reduction),) = strategy.reductions(context, GradientTransform(None)).pairs
         tally = Tally(
             weight=1.0, num_nonfinite=0, num_failed=0, used=torch.ones(1, dtype=torch.bool).numpy()
         )
 
         def exchange() -> None:
-            reduction.launch(bucket.flat, tally, weight=1.0, grad_scale=1.0)
+            reduction.launch(WeightedGradient(bucket.flat, tally, 1.0, grad_scale=1.0))
             assert reduction.wait().good
             bucket.flat = reduction.commit()
 

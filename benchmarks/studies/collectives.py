@@ -32,7 +32,7 @@ from offbeat.arithmetic.costs import LinkCost, NetworkCosts
 from offbeat.callbacks.context import stream_counter
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import Wire
+from offbeat.codec.wire import Wire, pair_bytes
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
@@ -136,9 +136,8 @@ def measure(
             whole_s = timed(partial(driver.run, exchange, stream.next()))
             slowest = torch.tensor([whole_s, sum(spent_s)])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            cost = cost_of(
-                world_size=world_size, k=K, pair_bytes=wire.pair_bytes(K), network=network
-            )
+            of_pair = pair_bytes(wire.values, wire.indices, k=K, num_elements=NUM_ELEMENTS)
+            cost = cost_of(world_size=world_size, k=K, pair_bytes=of_pair, network=network)
             if turn >= 2:
                 rounds[name].append((float(slowest[0]), float(slowest[1]), cost))
     driver.close()

@@ -14,7 +14,6 @@ import torch
 import _benchmarks  # noqa: F401
 from _measure import Ratio, interleave, main, ratio, timed
 from offbeat.codec import jit
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact, Selector, ThresholdReuse
 
 NUM_ELEMENTS = 25_000_000
@@ -35,10 +34,8 @@ class Staging:
         residual: torch.Tensor,
     ) -> None:
         self._gradients = gradients
-        self._feedback = ErrorFeedback(
-            residual.numel(), dtype=residual.dtype, device=residual.device, selector=selector
-        )
-        self._feedback.residual.copy_(residual)
+        self._selector, self._residual = selector, residual
+        self._state = selector.initial_state()
         self._buffer = torch.empty_like(residual)
         self._turn = 0
 
@@ -49,8 +46,10 @@ class Staging:
         return timed(self._stage)
 
     def _stage(self) -> None:
-        self._feedback.selector_state = dict(self._feedback.stage(self._buffer, K).state)
-        self._feedback.discard()
+        picked = self._selector.select(
+            self._buffer, self._residual, k=K, weight=1.0, state=self._state
+        )
+        self._state = picked.state
         synchronize(self._buffer)
 
 

@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 import _benchmarks  # noqa: F401
@@ -39,7 +40,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.megabatch.claims import ClaimLog
-from offbeat.megabatch.fetching import ReadHere
+from offbeat.megabatch.fetching import ReadAhead
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import GenerationHost
@@ -167,7 +168,14 @@ class Worker:
             return self._task.batch(np.array(samples, dtype=np.int64))
 
         driver = self._driver
-        fetcher = ReadHere(range(self._task.num_samples), collate=batch_of)
+        numbers = cast(Any, range(self._task.num_samples))
+        fetcher = ReadAhead(
+            DataLoader(numbers, collate_fn=batch_of),
+            num_processes=0,
+            batches_each=1,
+            seed=seed,
+            rank=driver.rank,
+        )
         policy = next((each for each in callbacks if isinstance(each, MegaBatchCallback)), None)
         if policy is None:
             sizes = [BATCH] * driver.world_size

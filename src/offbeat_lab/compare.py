@@ -122,7 +122,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
                     **cast(dict[str, JsonValue], config.strategy_options),
                     **({BATCH_SHARES: options[BATCH_SHARES]} if BATCH_SHARES in options else {}),
                 },
-                summary=first_sentence(strategy_type(name)),
+                summary=first_sentence(strategy_type(name).__doc__),
                 runs=[f"runs/{_file_name(label)}-seed-{seed}" for seed in request.seeds],
             )
         )

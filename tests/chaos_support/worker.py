@@ -59,7 +59,7 @@ class Striker:
         self._is_armed = False
         self._operations = 0
         if self._comes("attach") and drawn.at_start != "agreement":
-            name = {"gloo": "gloo_backend", "mesh": "Peers"}[drawn.at_start]
+            name = {"gloo": "new_gloo_backend", "mesh": "Peers"}[drawn.at_start]
             setattr(connecting, name, self._die)
 
     def wrap(self, driver: Driver) -> Driver:

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from offbeat.codec.kept_threshold import KeptThreshold
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import THRESHOLD
-from offbeat.codec.sparse import Sparse
 
 N, K = 20_000, 200
 
@@ -17,22 +15,26 @@ def gradient(step: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(N, generator=torch.Generator().manual_seed(step))
 
 
-def feedback(period: int) -> ErrorFeedback:
-    return ErrorFeedback(
-        N, dtype=torch.float32, device=torch.device("cpu"), selector=KeptThreshold(period)
-    )
+class Owed:
+    """What was not sent, and what the selector remembers."""
+
+    def __init__(self, period: int) -> None:
+        self.selector, self.residual = KeptThreshold(period), torch.zeros(N)
+        self.selector_state = self.selector.initial_state()
 
 
-def step(owed: ErrorFeedback, flat: torch.Tensor) -> int:
+def step(owed: Owed, flat: torch.Tensor) -> int:
     """How many entries travel."""
-    selection = owed.stage(flat, K)
+    selection = owed.selector.select(
+        flat, owed.residual, k=K, weight=1.0, state=owed.selector_state
+    )
     assert selection.finite
-    owed.commit(Sparse.empty(N, flat.numpy().dtype))
+    owed.residual, owed.selector_state = flat, selection.state
     return len(selection.sparse)
 
 
 def test_what_travels_is_all_that_reaches_the_threshold() -> None:
-    owed = feedback(period=1000)
+    owed = Owed(period=1000)
     for number in range(100):  # until as much is sent as comes
         step(owed, gradient(number))
     threshold, counts = owed.selector_state[THRESHOLD], set()
@@ -46,7 +48,7 @@ def test_what_travels_is_all_that_reaches_the_threshold() -> None:
 
 
 def test_after_a_period_the_threshold_is_that_of_the_k_largest() -> None:
-    owed, sought = feedback(period=3), []
+    owed, sought = Owed(period=3), []
     for number in range(7):
         owed.residual.zero_()
         step(owed, gradient(number))
@@ -59,7 +61,7 @@ def test_after_a_period_the_threshold_is_that_of_the_k_largest() -> None:
 
 @pytest.mark.parametrize("scale", [5.0, 1 / 5])
 def test_where_the_count_runs_away_a_period_begins(scale: float) -> None:
-    owed = feedback(period=1000)
+    owed = Owed(period=1000)
     step(owed, gradient(0))
     owed.residual.zero_()
     before = owed.selector_state[THRESHOLD]

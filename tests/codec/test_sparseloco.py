@@ -12,6 +12,7 @@ from offbeat.codec.few_bits import LevelValues
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.sparseloco import ChunkIndices, ChunkSelector, SparseLoCo
 from offbeat.codec.tally import Tally
+from offbeat.codec.wire import pair_bytes
 from offbeat.errors import WireError
 
 TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, np.bool_))
@@ -81,7 +82,8 @@ def test_a_message_takes_a_quarter_of_a_bit_an_element() -> None:
     wire = codec.entries.wire(n, num_parameters=1, dtype=np.dtype(np.float32))
     payload, lost = wire.encode(picked, TALLY)
     assert 0.22 < 8 * len(payload) / n < 0.225
-    assert len(payload) == pytest.approx(wire.pair_bytes(len(picked)) * len(picked), rel=0.01)
+    expected = pair_bytes(wire.values, wire.indices, k=len(picked), num_elements=n)
+    assert len(payload) == pytest.approx(expected * len(picked), rel=0.01)
     arrived, _ = wire.decode(payload)
     assert np.unique(arrived.values).size == 4
     np.testing.assert_allclose(

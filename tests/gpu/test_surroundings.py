@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import offbeat
 from gpu_support import DEVICE
 from offbeat.strategies.base import Strategy
-from offbeat.transport.backends import nccl_backend
+from offbeat.torch_private import new_nccl_backend
+from offbeat.transport.backends import WAIT_LIMIT
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "allreduce": lambda: offbeat.AllReduce(),
@@ -162,7 +163,7 @@ def test_the_host_waits_so_many_times_a_step(
 
 @pytest.mark.needs_gpu
 def test_nccl_sums_and_can_be_aborted(device: torch.device) -> None:
-    backend = nccl_backend(dist.HashStore(), 0, 1)
+    backend = new_nccl_backend(dist.HashStore(), 0, 1, wait_limit=WAIT_LIMIT)
     tensor = torch.arange(4.0, device=device)
     work = backend.allreduce([tensor], dist.AllreduceOptions())
     work.wait(timedelta(seconds=0.25))

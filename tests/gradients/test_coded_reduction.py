@@ -9,7 +9,7 @@ from offbeat.codec.few_bits import SignValues
 from offbeat.codec.tally import Tally
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.reductions import wait_for
+from offbeat.gradients.reductions import WeightedGradient, wait_for
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 
@@ -27,7 +27,7 @@ def test_what_is_owed_to_a_frozen_parameter_does_not_fade() -> None:
                 view.normal_(generator=draw)
         used = np.array([parameter.requires_grad for parameter in bucket.parameters])
         tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
-        reduction.launch(bucket.flat, tally, weight=1.0, grad_scale=1.0)
+        reduction.launch(WeightedGradient(bucket.flat, tally, 1.0, grad_scale=1.0))
         wait_for([reduction])
         bucket.flat = reduction.commit()
         return reduction.additive_state()["residual/frozen"].clone()

@@ -11,12 +11,11 @@ from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.errors import NonFiniteError
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.exchange import (
-    ExchangeCounts,
     ExchangeListener,
     GradientExchange,
     LaunchOrder,
 )
-from offbeat.gradients.reductions import DenseReduction
+from offbeat.gradients.reductions import DenseReduction, WeightedGradient
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 
@@ -42,9 +41,9 @@ class NotingReduction(DenseReduction):
     heard: list[tuple[object, ...]]
 
     @override
-    def launch(self, *args: object, **kwargs: object) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         self.heard.append(("launched",))
-        super().launch(*args, **kwargs)  # type: ignore[arg-type]
+        super().launch(given)
 
 
 def made(
@@ -64,7 +63,7 @@ def made(
         new_stream=stream_counter(),
         notices=Notices(0),
     )
-    exchange = GradientExchange(context, pairs, counts=ExchangeCounts(), launch_order=launch_order)
+    exchange = GradientExchange(context, pairs, launch_order=launch_order)
     exchange.add_listener(listener)
     return model, exchange, listener
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from offbeat.callbacks.context import Context, Notices, stream_counter
-from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.sparse import Sparse
-from offbeat.codec.topk_codec import SELECTORS
+from offbeat.codec.selectors import Exact
+from offbeat.codec.tally import Tally
 from offbeat.gradients import optimizer_momentum
 from offbeat.gradients.buckets import make_buckets
 from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum, mix_by_kernel, mix_by_torch
+from offbeat.gradients.reductions import Reduction, WeightedGradient
 from offbeat.transport.single_rank import SingleRank
 
 N = 100
@@ -55,7 +55,7 @@ class Momentum:
             optimizer=self.optimizer,
         )
         self.transform = OptimizerMomentum(context)
-        self.transform.init(self.bucket, None)
+        self.transform.init(self.bucket, cast(Reduction, None))
         self.few = few
         self.transform.follow(cast(DensitySchedule, self))
         self.transform.take()
@@ -69,9 +69,10 @@ class Momentum:
     ) -> tuple[torch.Tensor, float]:
         self.bucket.flat.copy_(gradient)
         used = np.ones(len(self.parameters), dtype=np.bool_)
-        return self.transform.update(
-            self.bucket, used, weight=weight, grad_scale=1.0, continues=used & continues
-        )
+        tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=used)
+        given = WeightedGradient(self.bucket.flat, tally, weight, grad_scale=1.0)
+        changed = self.transform.update(self.bucket, given, used & continues)
+        return changed.gradient, changed.weight
 
     def step(self, gradient: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """What is exchanged, in a step that is good."""
@@ -173,7 +174,7 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
 ) -> None:
     factor = 0.5
     momentum = Momentum([{"momentum": factor, "nesterov": nesterov}], dtype)
-    owed = ErrorFeedback(N, dtype=dtype, device=torch.device("cpu"), selector=SELECTORS["exact"])
+    owed = torch.zeros(N)
     sent, given, longer = torch.zeros(N), torch.zeros(N), 1.0
     for step, k in enumerate(densities):
         gradient = integers(step, dtype)
@@ -183,17 +184,17 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
         # The optimizer's step is so many times as long, and what is owed keeps its unit. What
         # belongs to one step has one unit.
         before, longer = longer, longer if goes_on else 1 / (1 - factor) if k < 5 else 1.0
-        owed.residual.mul_(before / longer)
+        owed.mul_(before / longer)
         changed, weight = momentum.update(gradient, continues=goes_on)
-        flat = changed if dtype == torch.float32 else momentum.bucket.flat
-        selection = owed.stage(flat, k, weight=weight, gradient=changed)
+        left = changed.to(torch.float32, copy=True)
+        selection = Exact().select(left, owed, k=k, weight=weight, state={})
         sent += longer * torch.from_numpy(selection.sparse.to_dense())
-        momentum.bucket.flat = owed.commit(Sparse.empty(N, np.float32))
+        owed = left
         momentum.transform.settle(good=True)
         if loads:
             momentum.transform.load_state_dict(momentum.transform.state_dict())
     velocity = momentum.velocity
     # What velocity is left has yet to move the parameters: 1/2 + 1/4 + ... of itself, and by one
     # term less where Nesterov's momentum has looked ahead.
-    all_of_it = sent + longer * owed.residual + velocity * (0.5 if nesterov else 1.0)
+    all_of_it = sent + longer * owed + velocity * (0.5 if nesterov else 1.0)
     torch.testing.assert_close(all_of_it, given / (1 - factor))

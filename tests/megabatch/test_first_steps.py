@@ -7,16 +7,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader
 
 from offbeat.callbacks.context import Context, Notices, stream_counter
 from offbeat.megabatch.callback import MegaBatchCallback, MegaBatchPlan
 from offbeat.megabatch.claims import ClaimLog
-from offbeat.megabatch.fetching import ReadHere
+from offbeat.megabatch.fetching import ReadAhead
 from offbeat.megabatch.loader import DispatchLoader, order_of
 from offbeat.membership.agreement import Generation
 from offbeat.simulation.virtual import VirtualCluster
@@ -96,7 +97,13 @@ class Worker:
         policy = next(each for each in callbacks if isinstance(each, MegaBatchCallback))
         policy.feed(BASE, dict.fromkeys(range(driver.world_size)))
         loader = DispatchLoader(
-            ReadHere(range(SAMPLES), collate=list),
+            ReadAhead(
+                DataLoader(cast(Any, range(SAMPLES)), collate_fn=list),
+                num_processes=0,
+                batches_each=1,
+                seed=SEED,
+                rank=driver.rank,
+            ),
             log=ClaimLog(self._store),
             policy=policy,
             seed=SEED,

@@ -58,7 +58,7 @@ def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[st
     if rank == victim:
         match doing:
             case "connecting":
-                connect_module.gloo_backend = die  # type: ignore[assignment]
+                connect_module.new_gloo_backend = die  # type: ignore[assignment]
             case "telling where it listens":
                 connect_module.Peers = die  # type: ignore[assignment, misc]
             case "comparing":

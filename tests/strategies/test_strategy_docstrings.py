@@ -72,7 +72,7 @@ def test_a_strategy_outside_the_package_shows_inherited_options_too() -> None:
     assert lines[:3] == ["A strategy of somebody else. It does nothing.", "", "Args:"]
     assert lines[4] == "        a second line."
     assert lines[-2:] == ["Raises:", "    ConfigError: never."]
-    assert first_sentence(Toy) == "A strategy of somebody else"
+    assert first_sentence(Toy.__doc__) == "A strategy of somebody else"
 
 
 def test_an_option_without_a_text_is_listed_without_a_meaning() -> None:

@@ -38,7 +38,7 @@ def test_an_entry_says_what_its_class_says(entry: StrategyEntry) -> None:
         entry.class_name,
         entry.module,
     )
-    assert first_sentence(kind) == entry.summary
+    assert first_sentence(kind.__doc__) == entry.summary
 
 
 @each_entry

@@ -17,10 +17,21 @@ BRISK = PeerLimits(grace_s=0.1, heartbeat_interval_s=0.05, heartbeat_timeout_s=5
 OpenMesh = Callable[..., list[Peers]]
 
 
-def _open_mesh(stack: ExitStack, world_size: int, limits: PeerLimits) -> list[Peers]:
+def _open_mesh(
+    stack: ExitStack, world_size: int, limits: PeerLimits, *, watch_all: bool = True
+) -> list[Peers]:
     mesh = []
     for rank in range(world_size):
-        mesh.append(Peers(rank, world_size, address="127.0.0.1", secret=SECRET, limits=limits))
+        mesh.append(
+            Peers(
+                rank,
+                world_size,
+                address="127.0.0.1",
+                secret=SECRET,
+                limits=limits,
+                watch_all=watch_all,
+            )
+        )
         stack.callback(mesh[-1].close)
     for peers in mesh:
         peers.connect([other.endpoint for other in mesh])
@@ -40,7 +51,9 @@ def pyzmq_collector() -> None:
 def open_mesh() -> Iterator[OpenMesh]:
     """Opens connected ranks of one process, closed when the test ends."""
     with ExitStack() as stack:
-        yield lambda world_size, limits=BRISK: _open_mesh(stack, world_size, limits)
+        yield lambda world_size, limits=BRISK, watch_all=True: _open_mesh(
+            stack, world_size, limits, watch_all=watch_all
+        )
 
 
 @pytest.fixture(scope="module")

@@ -173,8 +173,7 @@ def test_what_a_failed_rank_had_sent_before_can_still_be_taken(open_mesh: OpenMe
 
 
 def test_without_watch_all_a_death_fails_only_receives_from_the_dead(open_mesh: OpenMesh) -> None:
-    first, second, third = open_mesh(3)
-    first.watch_all = False
+    first, second, third = open_mesh(3, watch_all=False)
     third.abort("gone")
     assert list(first.wait_for_death(10.0)) == [2]
     give(second, 0, b"alive")

@@ -141,8 +141,7 @@ def hear_of_the_gone() -> Collective[list[object]]:
 
 
 def test_the_dead_are_named_when_their_last_words_are_read(open_mesh: OpenMesh) -> None:
-    first, second, third = open_mesh(3)
-    first.watch_all = False
+    first, second, third = open_mesh(3, watch_all=False)
     second.start(Send(0, b"last words"), 0)
     second.abort("gone")
     with ThreadPoolExecutor(1) as pool:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from torch.distributed import HashStore
 
 from offbeat.errors import ConfigError, PeerError
-from offbeat.transport.backends import Backend, gloo_backend, gloo_device
+from offbeat.torch_private import new_gloo_backend
+from offbeat.transport.backends import WAIT_LIMIT, Backend, gloo_device
 from offbeat.transport.link import DEFAULT_S, SILENCE_VARIABLE, silence_s
 from offbeat.transport.operations import AllReduceTensor, Broadcast
 from offbeat.transport.routed import LOOK_S, C10d, Routed, Watch
@@ -32,7 +34,14 @@ def test_a_connection_that_gloo_reads_no_more_ends_too() -> None:
         pytest.skip("this platform does not list a process's descriptors")
 
     def opened(rank: int) -> Backend:
-        return gloo_backend(store, rank, 2, device=devices[rank], connect_limit_s=30)
+        return new_gloo_backend(
+            store,
+            rank,
+            2,
+            device=devices[rank].handle,
+            connect_limit=timedelta(seconds=30),
+            wait_limit=WAIT_LIMIT,
+        )
 
     with ThreadPoolExecutor(2) as pool:
         sending, receiving = pool.map(opened, range(2))

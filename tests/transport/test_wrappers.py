@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -86,9 +85,9 @@ def test_messages_are_counted_where_they_are_sent_and_where_they_are_taken(
 ) -> None:
     first, second = (Counting(peers) for peers in open_mesh(2))
     first.run(send(1, [b"four", bytes(100)]), 0)
-    assert replace(first.traffic, wait_s=0.0) == Traffic(bytes_sent=104, messages_sent=2)
+    assert first.traffic[:4] == Traffic(bytes_sent=104, messages_sent=2)[:4]  # without the wait
     second.run(receive(0, 2), 0)
-    assert replace(second.traffic, wait_s=0.0) == Traffic(bytes_received=104, messages_received=2)
+    assert second.traffic[:4] == Traffic(bytes_received=104, messages_received=2)[:4]
 
 
 def test_time_spent_waiting_is_counted_even_when_it_ends_in_an_error(

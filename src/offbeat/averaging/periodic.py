@@ -46,6 +46,7 @@ from offbeat.gradients.reductions import (
     ExchangePlan,
     Reduction,
     SparseReduction,
+    WeightedGradient,
     wait_for,
 )
 from offbeat.membership.island import Island
@@ -199,7 +200,7 @@ class EncodedChanges:
                 used = np.array(read_numbers(has_any), np.bool_)
             # What is owed has its weight already, so that ranks count alike.
             tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=used)
-            reduction.launch(bucket.flat, tally, weight=weight, grad_scale=1.0)
+            reduction.launch(WeightedGradient(bucket.flat, tally, weight, grad_scale=1.0))
 
     def mean(self) -> list[torch.Tensor]:
         """The mean of what `launch` let leave, with the same bits on every rank, in the order of

@@ -28,11 +28,9 @@ class BlockArithmetic(Protocol):
 
     def join(self, blocks: Sequence[Message]) -> Message:
         """One message of all of them."""
-        ...
 
     def split(self, message: Message, count: int) -> Sequence[Message]:
         """Inverse of `join`. Raises `WireError` unless it holds exactly `count` blocks."""
-        ...
 
 
 class SparseArithmetic(BlockArithmetic, Protocol[S]):
@@ -40,55 +38,42 @@ class SparseArithmetic(BlockArithmetic, Protocol[S]):
 
     def empty(self) -> S:
         """A vector without entries."""
-        ...
 
     def encode(self, entries: S, tally: Tally) -> tuple[Message, S]:
         """A message, and what rounding has left out of it."""
-        ...
 
     def decode(self, payload: Message) -> tuple[S, Tally]:
         """Inverse of `encode`. Raises `WireError` for anything else."""
-        ...
 
     def add(self, a: S, b: S) -> S:
         """The sum."""
-        ...
 
     def add_all(self, sparses: Sequence[S]) -> S:
         """The sum of at least one."""
-        ...
 
     def clip_to_median(self, sparses: Sequence[S]) -> Sequence[S]:
         """At least one, those that are longer than the median of all that are not zero shortened
         to it.
         """
-        ...
 
     def keep_largest(self, entries: S, k: int) -> tuple[S, S]:
         """The `k` entries of largest magnitude, and the others."""
-        ...
 
     def split_common(self, entries: S, other: S) -> tuple[S, S]:
         """Those of `entries` whose index is in `other` too, and the others."""
-        ...
 
     def partition(self, entries: S, num_owners: int) -> Sequence[S]:
         """The entries of each owner."""
-        ...
 
     def union_disjoint(self, parts: Sequence[S]) -> S:
         """One vector of parts that have no index in common."""
-        ...
 
     def count_magnitudes(self, sums: S, k: int, world_size: int) -> Message:
         """A message that says how many entries an owner has of each magnitude."""
-        ...
 
     @property
     def read_counts(self) -> Callable[[Message], Any]:
         """Inverse of `count_magnitudes`, for `quotas`."""
-        ...
 
     def quotas(self, counts: Sequence[Any], k: int) -> Sequence[int]:
         """How many of its largest entries each owner keeps, so that the k largest of all are."""
-        ...

@@ -78,10 +78,12 @@ def quotas(histograms: Sequence[Histogram], k: int) -> list[int]:
     are fewer than `k` entries altogether, every owner keeps all it reported.
     """
     magnitudes = np.concatenate([h.magnitudes for h in histograms])
-    counts = np.concatenate([h.counts for h in histograms])
-    ends = np.cumsum([h.counts.size for h in histograms])
-    granted: list[int] = _grant(magnitudes, counts, ends, k).tolist()
-    return granted
+    counts = np.concatenate([h.counts for h in histograms]).astype(np.int64)
+    owners = np.repeat(np.arange(len(histograms)), [h.counts.size for h in histograms])
+    order = np.argsort(~magnitudes, kind="stable")  # from the largest on, and by owner
+    counts, owners = counts[order], owners[order]
+    granted = np.clip(k - (np.cumsum(counts) - counts), 0, counts)
+    return [int(granted[owners == owner].sum()) for owner in range(len(histograms))]
 
 
 @kernel
@@ -122,38 +124,3 @@ def _count_magnitudes(
             counted = total
             size += 1
     return magnitudes[:size], counts[:size]
-
-
-@kernel
-def _grant(
-    magnitudes: NDArray[np.uint16], counts: NDArray[np.uint32], ends: NDArray[np.int64], k: int
-) -> NDArray[np.int64]:
-    """How many entries each owner keeps of the `k` largest. At the boundary those of lower owners
-    come first.
-
-    Args:
-        magnitudes: one owner's after the other's.
-        counts: entries of each.
-        ends: where each owner's end.
-        k: how many to keep altogether.
-    """
-    totals = np.zeros(1 + (magnitudes.max() if magnitudes.size else 0), dtype=np.int64)
-    for i in range(magnitudes.size):
-        totals[magnitudes[i]] += counts[i]
-    boundary, above = totals.size, 0
-    while boundary > 0 and above < k:
-        boundary -= 1
-        above += totals[boundary]
-    left = totals[boundary] - (above - k) if above > k else k
-    granted = np.zeros(ends.size, dtype=np.int64)
-    begin = 0
-    for owner in range(ends.size):
-        for i in range(begin, ends[owner]):
-            if magnitudes[i] > boundary:
-                granted[owner] += counts[i]
-            elif magnitudes[i] == boundary:
-                share = min(np.int64(counts[i]), left)
-                granted[owner] += share
-                left -= share
-        begin = ends[owner]
-    return granted

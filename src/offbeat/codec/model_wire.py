@@ -62,11 +62,6 @@ def no_codes() -> Codes:
     return np.empty(0, np.uint16)
 
 
-def no_coded() -> Coded:
-    """The bytes of no codec."""
-    return np.empty(0, np.uint8)
-
-
 class MessageKind(IntEnum):
     """What a message says."""
 
@@ -162,7 +157,7 @@ class ModelMessage:
     values: Values = field(default_factory=partial(np.empty, 0, np.float32))
     codes: Codes = field(default_factory=no_codes)
     notes: tuple[Note, ...] = ()
-    coded: Coded = field(default_factory=no_coded)
+    coded: Coded = field(default_factory=lambda: np.empty(0, np.uint8))
     num_coded: int = 0
     bits: int = 0
 

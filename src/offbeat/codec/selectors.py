@@ -77,7 +77,7 @@ class Selector(OptionValue):
     """Picks about `k` entries of residual + weight * gradient.
 
     One object serves all buckets, so what it remembers from step to step is not kept in it but
-    handed in and out as its state, a few numbers by name. `ErrorFeedback` keeps the state of a
+    handed in and out as its state, a few numbers by name. `SparseReduction` keeps the state of a
     bucket, forgets it together with a step that is discarded, and checkpoints it.
     """
 
@@ -149,14 +149,6 @@ class ThresholdReuse(Selector):
         return reuse(flat, residual, k=k, weight=weight, threshold=state[THRESHOLD])
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A threshold, and how many candidates to make room for."""
-
-    threshold: np.floating
-    capacity: int
-
-
 def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) -> Selection:
     """Pick exactly the `k` largest of residual + weight * flat.
 
@@ -202,8 +194,8 @@ def reuse(
     if not 0 < last < np.inf:
         picked = _k_largest(values, residual.numpy(), weight, k)
         return _not_finite(values) if picked is None else _with_threshold(picked)
-    guess = Guess(last, min(values.size, 4 * k))
-    indices, found = _room(guess.capacity, values.dtype)
+    capacity = min(values.size, 4 * k)
+    indices, found = _room(capacity, values.dtype)
     count, finite = accumulate_and_collect(
         values, residual.numpy(), values.dtype.type(weight), last, indices, found
     )
@@ -216,7 +208,7 @@ def reuse(
         return _with_threshold(
             _taken_out(values, near_k), threshold=float(last) * (count / k) ** GAIN
         )
-    if k <= count <= guess.capacity:
+    if k <= count <= capacity:
         largest = _largest(indices[:count], found[:count], values.size, k)
         return _with_threshold(_taken_out(values, largest))
     of_sum = _k_largest(values, values, 0.0, k)  # which is there already
@@ -230,13 +222,15 @@ def _k_largest(
     """The `k` largest of owed + weight * values, taken out of `values`; None where something is not
     finite.
     """
-    scale = values.dtype.type(weight)
-    guess = _guess(values, owed, scale, k)
-    indices, found = _room(guess.capacity, values.dtype)
-    count, finite = accumulate_and_collect(values, owed, scale, guess.threshold, indices, found)
+    scale, least = values.dtype.type(weight), np.finfo(values.dtype).smallest_subnormal
+    threshold, capacity = _guess(values, owed, scale, k)
+    threshold = max(threshold, least)
+    indices, found = _room(capacity, values.dtype)
+    count, finite = accumulate_and_collect(values, owed, scale, threshold, indices, found)
     if not finite:
         return None
-    if _suffices(guess, count, k):
+    # The largest are all among the candidates: there are enough of these, or no other nonzeros.
+    if count <= capacity and (count >= k or threshold == least):
         return _taken_out(values, _largest(indices[:count], found[:count], values.size, k))
     return _taken_out(values, largest_of_all(values, k))
 
@@ -292,23 +286,14 @@ def sample_plan(num_elements: int, k: int) -> SamplePlan | None:
 
 def _guess(
     values: NDArray[np.floating], owed: NDArray[np.floating], weight: np.floating, k: int
-) -> Guess:
-    least = np.finfo(values.dtype).smallest_subnormal
+) -> tuple[np.floating, int]:
+    """A threshold, 0 where every nonzero is a candidate; and how many candidates to expect."""
     plan = sample_plan(values.size, k)
     if plan is None:
-        return Guess(least, values.size)
+        return values.dtype.type(0), values.size
     sample = np.empty(plan.num_samples, dtype=values.dtype)
     sample_magnitudes(values, owed, weight, sample)
-    threshold = np.partition(sample, sample.size - plan.rank)[sample.size - plan.rank]
-    return Guess(max(threshold, least), plan.capacity)
-
-
-def _suffices(guess: Guess, count: int, k: int) -> bool:
-    """Whether the largest entries are all among the candidates: enough of them, or all that there
-    are.
-    """
-    everything = guess.threshold == np.finfo(guess.threshold.dtype).smallest_subnormal
-    return count <= guess.capacity and (count >= k or bool(everything))
+    return np.partition(sample, sample.size - plan.rank)[sample.size - plan.rank], plan.capacity
 
 
 def _room(
@@ -331,10 +316,8 @@ def largest_of_all(values: NDArray[np.floating], k: int) -> Sparse:
     magnitudes.partition(values.size - k)
     # At least 1: zeros are not selected.
     kth = max(magnitudes[values.size - k], mask.dtype.type(1))
-    marks = np.empty(values.size, dtype=np.bool_)
-    _take_largest(bits, mask, kth, k, marks)
-    indices = np.flatnonzero(marks)
-    return Sparse(indices=indices, values=values[indices], num_elements=values.size)
+    indices = np.flatnonzero(bits & mask >= kth)
+    return _largest(indices, values[indices], values.size, k)
 
 
 @kernel
@@ -419,22 +402,3 @@ def sample_magnitudes(
     for i in range(out.size):
         j = i * stride + (i * 40503 & 0xFFFF) % stride
         out[i] = abs(residual[j] + weight * flat[j])
-
-
-@kernel
-def _take_largest(
-    bits: NDArray[np.unsignedinteger],
-    mask: np.unsignedinteger,
-    kth: np.unsignedinteger,
-    k: int,
-    out: NDArray[np.bool_],
-) -> None:
-    """Mark the `k` largest magnitudes, given the k-th; among equals the first ones."""
-    left = k
-    for i in range(bits.size):
-        left -= bits[i] & mask > kth
-    for i in range(bits.size):
-        key = bits[i] & mask
-        equal = key == kth and left > 0
-        left -= equal
-        out[i] = equal or key > kth

@@ -23,7 +23,6 @@ from offbeat.codec import sparse
 from offbeat.codec.arithmetic import Message
 from offbeat.codec.histogram import Histogram, histogram, quotas
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
-from offbeat.codec.jit import kernel
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
@@ -96,10 +95,6 @@ class Wire(ByteBlocks):
     dtype: np.dtype[np.floating]
     values: ValueCodec = field(default_factory=Float32Values)
     indices: IndexCodec = field(default_factory=GapIndices)
-
-    def pair_bytes(self, k: int) -> float:
-        """Bytes of an entry in a usual message of `k` entries, for estimates of cost."""
-        return pair_bytes(self.values, self.indices, k=k, num_elements=self.num_elements)
 
     def carry(
         self,
@@ -237,26 +232,12 @@ def pair_bytes(values: ValueCodec, indices: IndexCodec, *, k: int, num_elements:
 
 
 def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:
-    indices, errors = np.empty_like(entries.indices), np.empty_like(entries.values)
-    count = _differences(entries.indices, entries.values, rounded, indices, errors)
-    return Sparse(indices=indices[:count], values=errors[:count], num_elements=entries.num_elements)
-
-
-@kernel
-def _differences(
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-    rounded: NDArray[np.floating],
-    different: NDArray[np.int64],
-    errors: NDArray[np.floating],
-) -> np.int64:
-    """List values - rounded wherever it is not zero; a NaN has no difference from anything. Returns
-    how many there are.
-    """
-    count = np.uint64(0)
-    for i in range(indices.size):
-        value = values[i]
-        different[count] = indices[i]
-        errors[count] = value - rounded[i]
-        count += np.uint64((value != rounded[i]) & (value == value))
-    return np.int64(count)
+    """What is not zero of it; a NaN has no difference from anything."""
+    with np.errstate(invalid="ignore"):  # of two infinities
+        errors = entries.values - rounded
+    is_lost = np.abs(errors) > 0
+    return Sparse(
+        indices=entries.indices[is_lost],
+        values=errors[is_lost],
+        num_elements=entries.num_elements,
+    )

@@ -15,7 +15,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.collectives.coded_sum import CodedSum, coded_sum
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import ResidualReduction
+from offbeat.gradients.reductions import ResidualReduction, WeightedGradient
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
@@ -33,6 +33,9 @@ class CodedReduction(ResidualReduction):
         decay: what is owed is multiplied by it when a step is committed, in (0, 1].
     """
 
+    # What one exchange leaves for the methods that end it, from `launch` on:
+    _pending: Pending[CodedSum]
+
     def __init__(
         self,
         bucket: Bucket,
@@ -45,8 +48,6 @@ class CodedReduction(ResidualReduction):
         super().__init__(bucket, driver, stream)
         self._decay = decay
         self._wire = self._wire_of(values)
-        # What one exchange leaves for the methods that end it, from `launch` on:
-        self._pending: Pending[CodedSum] | None = None
 
     def _wire_of(self, values: ValueCodec) -> DenseWire:
         double = self._residual.dtype == torch.float64
@@ -58,12 +59,9 @@ class CodedReduction(ResidualReduction):
         self._wire = self._wire_of(Float32Values())
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         begin_s = time.perf_counter()
-        mine, driver = self._mine, self._driver
-        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
+        mine, driver, tally = self._mine, self._driver, self._stage(given)
         if not tally.good:
             mine.zero_()  # which no codec minds; the step will be skipped
         kept = self._bucket.flat
@@ -75,17 +73,12 @@ class CodedReduction(ResidualReduction):
 
     @override
     def wait(self) -> Tally | torch.Tensor:
-        return self._result.tally
-
-    @property
-    def _result(self) -> CodedSum:
-        assert self._pending is not None, "nothing was launched"
-        return self._pending.wait()
+        return self._pending.wait().tally
 
     @override
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        kept, owed, _ = self._result
+        kept, owed, _ = self._pending.wait()  # which is over
         self._residual, self._mine = owed, self._residual
         for position in np.flatnonzero(~self.tally.used).tolist():
             self._take_back(position, kept)

@@ -9,9 +9,9 @@ figures count. Two message sizes give alpha and beta.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.callbacks.callback import Callback
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact, Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
@@ -74,24 +73,16 @@ REPEATS: Final = 3
 """How often each is measured; the fastest counts, since everything else is disturbance."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketKind:
+class BucketKind(NamedTuple):
     """What the cost of a bucket's exchange depends on.
 
     Attributes:
         num_elements: of the bucket.
         element_bytes: of a dense element.
-        codec: how entries travel.
     """
 
     num_elements: int
     element_bytes: int
-    codec: TopKCodec = field(default_factory=TopKCodec)
-
-    def pair_bytes(self, k: int) -> float:
-        """Of an entry in a message of `k` entries."""
-        codec = self.codec
-        return pair_bytes(codec.values, codec.indices, k=k, num_elements=self.num_elements)
 
 
 def _ignore(remark: str) -> None:
@@ -107,6 +98,7 @@ class CheapestCollective(Callback):
     Args:
         network: what the links were measured to cost.
         world_size: number of ranks.
+        codec: how entries travel.
         among: names of the collectives to choose from, "dense" among them.
         notify: is told that dense was chosen.
         inform: is told which sparse collective was chosen.
@@ -119,12 +111,13 @@ class CheapestCollective(Callback):
         network: NetworkCosts,
         *,
         world_size: int,
+        codec: TopKCodec | None = None,
         among: Collection[str] = BY_ITSELF,
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
     ) -> None:
         self.network = network
-        self._world_size = world_size
+        self._world_size, self._codec = world_size, codec or TopKCodec()
         self._among = among
         self._notify = notify
         self._inform = inform
@@ -132,21 +125,23 @@ class CheapestCollective(Callback):
 
     def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
         """Expected seconds of one exchange, by collective."""
-        select_s = self.network.select_s_per_element * bucket.num_elements
+        codec, num_elements = self._codec, bucket.num_elements
+        of_pair = pair_bytes(codec.values, codec.indices, k=k, num_elements=num_elements)
+        select_s = self.network.select_s_per_element * num_elements
         costs = {
             name: (
                 select_s
                 + cost(
                     world_size=self._world_size,
                     k=k,
-                    pair_bytes=bucket.pair_bytes(k),
+                    pair_bytes=of_pair,
                     network=self.network,
                 )
             )
             for name, cost in COSTS.items()
             if name in self._among
         }
-        num_bytes = bucket.num_elements * bucket.element_bytes
+        num_bytes = num_elements * bucket.element_bytes
         costs["dense"] = dense.cost_s(
             world_size=self._world_size, num_bytes=num_bytes, network=self.network
         )
@@ -224,11 +219,10 @@ def _local_costs_s(
     """Of residual and selection, for each element; and of each entry that is selected, dealt to an
     owner, written, read and added. Measured on noise.
     """
-    feedback = ErrorFeedback(
-        SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selector=selector
-    )
     double = sample.dtype == torch.float64
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    kept = torch.float64 if double else torch.float32
+    residual = sample.new_zeros(SAMPLE_ELEMENTS, dtype=kept)
     wire = TopKCodec().wire(SAMPLE_ELEMENTS, num_parameters=1, dtype=dtype)
     tally = Tally.of_nobody(1)
     device = sample.device if sample.is_cuda else "cpu"
@@ -245,13 +239,13 @@ def _local_costs_s(
             torch.cuda.synchronize(sample.device)
         begin_s = now_s()
         # This ends on the host, so what it took on a GPU is over too.
-        feedback.stage(gradient, k)
+        selector.select(
+            gradient.to(kept), residual, k=k, weight=1.0, state=selector.initial_state()
+        )
         sums = wire.empty()
         for part in wire.partition(entries, 2):
             sums = wire.add(sums, wire.decode(wire.encode(part, tally)[0])[0])
-        spent_s = now_s() - begin_s
-        feedback.discard()
-        return spent_s
+        return now_s() - begin_s
 
     few, many = (SAMPLE_ELEMENTS // share for share in SAMPLE_SHARES)
     few_s, many_s = (min(seconds(k) for _ in range(REPEATS)) for k in (few, many))

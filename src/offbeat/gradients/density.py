@@ -43,7 +43,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, ClassVar, Final, Literal
@@ -263,7 +263,7 @@ class DensitySchedule(Callback):
             largest: of the buckets.
         """
         elements = self._island.first(largest.num_elements)
-        self._transform, self._largest = transform, replace(largest, num_elements=elements)
+        self._transform, self._largest = transform, largest._replace(num_elements=elements)
         transform.follow(self)
 
     def plan(self, bucket: BucketKind) -> ExchangePlan:

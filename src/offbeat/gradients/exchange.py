@@ -39,7 +39,6 @@ from typing_extensions import override
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.callbacks.gradient_norm import clip_gradients_
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.collectives.dense import dense_broadcast, gather_values
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
@@ -47,7 +46,7 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.gradient_guard import MAX_SKIPPED_STEPS
 from offbeat.gradients.parameter_groups import rates_of
-from offbeat.gradients.reductions import Reduction, wait_for
+from offbeat.gradients.reductions import Reduction, WeightedGradient, wait_for
 
 if TYPE_CHECKING:
     from offbeat.gradients.density import DensitySchedule
@@ -172,6 +171,7 @@ class GradientTransform(Callback):
         is_followed: whether gradients are changed further between exchange and step, as K-FAC does.
 
     Attributes:
+        counts: of the exchange that it comes before.
         what: that is the optimizer's the transform does.
         is_taken: whether it does so, and the optimizer does not; None until that is known.
         needs_warm_up: whether more entries have to travel while the learning rate rises.
@@ -187,19 +187,20 @@ class GradientTransform(Callback):
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, *, is_followed: bool = False
     ) -> None:
+        self.counts = ExchangeCounts()
         self._user_optimizer = optimizer
         self._is_followed = is_followed
+        self._handles: list[Any] = []  # of what is hooked into the optimizer
+        self._density: DensitySchedule | None = None
 
-    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
-        """Make the state of a bucket.
-
-        Args:
-            bucket: whose gradients will be changed.
-            feedback: holds what is owed of them; None: nothing ever is.
+    def init(self, bucket: Bucket, reduction: Reduction) -> None:
+        """Make the state of a bucket, whose gradients will be changed before `reduction` gets
+        them.
         """
 
     def follow(self, density: DensitySchedule) -> None:
         """Learn what knows how much travels."""
+        self._density = density
 
     def take(self) -> None:
         """Take over what is the optimizer's. Called before each exchange and each step:
@@ -207,30 +208,17 @@ class GradientTransform(Callback):
         """
 
     def update(
-        self,
-        bucket: Bucket,
-        used: NDArray[np.bool_],
-        *,
-        weight: float,
-        grad_scale: float,
-        continues: NDArray[np.bool_],
-    ) -> tuple[torch.Tensor, float]:
-        """Turn the gradient that `bucket` holds into what is exchanged. State is staged until
-        `settle`.
+        self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
+    ) -> WeightedGradient:
+        """What is exchanged in the place of `given`. State is staged until `settle`.
 
         Args:
             bucket: complete, with this rank's gradient times `grad_scale`; overwritten.
-            used: which of its parameters have a gradient.
-            weight: of the gradient: this rank's weight / `grad_scale`.
-            grad_scale: the AMP scale in force.
+            given: whose gradient is the bucket's buffer.
             continues: which of its parameters an earlier exchange has given a gradient that
                 belongs to the same optimizer step.
-
-        Returns:
-            What is exchanged, shape (n,): the bucket's buffer, or in half precision another one in
-            float32; and what it has yet to be multiplied by.
         """
-        return bucket.flat, weight
+        return given
 
     def settle(self, *, good: bool) -> None:
         """The exchange is over: every rank applies the step (`good`), or every rank drops it."""
@@ -252,6 +240,10 @@ class GradientTransform(Callback):
 
     def give_back(self) -> None:
         """The session ends: the optimizer is the user's again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._density = None  # which holds this
 
     @override
     def state_dict(self) -> CallbackState:
@@ -290,7 +282,6 @@ class GradientExchange(Callback):
             non-finite gradient on every rank. Without one, a skipped step leaves every `param.grad`
             None, which torch.optim's optimizers pass over.
         pairs: each bucket with its reduction, in the order in which they are launched.
-        counts: where what happens is counted.
         launch_order: decides when a bucket that is ready is launched, where other collectives are
             under way beside the buckets; None: at once.
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
@@ -307,16 +298,16 @@ class GradientExchange(Callback):
         context: Context,
         pairs: Sequence[tuple[Bucket, Reduction]],
         *,
-        counts: ExchangeCounts,
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
         norm_over_ranks: Callable[[float], float] | None = None,
         transform: GradientTransform | None = None,
     ) -> None:
-        self.counts, self._island = counts, context.island
+        self._island, self._parameters = context.island, context.parameters
         self._driver, self._words = context.driver, context.new_stream()
         self._norm_over_ranks = norm_over_ranks
         self._transform = transform or GradientTransform(None)
+        self.counts = self._transform.counts
         self._clipping = clipping
         self._may_keep_entries = any(reduction.ages is not None for _, reduction in pairs)
         self._gives_whole = all(reduction.gives_whole for _, reduction in pairs)
@@ -582,14 +573,8 @@ class GradientExchange(Callback):
         continues = self._published[b] if belongs else np.zeros_like(used)
         grad_scale = self._grad_scale()
         self._transform.take()
-        gradient, weight = self._transform.update(
-            bucket,
-            tally.used,
-            weight=tally.weight / grad_scale,
-            grad_scale=grad_scale,
-            continues=continues,
-        )
-        begin = partial(reduction.launch, gradient, tally, weight=weight, grad_scale=grad_scale)
+        given = WeightedGradient(bucket.flat, tally, tally.weight / grad_scale, grad_scale)
+        begin = partial(reduction.launch, self._transform.update(bucket, given, continues))
         self._launch_order.launch(
             ("gradients", b),
             begin
@@ -756,14 +741,8 @@ class GradientExchange(Callback):
     def _clip_mean(self, max_norm: float) -> float:
         # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
         # on the number of threads and on the processor.
-        placed = {
-            index: parameter
-            for bucket, _ in self._pairs
-            for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
-        }
-        parameters = [placed[index] for index in sorted(placed)]
         agree_on = self._norm_over_ranks or self._norm_of_first
-        return clip_gradients_(parameters, max_norm, agree_on=agree_on)
+        return clip_gradients_([*self._parameters.values()], max_norm, agree_on=agree_on)
 
     def _norm_of_first(self, norm: float) -> float:
         said = torch.tensor([self._island.hypot(norm)], dtype=torch.float64)
@@ -808,29 +787,21 @@ class GradientExchange(Callback):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
-        needed = {
-            (kind, name): live
-            for _, reduction in self._pairs
-            for kind, entries in (
-                ("additive", reduction.additive_state()),
-                ("local", reduction.local_state()),
-            )
-            for name, live in entries.items()
-            if isinstance(live, torch.Tensor)
-        }
-        missing = sorted(name for kind, name in needed if name not in state[kind])
-        foreign = sorted(name for name in state["additive"] if ("additive", name) not in needed)
-        if missing or foreign:
-            raise CheckpointError(
-                f"the state was saved with another model or strategy: it lacks {missing[:3]} and"
-                f" has {foreign[:3]} too many"
-            )
-        for (kind, name), live in needed.items():
-            shape = getattr(state[kind][name], "shape", None)
-            if shape != live.shape:
+        for kind, entries in self.state_dict().items():
+            saved = state[kind]
+            needed = {name: e.shape for name, e in entries.items() if isinstance(e, torch.Tensor)}
+            missing = sorted(needed.keys() - saved.keys())
+            foreign = sorted(saved.keys() - needed.keys()) if kind == "additive" else []
+            if missing or foreign:
                 raise CheckpointError(
-                    f"{name!r} was saved with shape {shape}, here it has {live.shape}"
+                    f"the state was saved with another model or strategy: it lacks {missing[:3]}"
+                    f" and has {foreign[:3]} too many"
                 )
+            for name, wanted in needed.items():
+                if (shape := getattr(saved[name], "shape", None)) != wanted:
+                    raise CheckpointError(
+                        f"{name!r} was saved with shape {shape}, here it has {wanted}"
+                    )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]

@@ -31,7 +31,7 @@ from offbeat.collectives.base import Exchanged
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import CheckpointError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import EntryAges, Reduction, wire_of
+from offbeat.gradients.reductions import EntryAges, Reduction, WeightedGradient, wire_of
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _SHARE, _RANKS = "share", "ranks"
@@ -48,6 +48,8 @@ class EstimateReduction(Reduction):
         k: how many differences are sent, in [1, elements of the bucket].
         codec: which ones, and how they are written.
     """
+
+    _pending: Pending[Exchanged[Sparse]]  # from `launch` on
 
     def __init__(
         self,
@@ -69,24 +71,21 @@ class EstimateReduction(Reduction):
         self._selector_state = dict(codec.selector.initial_state())
         self._share = 1 / driver.world_size
         # What one exchange leaves for the methods that end it, from `launch` on:
-        self._pending: Pending[Exchanged[Sparse]] | None = None
         self._sent = self._wire.empty()
         self._new_selector_state: Mapping[str, float] = self._selector_state
         self._grad_scale, self._weight = 1.0, 0.0
 
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        begin_s = time.perf_counter()
-        self._grad_scale, self._weight = grad_scale, tally.weight
+    def launch(self, given: WeightedGradient) -> None:
+        begin_s, tally = time.perf_counter(), given.tally
+        self._grad_scale, self._weight = given.grad_scale, tally.weight
         self._sent = self._wire.empty()
         self._set_aside(self._minus_own)  # a frozen parameter's gradient has not become zero
         if not tally.num_failed:
             selection = self._selector.select(
-                gradient.to(self._sum.dtype),
+                given.gradient.to(self._sum.dtype),
                 self._minus_own,
                 k=self._k,
-                weight=self._share * weight / (tally.weight or 1),
+                weight=self._share * given.weight / (tally.weight or 1),
                 state=self._selector_state,
             )
             self._sent, self._new_selector_state = selection.sparse, selection.state
@@ -98,11 +97,9 @@ class EstimateReduction(Reduction):
         self.encode_s += time.perf_counter() - begin_s
 
     def wait(self) -> Tally:
-        assert self._pending is not None, "nothing was launched"
         return self._pending.wait().tally
 
     def commit(self) -> torch.Tensor:
-        assert self._pending is not None, "nothing was launched"
         begin_s = time.perf_counter()
         exchanged, flat = self._pending.wait(), self._bucket.flat
         # A rank's own estimate moves by what its peers decode, which is what it sent minus what
@@ -147,11 +144,7 @@ class EstimateReduction(Reduction):
             for name, view in self._bucket.named(kind, flat).items():
                 view.copy_(local[name])
         self._minus_own.copy_(kept["own"]).neg_()
-        state = self._selector_state
-        # A run that resumes with another selector lacks some keys; they keep their initial value.
-        state.update(
-            {key: local[name] for key in state if (name := self._local_name(key)) in local}
-        )
+        self._load_numbers(self._selector_state, local)
         self._share = float(_of_any_bucket(_SHARE, local))
         if _of_any_bucket(_RANKS, local) != world_size:
             self._share = 1 / world_size

@@ -35,7 +35,12 @@ from typing_extensions import override
 
 from offbeat.codec.tally import Tally
 from offbeat.gradients.buckets import Bucket, num_rows
-from offbeat.gradients.reductions import ResidualReduction, TalliedSum, launch_sums
+from offbeat.gradients.reductions import (
+    ResidualReduction,
+    TalliedSum,
+    WeightedGradient,
+    launch_sums,
+)
 from offbeat.torch_private import for_each
 from offbeat.transport.driver import Driver, Stream
 
@@ -134,19 +139,17 @@ class LowRankReduction(ResidualReduction):
         self._new_rights: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        begin_s, mine = time.perf_counter(), self._mine
-        self._add_owed(gradient, tally, weight=weight, grad_scale=grad_scale)
+    def launch(self, given: WeightedGradient) -> None:
+        begin_s = time.perf_counter()
+        self._add_owed(given)
         # Factors are kept and multiplied by rows: thin columns take up to 16 times as long.
-        matrices, whole = self._places(mine)
+        matrices, whole = self._places(self._mine)
         lefts = [
             each.right @ matrix.T for each, matrix in zip(self._matrices, matrices, strict=True)
         ]
         parts = [*lefts, *whole]
         # A gradient that is not finite makes its P so, or is a part itself.
-        self._sum = TalliedSum(parts, tally, self._driver, self._stream)
+        self._sum = TalliedSum(parts, given.tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s
 
     def _places(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -49,11 +49,15 @@ from typing_extensions import override
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.jit import kernel
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import GradientTransform
-from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay, rates_of
+from offbeat.gradients.parameter_groups import (
+    GroupRanges,
+    coupled_decay,
+    numbers_in_state,
+    rates_of,
+)
+from offbeat.gradients.reductions import Reduction, WeightedGradient
 
 _NO_BUFFER: Final = (
     "optimizer.state_dict() has no momentum_buffer, since at this density SGD's momentum is applied"
@@ -106,22 +110,16 @@ class OptimizerMomentum(GradientTransform):
         self._optimizer, self._inform = context.optimizer, context.notices.inform
         self._states: dict[int, _State] = {}
         self._at_once = False  # in this step all of a gradient's momentum is applied
-        self._handles: list[Any] = []
         self._options: list[tuple[float, bool]] = []  # by group: momentum, and whether Nesterov's
         self._decays: list[bool] = []  # by group: whether decay is in the gradient of the next step
         self._shown: list[dict[str, Any]] = []  # by group, during a step: what the user set
-        self._density: DensitySchedule | None = None
         self._velocity_is_loaded = self._has_said_no_buffer = False
 
     @override
-    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
+    def init(self, bucket: Bucket, reduction: Reduction) -> None:
         velocity = torch.zeros_like(bucket.flat, dtype=bucket.state_dtype)
         groups = GroupRanges(bucket, self._optimizer)
         self._states[id(bucket)] = _State(bucket, groups, velocity)
-
-    @override
-    def follow(self, density: DensitySchedule) -> None:
-        self._density = density
 
     # What the exchange calls
 
@@ -145,14 +143,8 @@ class OptimizerMomentum(GradientTransform):
 
     @override
     def update(
-        self,
-        bucket: Bucket,
-        used: NDArray[np.bool_],
-        *,
-        weight: float,
-        grad_scale: float,
-        continues: NDArray[np.bool_],
-    ) -> tuple[torch.Tensor, float]:
+        self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
+    ) -> WeightedGradient:
         """Add weight decay, and apply momentum."""
         self._velocity_is_loaded, goes_on = False, bool(continues.any())
         if not goes_on:  # what belongs to one step is added up, so all of it has the same unit
@@ -161,18 +153,18 @@ class OptimizerMomentum(GradientTransform):
         # Without momentum weight decay can stay where it is.
         self._decays = [bool(group["momentum"]) for group in param_groups]
         decays = [coupled_decay(group) if group["momentum"] else 0.0 for group in param_groups]
-        state.groups.add_decay_(used, decays, grad_scale, continues=goes_on)
+        state.groups.add_decay_(given.tally.used, decays, given.grad_scale, continues=goes_on)
         if self._at_once and state.is_zero is None:
             state.is_zero = not state.velocity.any()
         if self._at_once and state.is_zero:
-            return bucket.flat, weight
+            return given
         state.is_staged = True
         if not state.staged.numel():
             state.staged = torch.empty_like(state.velocity)
         step = bucket.flat.to(bucket.state_dtype)
         mix = mix_by_kernel if step.device.type == "cpu" else mix_by_torch
         for here, (factor, nesterov) in state.groups.merged(self._options, default=(0.0, False)):
-            scale, at_once = 1 / grad_scale, self._at_once
+            scale, at_once = 1 / given.grad_scale, self._at_once
             shares = shares_of(factor, nesterov, scale, continues=goes_on, at_once=at_once)
             mix(step[here], state.velocity[here], shares, state.staged[here])
         places = zip(bucket.parameters, bucket.offsets, bucket.offsets[1:], strict=False)
@@ -180,7 +172,7 @@ class OptimizerMomentum(GradientTransform):
             if not parameter.requires_grad:  # its momentum rests meanwhile, as in the optimizer
                 step[begin:end] = 0
                 state.staged[begin:end] = state.velocity[begin:end]
-        return step, weight * grad_scale
+        return given._replace(gradient=step, weight=given.weight * given.grad_scale)
 
     @override
     def settle(self, *, good: bool) -> None:
@@ -205,9 +197,7 @@ class OptimizerMomentum(GradientTransform):
     @override
     def give_back(self) -> None:
         """Momentum begins anew in the optimizer, since velocities differ from rank to rank."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().give_back()
         self._show_options()
 
     # Events
@@ -273,7 +263,7 @@ class OptimizerMomentum(GradientTransform):
         if self._at_once and not self._has_said_no_buffer:
             self._has_said_no_buffer = True
             self._inform(_NO_BUFFER)
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        numbers = numbers_in_state(optimizer)
         for parameter, velocity, sign in self._velocities():
             if sign and velocity.any():  # a buffer of zeros is as good as none
                 entry = state["state"].setdefault(numbers[id(parameter)], {})
@@ -312,11 +302,6 @@ class OptimizerMomentum(GradientTransform):
                     yield parameter, view, 0.0
                 else:
                     yield parameter, view, -1.0 if param_groups[number]["maximize"] else 1.0
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        """In the order in which a state dictionary numbers them."""
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
 
     def _description(self) -> str:
         groups = self._optimizer.param_groups

@@ -55,12 +55,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.collectives.dense import gather_values
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.density import DensitySchedule
 from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
-from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
+from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay, numbers_in_state
+from offbeat.gradients.reductions import Reduction, WeightedGradient
 from offbeat.torch_private import for_each, version_of
 
 _CHANGED: Final = "gradients are changed between backward() and step(), as clip_grad_norm_ does"
@@ -83,29 +82,12 @@ class _Moments:
 
     bucket: Bucket
     groups: GroupRanges
-    feedback: ErrorFeedback
+    reduction: Reduction
     mean: torch.Tensor
     square: torch.Tensor
     gradient: torch.Tensor
     steps: list[float]
     has_gradient: list[bool]
-
-    def alike(
-        self, options: Sequence[tuple[float, float, float]], marked: Sequence[bool] | None
-    ) -> Iterator[tuple[slice, tuple[float, float, float], float]]:
-        """Neighbouring elements with the options of their group and their number of steps, of those
-        parameters that are `marked`; None: of all.
-        """
-        marked = [True] * len(self.steps) if marked is None else marked
-        if all(marked) and len({*self.steps}) == 1:
-            for here, found in self.groups.merged(options, default=options[0]):
-                yield here, found, self.steps[0]
-            return
-        places = zip(self.bucket.offsets, self.bucket.offsets[1:], strict=False)
-        each = zip(places, self.groups.groups, self.steps, marked, strict=True)
-        for (begin, end), number, steps, is_marked in each:
-            if is_marked:
-                yield slice(begin, end), options[number or 0], steps
 
 
 class OptimizerScaling(GradientTransform):
@@ -113,22 +95,18 @@ class OptimizerScaling(GradientTransform):
 
     Args:
         context: lent by the session; its optimizer is a `torch.optim.Adam` or `AdamW`.
-        counts: of the exchange of gradients.
     """
 
     what: ClassVar[str] = "Adam's scaling"
 
-    def __init__(self, context: Context, counts: ExchangeCounts) -> None:
+    def __init__(self, context: Context) -> None:
         assert context.optimizer is not None
         super().__init__(context.optimizer)
         self.is_taken = None
         self._optimizer, self._notices = context.optimizer, context.notices
         self._driver, self._stream = context.driver, context.new_stream()
-        self._handles: list[Any] = []
         self._state_is_loaded = False
-        self._density: DensitySchedule | None = None
-        self._counts = counts
-        self._watch = _GradientWatch(counts)
+        self._watch = _GradientWatch(self.counts)
         self._moments: dict[int, _Moments] = {}
         self._num_settled = 0
         self._has_gradient = False  # of the coming step
@@ -141,17 +119,12 @@ class OptimizerScaling(GradientTransform):
         return self.is_taken is False
 
     @override
-    def follow(self, density: DensitySchedule) -> None:
-        """Where everything travels, Adam itself serves better."""
-        self._density = density
-
-    @override
-    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
-        assert feedback is not None, "Adam's scaling is for what is owed"
-        mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
+    def init(self, bucket: Bucket, reduction: Reduction) -> None:
+        assert reduction.residual is not None, "Adam's scaling is for what is owed"
+        mean, square, gradient = (torch.zeros_like(reduction.residual) for _ in range(3))
         groups, number = GroupRanges(bucket, self._optimizer), len(bucket.parameters)
         self._moments[id(bucket)] = _Moments(
-            bucket, groups, feedback, mean, square, gradient, [0.0] * number, [True] * number
+            bucket, groups, reduction, mean, square, gradient, [0.0] * number, [True] * number
         )
         self._watch.buckets.append(bucket)
 
@@ -163,33 +136,27 @@ class OptimizerScaling(GradientTransform):
 
     @override
     def update(
-        self,
-        bucket: Bucket,
-        used: NDArray[np.bool_],
-        *,
-        weight: float,
-        grad_scale: float,
-        continues: NDArray[np.bool_],
-    ) -> tuple[torch.Tensor, float]:
+        self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
+    ) -> WeightedGradient:
         """Turn the gradient into the scaled one. There is no `grad_scale` here, because there is no
         scaling where there is a GradScaler. The gradient of an earlier exchange of the same step is
         part of what counts.
         """
         self._state_is_loaded = False
         if self.is_taken is False:
-            return bucket.flat, weight
+            return given
         moments = self._moments[id(bucket)]
         goes_on = bool(continues.any())
         if self.is_taken:
             decays = [coupled_decay(group) for group in self._optimizer.param_groups]
-            moments.groups.add_decay_(used, decays, continues=goes_on)
+            moments.groups.add_decay_(given.tally.used, decays, continues=goes_on)
         if goes_on:
             moments.gradient.add_(bucket.flat)
         else:
             moments.gradient.copy_(bucket.flat)
         if self.is_taken:
             bucket.flat.div_(self._denominator(moments))
-        return bucket.flat, weight
+        return given
 
     @override
     def give_back(self) -> None:
@@ -197,9 +164,7 @@ class OptimizerScaling(GradientTransform):
         self._hidden.show()
         if self.is_taken:
             self._forget_optimizer_state()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().give_back()
         self.is_taken = False
 
     @override
@@ -312,7 +277,7 @@ class OptimizerScaling(GradientTransform):
         if self.is_taken:
             self._taken()
         else:  # all exchanges so far were skipped, or there were none
-            self._num_settled = self._counts.exchanges
+            self._num_settled = self.counts.exchanges
 
     def _steps(self) -> list[float]:
         """Of each parameter, in the model's order; before anything is taken of none."""
@@ -369,7 +334,7 @@ class OptimizerScaling(GradientTransform):
         """
         is_changed = any(self._driver.run(gather_values(is_changed), self._stream.next()))
         is_wanted = self._density is None or self._density.sends_entries()
-        is_new = self._counts.exchanges == self._num_settled
+        is_new = self.counts.exchanges == self._num_settled
         may_take = is_wanted and is_new and not is_changed
         if may_take and not self._num_steps:
             self._take_gathered()
@@ -389,7 +354,8 @@ class OptimizerScaling(GradientTransform):
             return
         for moments in self._moments.values():
             # What is owed so far was not scaled.
-            moments.feedback.residual.div_(self._denominator(moments))
+            assert moments.reduction.residual is not None, "as when it was made"
+            moments.reduction.residual.div_(self._denominator(moments))
         self._taken()
         self._notices.inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"
@@ -408,7 +374,18 @@ class OptimizerScaling(GradientTransform):
         # What the optimizer does not move is scaled as any other.
         whole = max(1, moments.mean.numel())
         step = _BLOCK if moments.mean.device.type == "cpu" else whole
-        for here, found, steps in moments.alike(options, marked):
+        if all(marked or ()) and len({*moments.steps}) == 1:
+            alike = moments.groups.merged(options, default=options[0])
+            parts = [(here, found, moments.steps[0]) for here, found in alike]
+        else:
+            ends = zip(moments.bucket.offsets, moments.bucket.offsets[1:], strict=False)
+            each = zip(ends, moments.groups.groups, moments.steps, strict=True)
+            parts = [
+                (slice(*here), options[number or 0], steps)
+                for place, (here, number, steps) in enumerate(each)
+                if marked is None or marked[place]
+            ]
+        for here, found, steps in parts:
             for begin in range(here.start, here.stop, step):
                 yield slice(begin, min(begin + step, here.stop)), found, steps
 
@@ -425,12 +402,7 @@ class OptimizerScaling(GradientTransform):
             self._density.send_few()
 
     def _show_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        numbers = {
-            id(parameter): number
-            for number, parameter in enumerate(
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            )
-        }
+        numbers = numbers_in_state(optimizer)
         for moments in self._moments.values() if self._num_steps else ():
             square = moments.square.clone()
             self._change_noise_(moments, square, 1 / self._driver.world_size)

@@ -158,6 +158,12 @@ def coupled_decay(group: Mapping[str, Any]) -> float:
     return -decay if group["maximize"] else decay  # where it negates what it is given
 
 
+def numbers_in_state(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Under which number a state dictionary has each parameter, by the parameter's identity."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+
 def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """The learning rate of each group; 0 for one that has none."""
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]

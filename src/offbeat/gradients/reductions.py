@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.device_copies import on_device
-from offbeat.codec.residual import ErrorFeedback, add_owed
+from offbeat.codec.residual import add_owed
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally, is_finite
@@ -82,6 +82,25 @@ class EntryAges:
         self._sent_at[hits] = self._now
 
 
+class WeightedGradient(NamedTuple):
+    """What one rank brings to an exchange of a bucket.
+
+    Attributes:
+        gradient: shape (n,): the buffer of the bucket, which belongs to the reduction until the
+            end, or, in half precision, what a transform has made of it in float32.
+        tally: this rank's weight, whether it failed (then the gradient does not matter), and which
+            of the bucket's parameters it used.
+        weight: what `gradient` has yet to be multiplied by: this rank's weight / `grad_scale`, or
+            less where a transform has applied a part of it.
+        grad_scale: the AMP scale in force.
+    """
+
+    gradient: torch.Tensor
+    tally: Tally
+    weight: float
+    grad_scale: float
+
+
 class Reduction:
     """Turns each rank's bucket into the ranks' weighted mean.
 
@@ -121,21 +140,8 @@ class Reduction:
         return None
 
     @abstractmethod
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        """Begin, after adding to the tally whether the gradient is finite.
-
-        Args:
-            gradient: what this rank contributes, shape (n,): the buffer of the bucket, which
-                belongs to the reduction until the end, or, in half precision, what a transform
-                has made of it in float32.
-            tally: this rank's weight, whether it failed (then the gradient does not matter), and
-                which of the bucket's parameters it used.
-            weight: what `gradient` has yet to be multiplied by: this rank's weight / `grad_scale`,
-                or less where a transform has applied a part of it.
-            grad_scale: the AMP scale in force.
-        """
+    def launch(self, given: WeightedGradient) -> None:
+        """Begin, after adding to the tally whether the gradient is finite."""
 
     def wait(self) -> Tally | torch.Tensor:
         """Wait for the peers. Returns the tally of all ranks, or the numbers that it has been
@@ -157,29 +163,35 @@ class Reduction:
         """The step is bad: state stays as it was before `launch`. The buffer belongs to the bucket
         again.
         """
+        if self.residual is not None:
+            self._bring_back(self.residual)
 
     def send_all(self) -> None:
         """Owe nothing after the coming exchange, and after all that follow."""
 
-    def _begin_sum(self, gradient: torch.Tensor, tally: Tally, tail: torch.Tensor) -> None:
-        """Let `gradient` be this rank's part of the mean, and write into `tail` the tally with
+    def _begin_sum(self, given: WeightedGradient, tail: torch.Tensor) -> None:
+        """Let the gradient be this rank's part of the mean, and write into `tail` the tally with
         whether it is finite.
         """
+        tally = given.tally
         if not tally.num_failed:
-            tally = replace(tally, num_nonfinite=~is_finite(gradient))
-            gradient.mul_(tally.weight / self._driver.world_size)
+            tally = replace(tally, num_nonfinite=~is_finite(given.gradient))
+            given.gradient.mul_(tally.weight / self._driver.world_size)
         tally.write_to(tail)
 
     def additive_state(self) -> dict[str, torch.Tensor]:
         """As of `Callback.state_dict`. Tensors are live."""
-        return {}
+        return {} if self.residual is None else self._bucket.named("residual", self.residual)
 
-    def local_state(self) -> Mapping[str, float | torch.Tensor]:
+    def local_state(self) -> dict[str, float | torch.Tensor]:
         """As of `Callback.state_dict`."""
-        return {}
+        return {} if self.residual is None else {self._local_name("weight"): self._owed_weight}
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         """Inverse of both."""
+        for name, live in self.additive_state().items():
+            live.copy_(additive[name])
+        self._owed_weight = float(local.get(self._local_name("weight"), 0))
 
     def _weigh(self, owed: torch.Tensor, tally: Tally) -> None:
         """Let what is owed weigh as much as this step's gradient: of a batch of few samples it
@@ -216,6 +228,11 @@ class Reduction:
         bucket's first parameter, because buckets have no names.
         """
         return f"{key}/{self._bucket.names[0]}"
+
+    def _load_numbers(self, numbers: dict[str, float], local: Mapping[str, Any]) -> None:
+        """Those that are not there keep their value: a run may resume with another selector."""
+        saved = {key: local.get(self._local_name(key)) for key in numbers}
+        numbers.update({key: value for key, value in saved.items() if value is not None})
 
     def _mark_unused_with_gradient(self) -> None:
         """Mark parameters as used that no rank used, and of which something was still owed."""
@@ -274,28 +291,24 @@ class ResidualReduction(Reduction):
         self._residual = bucket.flat.new_zeros(bucket.num_elements, dtype=bucket.state_dtype)
         self._mine = torch.zeros_like(self._residual)
 
-    def _stage(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> Tally:
-        """Let `_mine` be what is owed and the gradient, and the tally say whether it is finite.
-        Arguments as of `launch`.
+    def _stage(self, given: WeightedGradient) -> Tally:
+        """Let `_mine` be what is owed and the gradient. Returns the tally, which says whether that
+        is finite.
         """
-        self._add_owed(gradient, tally, weight=weight, grad_scale=grad_scale)
-        if tally.num_failed:
-            return tally
-        return replace(tally, num_nonfinite=~is_finite(self._mine))
+        self._add_owed(given)
+        if given.tally.num_failed:
+            return given.tally
+        return replace(given.tally, num_nonfinite=~is_finite(self._mine))
 
-    def _add_owed(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        """Let `_mine` be what is owed and the gradient. Arguments as of `launch`."""
-        mine, self._grad_scale = self._mine, grad_scale
-        self._weigh(self._residual, tally)
+    def _add_owed(self, given: WeightedGradient) -> None:
+        """Let `_mine` be what is owed and the gradient."""
+        mine, self._grad_scale = self._mine, given.grad_scale
+        self._weigh(self._residual, given.tally)
         self._set_aside(self._residual)
-        if tally.num_failed:
+        if given.tally.num_failed:
             mine.zero_()
         else:
-            torch.add(self._residual, gradient.to(mine.dtype), alpha=weight, out=mine)
+            torch.add(self._residual, given.gradient.to(mine.dtype), alpha=given.weight, out=mine)
 
     def _show(self, total: torch.Tensor) -> torch.Tensor:
         """The buffer of the bucket with the mean, after `_residual` has become what is owed. What
@@ -318,28 +331,10 @@ class ResidualReduction(Reduction):
         self._bring_back(self._residual)
         return flat
 
-    @override
-    def discard(self) -> None:
-        self._bring_back(self._residual)
-
     @property
     @override
     def residual(self) -> torch.Tensor:
         return self._residual
-
-    @override
-    def additive_state(self) -> dict[str, torch.Tensor]:
-        return self._bucket.named("residual", self._residual)
-
-    @override
-    def local_state(self) -> dict[str, float | torch.Tensor]:
-        return {self._local_name("weight"): self._owed_weight}
-
-    @override
-    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
-        for name, live in self.additive_state().items():
-            live.copy_(additive[name])
-        self._owed_weight = float(local.get(self._local_name("weight"), 0))
 
 
 class DenseReduction(Reduction):
@@ -363,10 +358,8 @@ class DenseReduction(Reduction):
         else:  # sums of weights and counts are not exact in half precision
             self._tail = bucket.flat.new_zeros(size, dtype=torch.float64)
 
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        self._begin_sum(gradient, tally, self._tail)
+    def launch(self, given: WeightedGradient) -> None:
+        self._begin_sum(given, self._tail)
         rides = self._tail.dtype == self._message.dtype
         self._sums = launch_sums(
             self._driver, self._stream, self._message, *(() if rides else (self._tail,))
@@ -403,16 +396,23 @@ class SparseReduction(Reduction):
     """Mean of the largest entries; the rest is owed (error feedback), and added to the next step's
     gradient.
 
+        acc = residual + weight * gradient                  (written into the gradient's buffer)
+        send the k largest of acc; what is left is the new residual
+        add what other parts dropped or rounded off
+
+    Staging copies nothing: residual and gradient trade buffers on commit.
+
+    Memory beside the gradient: one buffer of its size. Half-precision gradients are owed in
+    float32; their buffer cannot be traded, so that takes two float32 buffers.
+
     Args:
         bucket, driver, stream: as of `Reduction`.
         codec: which entries, and how they are written.
         plan: called once for each exchange, at the same point on all ranks.
         selector: another one than the codec's.
-        decay: as of `ErrorFeedback`.
+        decay: what is owed is multiplied by it when a step in which entries travelled is committed,
+            in (0, 1].
         owed_rate: follows the learning rate; None: what is owed is applied at whatever it is then.
-
-    Attributes:
-        feedback: residual and selection.
     """
 
     def __init__(
@@ -430,12 +430,12 @@ class SparseReduction(Reduction):
         super().__init__(bucket, driver, stream)
         self.ages = self._ages = EntryAges(bucket.num_elements)
         self._owed_rate = owed_rate
-        self.feedback = ErrorFeedback(
-            bucket.num_elements,
-            dtype=bucket.flat.dtype,
-            device=bucket.flat.device,
-            selector=selector or codec.selector,
-            decay=decay,
+        self._selector, self._decay = selector or codec.selector, decay
+        self._selector_state = dict(self._selector.initial_state())
+        self._is_half = bucket.flat.dtype not in _EXACT
+        self._residual, self._accumulator = (
+            bucket.flat.new_zeros(size, dtype=bucket.state_dtype)
+            for size in (bucket.num_elements, bucket.num_elements if self._is_half else 0)
         )
         self._wire = wire_of(bucket, codec)
         self._plan = plan
@@ -445,51 +445,61 @@ class SparseReduction(Reduction):
         self._tail = bucket.flat.new_empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
         self._picked: NDArray[np.int64] | None = None
-        self._staged = False
+        self._new_selector_state: Mapping[str, float] = self._selector_state
 
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         plan = self._plan()
-        self._grad_scale = grad_scale
-        residual = self.feedback.residual
+        self._grad_scale = given.grad_scale
         rates = self._owed_rate
-        resting = [] if rates is None else rates.follow(residual, gradient)
-        self._weigh(residual, tally)
-        self._set_aside(residual, resting)
-        self._staged = not tally.num_failed
-        self._pending = self._picked = None
+        resting = [] if rates is None else rates.follow(self._residual, given.gradient)
+        self._weigh(self._residual, given.tally)
+        self._set_aside(self._residual, resting)
+        self._pending, self._picked = None, None
+        self._new_selector_state = self._selector_state
         begin_s = time.perf_counter()
         if plan.collective is None:
-            self._launch_everything(gradient, tally, weight)
+            self._launch_everything(given)
         else:
-            mine, tally = self._pick(gradient, tally, weight, plan.k)
+            mine, tally = self._pick(given, plan.k)
             work = self._wire.carry(
                 plan.collective, self._driver.rank, self._driver.world_size, mine, tally, plan.k
             )
             self._pending = self._driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s
 
-    def _pick(
-        self, gradient: torch.Tensor, tally: Tally, weight: float, k: int
-    ) -> tuple[Sparse, Tally]:
-        if not self._staged:
-            return self._wire.empty(), tally
-        selection = self.feedback.stage(self._bucket.flat, k, weight=weight, gradient=gradient)
-        self._picked = selection.sparse.indices
-        return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
+    def _pick(self, given: WeightedGradient, k: int) -> tuple[Sparse, Tally]:
+        if given.tally.num_failed:
+            return self._wire.empty(), given.tally
+        accumulated = self._accumulated(given)
+        selection = self._selector.select(
+            accumulated,
+            self._residual,
+            k=min(k, accumulated.numel()),
+            weight=given.weight,
+            state=self._selector_state,
+        )
+        self._picked, self._new_selector_state = selection.sparse.indices, selection.state
+        return selection.sparse, replace(given.tally, num_nonfinite=int(not selection.finite))
 
-    def _launch_everything(self, gradient: torch.Tensor, tally: Tally, weight: float) -> None:
-        flat = self._bucket.flat
-        if self._staged:
-            finite = self.feedback.stage_all(flat, weight=weight, gradient=gradient)
-            tally = replace(tally, num_nonfinite=~finite)
+    def _launch_everything(self, given: WeightedGradient) -> None:
+        flat, tally = self._bucket.flat, given.tally
+        if not tally.num_failed:
+            accumulated = self._accumulated(given)
+            torch.add(self._residual, accumulated, alpha=given.weight, out=accumulated)
+            if self._is_half:  # only what rounding to it loses will be owed
+                flat.copy_(accumulated)
+                accumulated.sub_(flat)
+            tally = replace(tally, num_nonfinite=~is_finite(flat))
         tally.write_to(self._tail)
         self._joined = None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
             self._joined = torch.cat([flat, self._tail.to(flat)])
         summed = (flat, self._tail) if self._joined is None else (self._joined,)
         self._sums = launch_sums(self._driver, self._stream, *summed)
+
+    def _accumulated(self, given: WeightedGradient) -> torch.Tensor:
+        """The buffer to accumulate in, which holds the gradient."""
+        return self._accumulator.copy_(given.gradient) if self._is_half else self._bucket.flat
 
     def wait(self) -> Tally | torch.Tensor:
         if self._pending is not None:
@@ -503,10 +513,23 @@ class SparseReduction(Reduction):
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        factor = self._grad_scale / (self.tally.weight or 1)
+        factor, flat = self._grad_scale / (self.tally.weight or 1), self._bucket.flat
+        self._selector_state = dict(self._new_selector_state)
+        if self._is_half:
+            self._residual, self._accumulator = self._accumulator, self._residual
+        elif self._pending is not None:
+            # What is left in the gradient's buffer is the new residual, and the old residual's
+            # buffer becomes the gradient's: no copy of either is made.
+            self._residual, flat = flat, self._residual
+        else:
+            self._residual.zero_()
         if self._pending is not None:
             exchanged = self._pending.wait()  # which is over
-            flat, kept = self.feedback.commit(exchanged.owed), exchanged.kept
+            kept = exchanged.kept
+            add_owed(self._residual, exchanged.owed)
+            if self._decay != 1:
+                self._residual.mul_(self._decay)
+            flat.zero_()
             indices = on_device(torch.from_numpy(kept.indices), flat.device)
             mean = torch.from_numpy(kept.values * factor).to(flat.dtype)
             flat[indices] = on_device(mean, flat.device)
@@ -515,11 +538,9 @@ class SparseReduction(Reduction):
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
             self.tally.used[hit] = True
         else:
-            self.feedback.commit_all()
-            flat = self._bucket.flat
             self._scale_(flat, factor)
             self._mark_unused_with_gradient()
-        self._bring_back(self.feedback.residual)
+        self._bring_back(self._residual)
         self._ages.after_exchange(self._picked)
         self.encode_s += time.perf_counter() - begin_s
         return flat
@@ -535,7 +556,7 @@ class SparseReduction(Reduction):
         shown[~np.isfinite(shown)] = 0
         lost = kept.values[mine] - shown / factor
         add_owed(
-            self.feedback.residual,
+            self._residual,
             Sparse(
                 indices=kept.indices[mine],
                 values=lost.astype(kept.values.dtype),
@@ -554,12 +575,7 @@ class SparseReduction(Reduction):
         before = flat[mine].float()
         flat.mul_(factor)
         shown = flat[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        self.feedback.residual[mine] += before - shown / factor
-
-    def discard(self) -> None:
-        if self._staged:
-            self.feedback.discard()
-        self._bring_back(self.feedback.residual)
+        self._residual[mine] += before - shown / factor
 
     @override
     def send_all(self) -> None:
@@ -569,26 +585,20 @@ class SparseReduction(Reduction):
     @property
     @override
     def residual(self) -> torch.Tensor:
-        return self.feedback.residual
+        return self._residual
 
-    def additive_state(self) -> dict[str, torch.Tensor]:
-        return self._bucket.named("residual", self.feedback.residual)
-
-    def local_state(self) -> dict[str, float]:
-        state = self.feedback.selector_state | {"weight": self._owed_weight}
+    @override
+    def local_state(self) -> dict[str, float | torch.Tensor]:
+        state = dict(self._selector_state)
         if self._owed_rate is not None:
             state |= self._owed_rate.state()
-        return {self._local_name(key): value for key, value in state.items()}
+        named = {self._local_name(key): value for key, value in state.items()}
+        return super().local_state() | named
 
-    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
-        for name, live in self.additive_state().items():
-            live.copy_(additive[name])
-        self._owed_weight = float(local.get(self._local_name("weight"), 0))
-        state = self.feedback.selector_state
-        # A run that resumes with another selector lacks some keys; they keep their initial value.
-        state.update(
-            {key: local[name] for key in state if (name := self._local_name(key)) in local}
-        )
+    @override
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
+        super().load(additive, local)
+        self._load_numbers(self._selector_state, local)
         if self._owed_rate is not None:
             # Names of parameters have no slashes.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}

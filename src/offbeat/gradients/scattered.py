@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback, CallbackState
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import NUM_COUNTERS, Tally
+from offbeat.codec.tally import NUM_COUNTERS
 from offbeat.collectives.dense import dense_all_gather, dense_reduce_scatter, gather_values
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.gradients.reductions import Reduction, launch_sums
+from offbeat.gradients.reductions import Reduction, WeightedGradient, launch_sums
 from offbeat.torch_private import version_of
 from offbeat.transport.driver import Driver, Pending, Stream
 
@@ -44,10 +44,8 @@ class ScatterReduction(Reduction):
         self._tail = bucket.flat.new_zeros(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         bucket.flat = self._message[: bucket.num_elements]
 
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        self._begin_sum(gradient, tally, self._tail)
+    def launch(self, given: WeightedGradient) -> None:
+        self._begin_sum(given, self._tail)
         scattering = dense_reduce_scatter(self._message)
         self._sums = [
             self._driver.launch(scattering, self._stream.next()),

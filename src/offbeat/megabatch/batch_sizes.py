@@ -84,7 +84,6 @@ class BatchRule(Protocol):
                 is as if it had made as many as the mean of its peers.
             bounds: by worker.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,12 +34,7 @@ from offbeat.megabatch.batch_sizes import (
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.coded_merge import MergedChanges
-from offbeat.megabatch.merge import (
-    MergedSnapshot,
-    MergeOutcome,
-    MergeProtocol,
-    ModelSnapshot,
-)
+from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.merge_momentum import GAMMA, MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.atomic_group import AtomicGroup
@@ -584,14 +579,14 @@ class MegaBatchCallback(Callback):
         """
         under_way, self._under_way = self._under_way, None
         assert under_way is not None
-        merged = under_way.merged()
+        outcome = under_way.merged()
         if under_way.is_dropped:
             return
-        then = merged.snapshot.report.num_steps
-        self._protocol.take(merged, num_steps=self._num_steps - then)
-        taken = self._adopt(merged.outcome, then)
+        then = under_way.snapshot.report.num_steps
+        self._protocol.take(outcome, num_steps=self._num_steps - then)
+        taken = self._adopt(outcome, then)
         # One that is new finds the round in `joined_by`.
-        self._taken = None if merged.outcome.mine.is_new else taken
+        self._taken = None if outcome.mine.is_new else taken
 
     def _report(
         self, share: MegaBatchShare | None, claim_round: ClaimRound | None
@@ -862,13 +857,14 @@ class _MergeUnderWay:
         driver: beside whose training it goes on.
 
     Attributes:
+        snapshot: as given.
         is_dropped: whether nobody wants its outcome any more.
     """
 
     def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot, driver: Driver) -> None:
         self.is_dropped = False
-        self._protocol, self._snapshot = protocol, snapshot
-        self._merged: Future[MergedSnapshot] = Future()
+        self._protocol, self.snapshot = protocol, snapshot
+        self._merged: Future[MergeOutcome] = Future()
         goes_on = snapshot.report.following is not None
         self._join = driver.beside(self._run, name="offbeat-merge") if goes_on else None
 
@@ -885,16 +881,16 @@ class _MergeUnderWay:
             self._run()
         if self._merged.exception() is not None:
             return 0.0
-        mean = self._merged.result().outcome.mean
+        mean = self._merged.result().mean
         return 0.0 if mean is None else mean.encode_s
 
-    def merged(self) -> MergedSnapshot:
+    def merged(self) -> MergeOutcome:
         """What came of it, after `wait`. Raises as `MergeProtocol.merge_snapshot`."""
         return self._merged.result()
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                self._merged.set_result(self._protocol.merge_snapshot(self._snapshot))
+                self._merged.set_result(self._protocol.merge_snapshot(self.snapshot))
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             self._merged.set_exception(error)

@@ -9,7 +9,7 @@ one's: as many batches ahead as it may.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,15 +43,6 @@ def require_map_style(dataset: object) -> int:
     return num_samples
 
 
-def _require_length(dataset: Any, num_samples: int) -> None:
-    """Raise `ConfigError` unless the dataset is as long as when its loader was made."""
-    if len(dataset) != num_samples:
-        raise ConfigError(
-            f"the dataset has {len(dataset)} samples, and had {num_samples} when its loader was"
-            " made; the loader shares out those, so attach anew, and make another one"
-        )
-
-
 class Fetcher(ABC):
     """Reads batches of one dataset.
 
@@ -82,32 +73,8 @@ class Fetcher(ABC):
         """End worker processes."""
 
 
-class ReadHere(Fetcher):
-    """Reads each batch in this process, when it is asked for.
-
-    Args:
-        dataset: of map style, with at least one sample.
-        collate: makes a batch of a list of samples.
-    """
-
-    def __init__(self, dataset: MapStyle, *, collate: Callable[[list[Any]], Any]) -> None:
-        self.num_samples, self.batches_ahead = len(dataset), 0
-        self._dataset, self._collate = dataset, collate
-
-    @override
-    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[Any]:
-        _require_length(self._dataset, self.num_samples)
-        # Not a generator, since that would end with the first sample that cannot be read.
-        return map(self._fetch, numbers)
-
-    def _fetch(self, numbers: list[int]) -> Any:
-        at_once = getattr(self._dataset, "__getitems__", None)
-        samples = at_once(numbers) if at_once else [self._dataset[number] for number in numbers]
-        return self._collate(samples)
-
-
 class ReadAhead(Fetcher):
-    """Reads batches as a `DataLoader` of the user's does, with its worker processes, its pinned
+    """Reads batches as a `DataLoader` does, with its worker processes, its pinned
     memory and whatever else it was given, except for its own division into batches.
 
     Worker processes draw random numbers from a generator of their own unless the `DataLoader` has
@@ -115,7 +82,7 @@ class ReadAhead(Fetcher):
     workers draw others.
 
     Args:
-        loader: the user's.
+        loader: its dataset is of map style, with at least one sample.
         num_processes: how many worker processes read; 0: the training process does.
         batches_each: how many batches each of them has at a time, >= 1.
         seed: of their random numbers, with the rank and the epoch.
@@ -142,7 +109,12 @@ class ReadAhead(Fetcher):
 
     @override
     def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[Any]:
-        _require_length(self._loader.dataset, self.num_samples)
+        num_samples = len(self._loader.dataset)  # type: ignore[arg-type]  # as above
+        if num_samples != self.num_samples:
+            raise ConfigError(
+                f"the dataset has {num_samples} samples, and had {self.num_samples} when its loader"
+                " was made; the loader shares out those, so attach anew, and make another one"
+            )
         if epoch != self._epoch and not self._loader.persistent_workers:
             self.close()  # Processes that begin with an epoch see what the dataset is by then.
         if self._reader is None:

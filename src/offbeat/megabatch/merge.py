@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Final, TypeAlias
@@ -94,6 +94,8 @@ class ModelMean:
         joiner_state: what a member that is new needs besides the model; None elsewhere.
         encode_s: seconds that were spent on laying vectors out.
         owed: what this member owes then, where changes are coded.
+        copies: of the sparse parameters, as the merge left them, by position; once it is laid out
+            for the trainer.
     """
 
     merged: list[torch.Tensor]
@@ -107,6 +109,7 @@ class ModelMean:
     joiner_state: Payload | None
     encode_s: float
     owed: Owed | None = None
+    copies: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,6 +122,7 @@ class MergeOutcome:
         generation: of the members.
         proposals: of all members, by position in the generation.
         mean: of their models; None where nobody needs it.
+        snapshot: of this member, once the merge of it is laid out for the trainer.
     """
 
     kind: ProposalKind | None
@@ -126,6 +130,7 @@ class MergeOutcome:
     generation: Generation
     proposals: tuple[MergeProposal, ...]
     mean: ModelMean | None = None
+    snapshot: ModelSnapshot | None = None
 
     @property
     def parties(self) -> list[bool]:
@@ -176,27 +181,6 @@ class ModelSnapshot:
     copies: Mapping[int, torch.Tensor]
     sparse: tuple[int, ...]
     frozen: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MergedSnapshot:
-    """A merge of a snapshot that is final, laid out for the trainer that takes it over.
-
-    Attributes:
-        snapshot: that was merged.
-        outcome: of the merge.
-        before: what of the snapshot was merged.
-        merged: what became of it, as tensors like those of `before`, or wider.
-        rows: where a tensor in `before` is some rows of one, which rows, by position.
-        copies: of the sparse parameters, as the merge left them, by position.
-    """
-
-    snapshot: ModelSnapshot
-    outcome: MergeOutcome
-    before: Sequence[torch.Tensor]
-    merged: Sequence[torch.Tensor]
-    rows: Mapping[int, torch.Tensor]
-    copies: Mapping[int, torch.Tensor]
 
 
 class MergeProtocol:
@@ -389,14 +373,17 @@ class MergeProtocol:
         self.encode_s += time.perf_counter() - begin_s
         return snapshot
 
-    def merge_snapshot(self, snapshot: ModelSnapshot) -> MergedSnapshot:
+    def merge_snapshot(self, snapshot: ModelSnapshot) -> MergeOutcome:
         """As `merge`, of the snapshot. Changes nothing that a trainer uses, so that another thread
         may call it; until it has returned, no other method that communicates is called.
         """
         outcome = self._join_merge(partial(self._propose, snapshot, "merge"))
         return self._laid_out(snapshot, outcome)
 
-    def _laid_out(self, snapshot: ModelSnapshot, outcome: MergeOutcome) -> MergedSnapshot:
+    def _laid_out(self, snapshot: ModelSnapshot, outcome: MergeOutcome) -> MergeOutcome:
+        """The same for `take`: with the rows that momentum has moved, and copies to compare with at
+        the next merge.
+        """
         mean = outcome.mean
         assert mean is not None
         before, rows, whole, merged = [*mean.tensors], dict(mean.rows), mean.whole, mean.merged
@@ -418,16 +405,10 @@ class MergeProtocol:
             else:
                 copies[number] = merged[number].to(whole[number].dtype, copy=True)
         _synchronize(merged)
-        return MergedSnapshot(
-            snapshot=snapshot,
-            outcome=outcome,
-            before=before,
-            merged=merged,
-            rows=rows,
-            copies=copies,
-        )
+        mean = replace(mean, tensors=before, merged=merged, rows=rows, copies=copies)
+        return replace(outcome, mean=mean, snapshot=snapshot)
 
-    def take(self, over: MergedSnapshot, *, num_steps: int) -> None:
+    def take(self, outcome: MergeOutcome, *, num_steps: int) -> None:
         """The model of a merge that is final, and what this rank has done since the snapshot, are
         its model now. A rank that is new has the merged model alone.
 
@@ -438,15 +419,16 @@ class MergeProtocol:
         changed is averaged (`weights.statistics`).
 
         Args:
-            over: the merge.
+            outcome: of `merge_snapshot`.
             num_steps: that this rank has taken since the snapshot.
         """
         begin_s = time.perf_counter()
-        outcome, mean, report = over.outcome, over.outcome.mean, over.snapshot.report
+        mean, snapshot = outcome.mean, outcome.snapshot
         assert mean is not None
+        assert snapshot is not None, "it is laid out"
         # A trainer that waited holds the snapshot, so that nothing is to be added to what became of
         # it.
-        has_gone_on = report.following is not None and not outcome.mine.is_new
+        has_gone_on = snapshot.report.following is not None and not outcome.mine.is_new
         live = self._weights.tensors()
         statistics = set(self._weights.positions_of_statistics())
         states: dict[str, list[torch.Tensor]] = {}
@@ -460,9 +442,9 @@ class MergeProtocol:
             states[name] = _shared(self._states.tensors(name), mean.shares[name])
             live = [*live, *states[name]]
         for number, (tensor, before, theirs) in enumerate(
-            zip(live, over.before, over.merged, strict=True)
+            zip(live, mean.tensors, mean.merged, strict=True)
         ):
-            rows, target = over.rows.get(number), tensor.detach()
+            rows, target = mean.rows.get(number), tensor.detach()
             mine = target if rows is None else target.index_select(0, rows)
             if not has_gone_on:
                 mine.copy_(theirs)
@@ -481,15 +463,15 @@ class MergeProtocol:
             self._states.take(states, mean.shares)
         counters = mean.counters
         if not outcome.mine.is_new and counters.size:
-            counters = counters + (self._weights.read_counters() - over.snapshot.counted)
+            counters = counters + (self._weights.read_counters() - snapshot.counted)
         self._weights.write_counters(counters)
         if self._momentum is not None:
-            self._momentum.move_to(over.merged)
+            self._momentum.move_to(mean.merged)
         if self._changes is not None and mean.owed is not None:
             self._changes.owed = mean.owed
         self.num_merges = outcome.reference.num_merges + 1
         self.num_exchanges += 1
-        self.rows.keep(over.copies, self.num_merges)
+        self.rows.keep(mean.copies, self.num_merges)
         self._group.caught_up(outcome.generation)
         self.encode_s += time.perf_counter() - begin_s
 

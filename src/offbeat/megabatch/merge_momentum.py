@@ -78,27 +78,23 @@ class MergeMomentum:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
-        models: dict[str, dict[str, torch.Tensor]] = {"latest": {}, "before": {}}
+        wanted = {name: parameter.shape for name, parameter in self._parameters.items()}
+        shapes: dict[str, dict[str, torch.Size]] = {}
         for key, tensor in state.items():
             model, _, name = key.partition("/")
-            if (
-                model not in models
-                or name not in self._parameters
-                or tensor.shape != self._parameters[name].shape
-            ):
-                raise CheckpointError(
-                    f"the merges' momentum was saved with another model or strategy: see {key!r}"
-                )
-            models[model][name] = tensor.to(_widened(self._parameters[name])).clone()
-        for model, tensors in models.items():
-            if tensors and (missing := self._parameters.keys() - tensors.keys()):
-                raise CheckpointError(
-                    "the merges' momentum was saved with another model or strategy: it lacks"
-                    f" '{model}/{min(missing)}'"
-                )
+            shapes.setdefault(model, {})[name] = tensor.shape
+        if not shapes.keys() <= {"latest", "before"} or any(s != wanted for s in shapes.values()):
+            raise CheckpointError(
+                "the merges' momentum was saved with another model or strategy; resume with the"
+                " same ones"
+            )
         self._latest, self._before = (
-            {name: tensors[name] for name in self._parameters if tensors}
-            for tensors in (models["latest"], models["before"])
+            {
+                name: state[f"{model}/{name}"].to(_widened(parameter)).clone()
+                for name, parameter in self._parameters.items()
+                if model in shapes
+            }
+            for model in ("latest", "before")
         )
 
     def to_bytes(self) -> bytes:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch.distributed import Store
 from torch.utils.data import (
@@ -22,7 +22,6 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
-    default_collate,
 )
 from typing_extensions import override
 
@@ -35,7 +34,6 @@ from offbeat.megabatch.fetching import (
     Fetcher,
     MapStyle,
     ReadAhead,
-    ReadHere,
     require_map_style,
 )
 from offbeat.megabatch.loader import DispatchLoader, data_description, order_of
@@ -52,18 +50,14 @@ class DataSource:
     """What a session's loader reads, and how.
 
     Attributes:
-        dataset: whatever the user gave.
-        collate: makes a batch of a list of samples; None: torch's `default_collate`.
+        loader: the user's, or of the dataset that the user gave.
         batch_size: of this rank; None where none was given.
         shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
-        loader: the user's DataLoader; None where a dataset was given.
     """
 
-    dataset: Any
-    collate: Callable[[list[Any]], Any] | None
+    loader: DataLoader[Any]
     batch_size: int | None
     shuffles: bool = True
-    loader: DataLoader[Any] | None = None
 
     def fetcher(self, *, claims_ahead: int | None, seed: int, rank: int) -> Fetcher:
         """Reads the batches.
@@ -74,8 +68,6 @@ class DataSource:
             seed: of the random numbers of worker processes, with the rank.
             rank: this rank.
         """
-        if self.loader is None:
-            return ReadHere(self.dataset, collate=self.collate or default_collate)
         num_workers = self.loader.num_workers
         processes, each = num_workers, self.loader.prefetch_factor or 1
         if claims_ahead is not None:
@@ -103,7 +95,9 @@ def data_source(
             out.
     """
     if not isinstance(data, DataLoader):
-        return DataSource(dataset=data, collate=collate, batch_size=batch_size)
+        # What it is like is looked at later.
+        loader = DataLoader[Any](cast(Any, data), collate_fn=collate)
+        return DataSource(loader=loader, batch_size=batch_size)
     if type(data).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
             f"the loader is a {type(data).__name__}, whose way of making batches is its own; pass"
@@ -132,11 +126,9 @@ def data_source(
         )
     num_samples = require_map_style(data.dataset)
     return DataSource(
-        dataset=data.dataset,
-        collate=data.collate_fn,
+        loader=data,
         batch_size=data.batch_size,
         shuffles=_shuffles(data.sampler, num_samples),
-        loader=data,
     )
 
 
@@ -206,7 +198,7 @@ def make_loader(
         if policy is not None:
             _require_claims(source, claims_ahead)
         description = data_description(
-            source.dataset,
+            source.loader.dataset,
             seed=seed,
             shuffles=source.shuffles,
             batch_size=source.batch_size,
@@ -233,7 +225,7 @@ def make_loader(
             store.set(_DATA_KEY, json.dumps(description))
             limits = {rank: answer["fits"] for rank, answer in answers.items()}
     assert source is not None, "else it is refused above"
-    if source.loader is not None and source.loader.drop_last:
+    if source.loader.drop_last:
         notify(
             "drop_last of the DataLoader has no effect: each sample is shared out once an"
             " epoch, in batches of which none is a small remnant"
@@ -266,7 +258,7 @@ def make_loader(
 
 def _require_claims(source: DataSource, claims_ahead: int | None) -> None:
     """Raise `ConfigError` unless so many claims can be read ahead from this source."""
-    num_workers = 0 if source.loader is None else source.loader.num_workers
+    num_workers = source.loader.num_workers
     if claims_ahead is None:
         return
     is_number = isinstance(claims_ahead, int) and not isinstance(claims_ahead, bool)

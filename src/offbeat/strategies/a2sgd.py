@@ -19,7 +19,6 @@ Where several ranks have samples, P and Q are weighted by them; a rank without a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from typing_extensions import override
@@ -27,9 +26,8 @@ from typing_extensions import override
 from offbeat.averaging.periodic import Everyone, GrowingPeriod, MeanOfAll, PeriodicAverage
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import Tally
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import Reduction, TalliedSum
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import Reduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
@@ -43,8 +41,6 @@ class A2SGD(AveragingStrategy):
     Args:
         period: parameters are averaged after every so many steps, >= 1.
     """
-
-    name: ClassVar[str] = "a2sgd"
 
     period: int = 16
 
@@ -75,9 +71,7 @@ class _TwoMeans(GradientStrategy):
     bucket_mib = 1.0
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         pairs = [
             (bucket, _TwoMeansReduction(bucket, context.driver, context.new_stream()))
             for bucket in self.buckets(context)
@@ -98,13 +92,11 @@ class _TwoMeansReduction(Reduction):
     _total: torch.Tensor
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        self._weight = tally.weight
-        self._own = two_means(gradient)
-        mine = self._own.cpu() * tally.weight
-        self._sum = TalliedSum([mine], tally, self._driver, self._stream)
+    def launch(self, given: WeightedGradient) -> None:
+        self._weight = given.tally.weight
+        self._own = two_means(given.gradient)
+        mine = self._own.cpu() * self._weight
+        self._sum = TalliedSum([mine], given.tally, self._driver, self._stream)
 
     @override
     def wait(self) -> torch.Tensor:

@@ -119,8 +119,6 @@ class AdaptiveSGD(MegaBatchStrategy):
             not with the published rule. Merges that end a pass over the data are waited for.
     """
 
-    name: ClassVar[str] = "adaptive"
-
     warmup: int = 20
     optimizer_state: Literal["local", "averaged"] = "averaged"
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None

@@ -20,7 +20,7 @@ integer ones stay local. A rank whose gradient is not finite skips its own step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -45,7 +45,6 @@ class ADPSGD(AveragingStrategy):
             half the bytes, whose rounding stays in the worker's own model.
     """
 
-    name: ClassVar[str] = "adpsgd"
     survives_death = True
     trains_islands = True
 

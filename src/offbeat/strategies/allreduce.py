@@ -27,7 +27,6 @@ from offbeat.codec.topk_codec import TopKCodec
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import DenseReduction, Reduction
 from offbeat.strategies.gradient import MIB, GradientStrategy
 
@@ -41,7 +40,6 @@ class AllReduce(GradientStrategy):
             "sign", or a `ValueCodec`; None: as they are.
     """
 
-    name: ClassVar[str] = "allreduce"
     trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 
@@ -69,9 +67,7 @@ class AllReduce(GradientStrategy):
         return make_buckets(context.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_bytes)
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
         if self.codec is None:
             return DenseReduction(bucket, context.driver, context.new_stream())
         values = TopKCodec(values=self.codec).values

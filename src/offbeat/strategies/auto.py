@@ -91,7 +91,6 @@ class Auto(Strategy):
             "faster" counts seconds of a step alone.
     """
 
-    name: ClassVar[str] = "auto"
     trains_islands = True
     replicas_differ: ClassVar[bool] = True
     weighs_samples: ClassVar[bool] = True

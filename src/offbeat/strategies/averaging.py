@@ -85,12 +85,14 @@ def inform_of_short_steps(context: Context) -> None:
 
 
 def codec_of_differences(codec: object) -> WeightCodec | None:
-    """As `chosen_codec`, for differences to what a few peers hold of this rank's weights."""
+    """As `chosen_codec`, for differences to what peers hold of this rank's weights, or to a model
+    that all of them hold.
+    """
     chosen = chosen_codec(codec)
     if chosen is not None and (chosen.decay != 1 or chosen.clip_to_median):
         raise ConfigError(
             f"codec={codec!r} lets what is owed fade or clips to the median of all ranks, and what"
-            " does not travel here is part of the next difference to what a few ranks know; use a"
+            " does not travel here is part of the next difference to what other ranks know; use a"
             " WeightCodec with decay=1.0 and clip_to_median=False"
         )
     return chosen

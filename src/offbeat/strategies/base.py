@@ -29,6 +29,7 @@ import torch
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.strategies.docstrings import complete_docstring
+from offbeat.strategies.registry import NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,9 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    """What the command line, records and checkpoints call the strategy; its key in the registry."""
+    """What the command line, records and checkpoints call the strategy; its key in the registry,
+    where that has it.
+    """
     replicas_differ: ClassVar[bool] = False
     """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is
     what they stand for.
@@ -74,6 +77,8 @@ class Strategy(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if name := NAMES.get((cls.__module__, cls.__name__)):
+            cls.name = name
         complete_docstring(cls)
 
     def __post_init__(self) -> None:  # noqa: B027 - some have no options

@@ -19,7 +19,7 @@ the mean of the models, not z; statistics are drawn to their plain mean.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from offbeat.averaging.central_model import CentralModel
 from offbeat.averaging.periodic import (
@@ -32,7 +32,7 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.topk_codec import WeightCodec
 from offbeat.errors import ConfigError
-from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.averaging import AveragingStrategy, codec_of_differences
 from offbeat.strategies.options import require_at_least
 from offbeat.strategies.registry import WEIGHT_CODECS
 from offbeat.weights.model_weights import ModelWeights
@@ -51,8 +51,6 @@ class Crossbow(AveragingStrategy):
             whole.
     """
 
-    name: ClassVar[str] = "crossbow"
-
     period: int = 1
     alpha: float | None = None
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
@@ -64,13 +62,7 @@ class Crossbow(AveragingStrategy):
             raise ConfigError(
                 f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
             )
-        codec = self.weight_codec
-        if codec is not None and (codec.decay != 1 or codec.clip_to_median):
-            raise ConfigError(
-                f"codec={self.codec!r} lets what is owed fade or clips what has travelled, and"
-                " CROSSBOW owes nothing, and moves each model by as much as the central one; use a"
-                " WeightCodec with decay=1.0 and clip_to_median=False"
-            )
+        codec_of_differences(self.codec)
 
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
         driver = context.driver

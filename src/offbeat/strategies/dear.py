@@ -17,7 +17,7 @@ at once. Buckets have a size that is given, and is not searched for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from typing_extensions import override
@@ -25,7 +25,7 @@ from typing_extensions import override
 from offbeat.callbacks.context import Context
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import is_dense
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.scattered import ScatterReduction, ShardedSteps
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 
@@ -52,8 +52,6 @@ class DeAR(GradientStrategy):
     Each rank steps with an equal part of each bucket.
     """
 
-    name: ClassVar[str] = "dear"
-
     @override
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
@@ -78,9 +76,7 @@ class DeAR(GradientStrategy):
         )
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         if context.has_scaler:
             raise UnsupportedError(
                 "DeAR gives each rank a part of the mean, so a GradScaler would find other"
@@ -92,7 +88,7 @@ class DeAR(GradientStrategy):
             (bucket, ScatterReduction(bucket, context.driver, context.new_stream()))
             for bucket in buckets
         ]
-        steps = ShardedSteps(buckets, counts, context)
+        steps = ShardedSteps(buckets, transform.counts, context)
         return Reductions(
             pairs, [steps], norm_over_ranks=steps.norm_over_ranks, arrive=steps.arrive
         )

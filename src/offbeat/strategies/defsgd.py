@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,10 +43,9 @@ from offbeat.averaging.periodic import (
 )
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import Tally
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.reductions import ResidualReduction, TalliedSum
+from offbeat.gradients.reductions import ResidualReduction, TalliedSum, WeightedGradient
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import number_of, require_at_least, require_real
 from offbeat.weights.model_weights import ModelWeights, restore_
@@ -60,8 +59,6 @@ class DEFSGD(AveragingStrategy):
         ratio: one of so many elements travels in a step, >= 1.
         ahead: how much of what a rank owes is in its own parameters, in [0, 1].
     """
-
-    name: ClassVar[str] = "defsgd"
 
     ratio: int = 64
     ahead: float = 0.3
@@ -169,6 +166,8 @@ class _BlockReduction(ResidualReduction):
         ratio: one of so many elements is in a block.
     """
 
+    _sum: TalliedSum  # from `launch` on
+
     def __init__(self, bucket: Bucket, peers: Everyone, *, ratio: int) -> None:
         super().__init__(bucket, peers.driver, peers.stream)
         self._sizes = np.diff(bucket.offsets)
@@ -178,7 +177,6 @@ class _BlockReduction(ResidualReduction):
         self._num_exchanges = 0
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._block = torch.zeros(0, dtype=torch.int64)
-        self._sum: TalliedSum | None = None
         self._total = self._residual
 
     def _draw(self) -> torch.Tensor:
@@ -191,18 +189,15 @@ class _BlockReduction(ResidualReduction):
         return torch.from_numpy(places).to(self._residual.device)
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         begin_s = time.perf_counter()
-        tally = self._stage(gradient, tally, weight=weight, grad_scale=grad_scale)
+        tally = self._stage(given)
         self._block = self._draw()
         self._sum = TalliedSum([self._mine[self._block]], tally, self._driver, self._stream)
         self.encode_s += time.perf_counter() - begin_s
 
     @override
     def wait(self) -> torch.Tensor:
-        assert self._sum is not None, "nothing was launched"
         (self._total,), tail = self._sum.wait()
         return tail
 

@@ -34,13 +34,17 @@ from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
 from offbeat.codec.selectors import Exact
 from offbeat.codec.sparseloco import ChunkSelector
-from offbeat.codec.tally import Tally
 from offbeat.codec.topk_codec import TopKCodec
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket, num_rows
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
-from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
+from offbeat.gradients.exchange import GradientTransform
+from offbeat.gradients.reductions import (
+    ExchangePlan,
+    Reduction,
+    SparseReduction,
+    WeightedGradient,
+)
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_density
 
@@ -60,7 +64,6 @@ class DeMo(GradientStrategy):
             "float32", all exact.
     """
 
-    name: ClassVar[str] = "demo"
     bucket_mib: ClassVar[float | None] = None
 
     density: float = 1 / 128
@@ -79,16 +82,12 @@ class DeMo(GradientStrategy):
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
         return _Transformed(bucket, context, self)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        found = super().reductions(context, counts, transform)
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
+        found = super().reductions(context, transform)
         return found._replace(callbacks=[_Signs(context)] if self.sign else [])
 
 
@@ -208,12 +207,10 @@ class _Transformed(SparseReduction):
         )
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
-        gradient = gradient.to(self._bucket.state_dtype)
+    def launch(self, given: WeightedGradient) -> None:
+        gradient = given.gradient.to(self._bucket.state_dtype)
         transform_(gradient, self._blocks)
-        super().launch(gradient, tally, weight=weight, grad_scale=grad_scale)
+        super().launch(given._replace(gradient=gradient))
 
     @override
     def commit(self) -> torch.Tensor:

@@ -87,7 +87,7 @@ def describe_options(kind: type) -> list[OptionDescription]:
     ]
 
 
-def first_sentence(kind: type) -> str:
-    """The first sentence of a class's docstring, on one line and without its full stop."""
-    paragraph = (inspect.getdoc(kind) or "").split("\n\n", 1)[0]
+def first_sentence(docstring: str | None) -> str:
+    """The first sentence of a docstring, on one line and without its full stop."""
+    paragraph = inspect.cleandoc(docstring or "").split("\n\n", 1)[0]
     return re.sub(r"\s+", " ", paragraph).partition(". ")[0].removesuffix(".")

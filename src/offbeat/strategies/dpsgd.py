@@ -26,7 +26,7 @@ gradient is not finite skips its own step.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from offbeat.arithmetic.topologies import ring_weights
 from offbeat.averaging.gossip import NeighbourChanges, NeighbourMean, ring_round
@@ -48,8 +48,6 @@ class DPSGD(AveragingStrategy):
             name of a codec, or a `WeightCodec`. What does not travel is part of the next
             difference. None: weights travel whole.
     """
-
-    name: ClassVar[str] = "dpsgd"
 
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None
 

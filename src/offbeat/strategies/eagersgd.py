@@ -30,7 +30,7 @@ when a rank has taken its last step is not in the final model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -56,7 +56,6 @@ class EagerSGD(AveragingStrategy):
             workers or more; >= 2.
     """
 
-    name: ClassVar[str] = "eagersgd"
     survives_death = True
     trains_islands = True
     changes_gradients = True

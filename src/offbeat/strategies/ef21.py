@@ -33,14 +33,12 @@ Differences from the papers:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.gradient_estimates import EstimateReduction
 from offbeat.gradients.reductions import ExchangePlan, Reduction, SparseReduction
 from offbeat.strategies.sparse_gradient import EntriesStrategy
@@ -59,7 +57,6 @@ class EF21(EntriesStrategy):
             no clipping; clipping after backward is possible then, since nothing is owed.
     """
 
-    name: ClassVar[str] = "ef21"
     trains_islands = True
 
     density: float = 0.01
@@ -72,10 +69,7 @@ class EF21(EntriesStrategy):
         return LocalClipping(self.clip_norm, world_size=world_size)
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
-        transform.init(bucket, None)
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
         codec, driver, stream = self.entries(), context.driver, context.new_stream()
         k = max(1, round(self.density * bucket.num_elements))
         if k < bucket.num_elements:

@@ -16,7 +16,6 @@ model, as in that comparison.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from offbeat.megabatch.callback import MegaBatchPlan
 from offbeat.strategies.adaptive import MegaBatchStrategy
@@ -27,8 +26,6 @@ class ElasticSGD(MegaBatchStrategy):
     """Models averaged after every mega-batch, of which each rank computes an equal share in equal
     batches.
     """
-
-    name: ClassVar[str] = "elasticsgd"
 
     def plan(self) -> MegaBatchPlan:
         return MegaBatchPlan(mega_batch=self.mega_batch, rule="equal", smallest=1)

@@ -15,7 +15,6 @@ from offbeat.callbacks.context import Context
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.exchange import (
-    ExchangeCounts,
     ExchangeListener,
     GradientExchange,
     GradientTransform,
@@ -68,7 +67,7 @@ class GradientStrategy(Strategy):
         if not self.takes_complex:
             require_real(model)
 
-    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform | None:
+    def transform(self, context: Context) -> GradientTransform | None:
         """What works before the exchange in the optimizer's place; None: nothing ever does."""
         return None
 
@@ -81,35 +80,26 @@ class GradientStrategy(Strategy):
         mib = self.bucket_mib if context.bucket_mib is None else context.bucket_mib
         return None if mib is None else int(mib * MIB)
 
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
-        """How `bucket` is exchanged. Every strategy has this, or `reductions` of its own.
-
-        Args:
-            bucket: one of `buckets`.
-            context: lent by the session.
-            transform: changes what the bucket holds; its state of it is to be made.
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
+        """How `bucket`, one of `buckets`, is exchanged. Every strategy has this, or `reductions` of
+        its own.
         """
         raise NotImplementedError
 
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        """What is exchanged; `counts` are those of the exchange."""
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
+        """What is exchanged. `transform` works before it, and is made ready for each bucket
+        afterwards.
+        """
         buckets = self.buckets(context)
-        return Reductions(
-            [(bucket, self.reduction(bucket, context, transform)) for bucket in buckets]
-        )
+        return Reductions([(bucket, self.reduction(bucket, context)) for bucket in buckets])
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         """How gradients are clipped before they are sent; None where the user may clip the mean."""
         return None
 
     def build(self, context: Context) -> Sequence[Callback]:
-        counts = ExchangeCounts()
-        transform = self.transform(context, counts)
-        exchange, others = self._exchange(context, counts, transform or GradientTransform(None))
+        transform = self.transform(context)
+        exchange, others = self._exchange(context, transform or GradientTransform(None))
         if transform is None:
             return [exchange, *others]
         transform.take()  # last, when nothing can fail any more
@@ -125,20 +115,20 @@ class GradientStrategy(Strategy):
         to it (`GradientExchange.add_listener`).
         """
         transform = GradientTransform(context.optimizer, is_followed=True)
-        return self._exchange(context, ExchangeCounts(), transform, launch_order)
+        return self._exchange(context, transform, launch_order)
 
     def _exchange(
         self,
         context: Context,
-        counts: ExchangeCounts,
         transform: GradientTransform,
         launch_order: LaunchOrder | None = None,
     ) -> tuple[GradientExchange, list[Callback]]:
-        found = self.reductions(context, counts, transform)
+        found = self.reductions(context, transform)
+        for bucket, reduction in found.pairs:
+            transform.init(bucket, reduction)
         exchange = GradientExchange(
             context,
             found.pairs,
-            counts=counts,
             launch_order=launch_order,
             clipping=self.clipping(context.driver.world_size),
             norm_over_ranks=found.norm_over_ranks,

@@ -79,7 +79,6 @@ class GTopK(SparseGradientStrategy):
             more entries, which are worth more than their precision; else "float32".
     """
 
-    name: ClassVar[str] = "gtopk"
     trains_islands = True
     measures: ClassVar[bool] = True
 
@@ -125,6 +124,7 @@ class GTopK(SparseGradientStrategy):
         costs = CheapestCollective(
             network,
             world_size=context.driver.world_size,
+            codec=self.entries(),
             among=BY_ITSELF if is_open else {self.collective, "dense"},
             notify=context.notices.notify,
             inform=context.notices.inform,
@@ -140,7 +140,6 @@ class GTopK(SparseGradientStrategy):
             gradient=BucketKind(
                 num_elements=context.island.first(sum(p.numel() for p in parameters)),
                 element_bytes=max(parameter.element_size() for parameter in parameters),
-                codec=self.entries(),
             ),
             **options,
         )

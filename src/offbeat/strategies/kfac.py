@@ -253,7 +253,6 @@ class DKFAC(KFACStrategy):
     sent by each rank, behind the backward pass, and the inversion of everything on every rank.
     """
 
-    name: ClassVar[str] = "dkfac"
     planner: ClassVar[KFACPlanner] = KFACPlanner(groups=two_messages, owners=every_rank)
 
 
@@ -270,7 +269,6 @@ class MPDKFAC(KFACStrategy):
     have, once each, by broadcast.
     """
 
-    name: ClassVar[str] = "mpdkfac"
     planner: ClassVar[KFACPlanner] = KFACPlanner(groups=two_messages, owners=in_turn)
 
 
@@ -303,7 +301,6 @@ class SPDKFAC(KFACStrategy):
     planned in the fourth step with factors; until then, all A are one group and all G another.
     """
 
-    name: ClassVar[str] = "spdkfac"
     planner: ClassVar[KFACPlanner] = KFACPlanner(
         groups=planned_messages, owners=shortest_phase, streamed=True, measures=True
     )
@@ -327,7 +324,6 @@ class DPKFAC(KFACStrategy):
     Differences from the paper: layers are dealt out by d^3, largest first, and not in turn.
     """
 
-    name: ClassVar[str] = "dpkfac"
     planner: ClassVar[KFACPlanner] = KFACPlanner(
         groups=no_messages, owners=block_owners, by_owner=True
     )

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from typing_extensions import override
@@ -166,8 +166,6 @@ class LocalSGD(AveragingStrategy):
             but deaths end nothing. "75%+2s", or a `membership.quorum.Quorum`: the same, once 75% of
             the members have come and the others were waited for 2 s longer.
     """
-
-    name: ClassVar[str] = "localsgd"
 
     period: int | AveragingSchedule | Annotated[str, SCHEDULES] = 10
     warmup: int | None = None

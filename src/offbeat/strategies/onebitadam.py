@@ -36,16 +36,15 @@ from typing_extensions import override
 from offbeat.callbacks.callback import CallbackState
 from offbeat.callbacks.context import Context
 from offbeat.codec.few_bits import SignValues
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import Tally
 from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform, HiddenGradients
+from offbeat.gradients.exchange import GradientTransform, HiddenGradients
 from offbeat.gradients.parameter_groups import GroupRanges, coupled_decay
-from offbeat.gradients.reductions import DenseReduction, Reduction
-from offbeat.strategies.gradient import GradientStrategy
+from offbeat.gradients.reductions import DenseReduction, Reduction, WeightedGradient
+from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
 
 
@@ -57,8 +56,6 @@ class OneBitAdam(GradientStrategy):
         freeze_step: second moments are frozen once the optimizer has taken so many steps, >= 1: a
             sixth to a quarter of all steps is usual.
     """
-
-    name: ClassVar[str] = "onebitadam"
 
     freeze_step: int = 1000
 
@@ -75,7 +72,7 @@ class OneBitAdam(GradientStrategy):
         return SignValues()
 
     @override
-    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
+    def transform(self, context: Context) -> GradientTransform:
         if context.has_scaler:
             raise UnsupportedError(
                 "OneBitAdam takes the optimizer's steps, and a GradScaler scales what they are"
@@ -84,12 +81,14 @@ class OneBitAdam(GradientStrategy):
         return FrozenAdam(context, freeze_step=self.freeze_step)
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         assert isinstance(transform, FrozenAdam)
-        transform.init(bucket, None)
-        return _MomentumReduction(bucket, self.values(), context, transform)
+        return Reductions(
+            [
+                (bucket, _MomentumReduction(bucket, self.values(), context, transform))
+                for bucket in self.buckets(context)
+            ]
+        )
 
 
 def require_adam(optimizer: torch.optim.Optimizer, strategy: str) -> None:
@@ -171,26 +170,20 @@ class FrozenAdam(GradientTransform):
         return self._frozen_at > 0
 
     @override
-    def init(self, bucket: Bucket, feedback: ErrorFeedback | None) -> None:
+    def init(self, bucket: Bucket, reduction: Reduction) -> None:
         self._groups[id(bucket)] = GroupRanges(bucket, self._optimizer)
 
     @override
     def update(
-        self,
-        bucket: Bucket,
-        used: NDArray[np.bool_],
-        *,
-        weight: float,
-        grad_scale: float,
-        continues: NDArray[np.bool_],
-    ) -> tuple[torch.Tensor, float]:
+        self, bucket: Bucket, given: WeightedGradient, continues: NDArray[np.bool_]
+    ) -> WeightedGradient:
         """Turn the gradient into momentum, which a later exchange of the same step adds to."""
         self._look()
         if not self.is_taken:
-            return bucket.flat, weight
+            return given
         param_groups, groups = self._optimizer.param_groups, self._groups[id(bucket)]
         decays = [coupled_decay(group) for group in param_groups]
-        groups.add_decay_(used, decays, continues=bool(continues.any()))
+        groups.add_decay_(given.tally.used, decays, continues=bool(continues.any()))
         momentum = bucket.flat.to(bucket.state_dtype)
         for parameter, view, number, goes_on in zip(
             bucket.parameters, bucket.views_of(momentum), groups.groups, continues, strict=True
@@ -201,7 +194,7 @@ class FrozenAdam(GradientTransform):
             view.mul_(beta1 - 1 if param_groups[number]["maximize"] else 1 - beta1)
             if not goes_on and (state := self._optimizer.state.get(parameter)):
                 view.add_(state["exp_avg"], alpha=beta1)
-        return momentum, weight
+        return given._replace(gradient=momentum)
 
     def divisors(self, bucket: Bucket) -> Iterator[torch.Tensor]:
         """What the momentum of each of a bucket's parameters is divided by: 1 where the optimizer
@@ -312,16 +305,15 @@ class _MomentumReduction(CodedReduction):
         self._is_dense = True
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         self._is_dense = not self._frozen.is_taken
-        begin = self._dense.launch if self._is_dense else super().launch
-        if not self._is_dense:
-            divisors = self._frozen.divisors(self._bucket)
-            for momentum, divisor in zip(self._bucket.views_of(gradient), divisors, strict=True):
-                momentum.div_(divisor)
-        begin(gradient, tally, weight=weight, grad_scale=grad_scale)
+        if self._is_dense:
+            self._dense.launch(given)
+            return
+        momenta = self._bucket.views_of(given.gradient)
+        for momentum, divisor in zip(momenta, self._frozen.divisors(self._bucket), strict=True):
+            momentum.div_(divisor)
+        super().launch(given)
 
     @override
     def wait(self) -> Tally | torch.Tensor:

@@ -18,7 +18,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from offbeat.callbacks.context import Context
-from offbeat.gradients.exchange import ExchangeCounts, GradientTransform
+from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.low_rank import LowRankReduction, RightFactors
 from offbeat.strategies.gradient import GradientStrategy, Reductions
 from offbeat.strategies.options import require_at_least
@@ -32,7 +32,6 @@ class PowerSGD(GradientStrategy):
         rank: columns of these matrices, >= 1: 1, 2 or 4 are usual.
     """
 
-    name: ClassVar[str] = "powersgd"
     trains_islands = True
     needs_optimizer: ClassVar[bool] = False
 
@@ -42,9 +41,7 @@ class PowerSGD(GradientStrategy):
         require_at_least("rank", self.rank, 1)
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
         driver, new_stream = context.driver, context.new_stream
         rights = RightFactors(driver, new_stream())
         return Reductions(

@@ -33,7 +33,6 @@ from offbeat.codec.value_codecs import ValueCodec
 from offbeat.errors import UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.coded_reduction import CodedReduction
-from offbeat.gradients.exchange import GradientTransform
 from offbeat.gradients.reductions import Reduction
 from offbeat.strategies.gradient import GradientStrategy
 
@@ -46,7 +45,6 @@ class QGenX(GradientStrategy):
         codec: how values travel: a name of `codec.topk_codec.VALUE_CODECS`, or a `ValueCodec`.
     """
 
-    name: ClassVar[str] = "qgenx"
     acts_at_steps: ClassVar[bool] = True
 
     codec: ValueCodec | str = "stochastic4"
@@ -55,9 +53,7 @@ class QGenX(GradientStrategy):
         TopKCodec(values=self.codec)  # which refuses what is no codec of values
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
         values = TopKCodec(values=self.codec).values
         return CodedReduction(bucket, values, context.driver, context.new_stream())
 

@@ -8,13 +8,16 @@ object for an option is one file and one line. The tables name modules and impor
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from typing_extensions import override
 
 from offbeat.codec.option_value import NamedObjects
+from offbeat.strategies.docstrings import first_sentence
 
 if TYPE_CHECKING:
     from offbeat.averaging.periodic import AveragingSchedule
@@ -33,14 +36,12 @@ class StrategyEntry(NamedTuple):
         name: what the command line, records and checkpoints call it.
         class_name: its class, which is an attribute of `offbeat`.
         arxiv: where it was published, or compared as a baseline.
-        summary: what it does; the first sentence of the class's docstring, without its full stop.
         file: where the class is defined, in this folder; None: in the one called `name`.
     """
 
     name: str
     class_name: str
     arxiv: str
-    summary: str
     file: str | None = None
 
     @property
@@ -52,6 +53,18 @@ class StrategyEntry(NamedTuple):
     def module(self) -> str:
         """Where the class is defined."""
         return f"offbeat.strategies.{self.file or self.name}"
+
+    @property
+    def summary(self) -> str:
+        """What it does: the first sentence of its class's docstring, without its full stop. It is
+        read from the source, since whoever lists strategies need not import them.
+        """
+        source = Path(__file__).with_name(f"{self.file or self.name}.py").read_text("utf-8")
+        return next(
+            first_sentence(ast.get_docstring(node))
+            for node in ast.parse(source).body
+            if isinstance(node, ast.ClassDef) and node.name == self.class_name
+        )
 
     def load(self) -> type[Strategy]:
         """The class. Imports its module."""
@@ -96,168 +109,53 @@ class StrategyRegistry(Mapping[str, "type[Strategy]"]):
 REGISTRY: Final = StrategyRegistry(
     {
         "Chosen by measuring": [
-            StrategyEntry(
-                "auto",
-                "Auto",
-                "2006.15704",
-                "The strategy that is measured and predicted to be done first on this cluster",
-            ),
+            StrategyEntry("auto", "Auto", "2006.15704"),
         ],
         "Gradients, all of them": [
-            StrategyEntry("allreduce", "AllReduce", "2006.15704", "Dense all-reduce of gradients"),
-            StrategyEntry(
-                "dear",
-                "DeAR",
-                "2302.12445",
-                "Gradients reduced during backward, weights gathered during forward, and steps"
-                " shared out",
-            ),
-            StrategyEntry(
-                "powersgd", "PowerSGD", "1905.13727", "Gradients as products of two thin matrices"
-            ),
-            StrategyEntry(
-                "onebitadam",
-                "OneBitAdam",
-                "2102.02888",
-                "Adam whose momentum travels as signs once its second moments are frozen",
-            ),
-            StrategyEntry(
-                "qgenx",
-                "QGenX",
-                "2308.09187",
-                "Extra-gradient steps for games, with gradients in few bits",
-            ),
+            StrategyEntry("allreduce", "AllReduce", "2006.15704"),
+            StrategyEntry("dear", "DeAR", "2302.12445"),
+            StrategyEntry("powersgd", "PowerSGD", "1905.13727"),
+            StrategyEntry("onebitadam", "OneBitAdam", "2102.02888"),
+            StrategyEntry("qgenx", "QGenX", "2308.09187"),
         ],
         "Gradients, of which a part travels": [
-            StrategyEntry(
-                "topk",
-                "TopK",
-                "1809.07599",
-                "Local top-k, summed over all ranks without a further selection",
-            ),
-            StrategyEntry(
-                "gtopk",
-                "GTopK",
-                "1901.04359",
-                "Global top-k: only the k largest entries of the whole cluster's gradient",
-            ),
-            StrategyEntry(
-                "ef21",
-                "EF21",
-                "2106.05203",
-                "Gradients estimated from their largest changes, which are all that travels",
-            ),
-            StrategyEntry(
-                "demo",
-                "DeMo",
-                "2411.19870",
-                "Momentum of which the largest cosine coefficients travel",
-            ),
+            StrategyEntry("topk", "TopK", "1809.07599"),
+            StrategyEntry("gtopk", "GTopK", "1901.04359"),
+            StrategyEntry("ef21", "EF21", "2106.05203"),
+            StrategyEntry("demo", "DeMo", "2411.19870"),
         ],
         "Weights, averaged by all ranks": [
-            StrategyEntry("localsgd", "LocalSGD", "1805.09767", "Weights averaged once in a while"),
-            StrategyEntry(
-                "a2sgd",
-                "A2SGD",
-                "2006.07405",
-                "Two numbers of each gradient averaged in every step, and weights once in a while",
-            ),
-            StrategyEntry(
-                "defsgd",
-                "DEFSGD",
-                "2004.05298",
-                "A random part of each step, the same on all ranks, and the rest is owed",
-            ),
-            StrategyEntry(
-                "zerooneadam",
-                "ZeroOneAdam",
-                "2202.06009",
-                "Adam of which signs travel from the first step on, and ever more rarely",
-            ),
-            StrategyEntry(
-                "crossbow",
-                "Crossbow",
-                "1901.02244",
-                "Synchronous model averaging: every model is drawn towards a central one",
-            ),
+            StrategyEntry("localsgd", "LocalSGD", "1805.09767"),
+            StrategyEntry("a2sgd", "A2SGD", "2006.07405"),
+            StrategyEntry("defsgd", "DEFSGD", "2004.05298"),
+            StrategyEntry("zerooneadam", "ZeroOneAdam", "2202.06009"),
+            StrategyEntry("crossbow", "Crossbow", "1901.02244"),
         ],
         "Weights, averaged by a few ranks": [
-            StrategyEntry(
-                "dpsgd", "DPSGD", "1705.09056", "Weights averaged with two neighbours in every step"
-            ),
-            StrategyEntry(
-                "sgp", "SGP", "1811.10792", "Weights pushed to a few other ranks in every step"
-            ),
+            StrategyEntry("dpsgd", "DPSGD", "1705.09056"),
+            StrategyEntry("sgp", "SGP", "1811.10792"),
         ],
         "Averages that wait for no straggler": [
-            StrategyEntry(
-                "wagma",
-                "WAGMA",
-                "2005.00124",
-                "Weights averaged in rotating groups, without waiting for stragglers",
-            ),
-            StrategyEntry(
-                "adpsgd",
-                "ADPSGD",
-                "1710.06952",
-                "Weights averaged with one random worker after every step, asynchronously",
-            ),
-            StrategyEntry(
-                "eagersgd",
-                "EagerSGD",
-                "1908.04207",
-                "Gradients averaged without waiting for stragglers",
-            ),
+            StrategyEntry("wagma", "WAGMA", "2005.00124"),
+            StrategyEntry("adpsgd", "ADPSGD", "1710.06952"),
+            StrategyEntry("eagersgd", "EagerSGD", "1908.04207"),
         ],
         "Samples, shared out among ranks": [
-            StrategyEntry(
-                "adaptive",
-                "AdaptiveSGD",
-                "2110.07029",
-                "Each rank claims its next batch as soon as it is free, batch sizes follow speeds,"
-                " and models are merged after every mega-batch",
-            ),
-            StrategyEntry(
-                "elasticsgd",
-                "ElasticSGD",
-                "2110.07029",
-                "Models averaged after every mega-batch, of which each rank computes an equal share"
-                " in equal batches",
-            ),
+            StrategyEntry("adaptive", "AdaptiveSGD", "2110.07029"),
+            StrategyEntry("elasticsgd", "ElasticSGD", "2110.07029"),
         ],
         "Kronecker factors, beside gradients": [
-            StrategyEntry(
-                "dkfac",
-                "DKFAC",
-                "2007.00784",
-                "K-FAC, all factors inverted by every rank",
-                file="kfac",
-            ),
-            StrategyEntry(
-                "mpdkfac",
-                "MPDKFAC",
-                "1811.12019",
-                "K-FAC, each factor inverted by one rank",
-                file="kfac",
-            ),
-            StrategyEntry(
-                "spdkfac",
-                "SPDKFAC",
-                "2107.06533",
-                "K-FAC whose communication hides behind its computation",
-                file="kfac",
-            ),
-            StrategyEntry(
-                "dpkfac",
-                "DPKFAC",
-                "2206.15143",
-                "K-FAC, only preconditioned gradients travel",
-                file="kfac",
-            ),
+            StrategyEntry("dkfac", "DKFAC", "2007.00784", file="kfac"),
+            StrategyEntry("mpdkfac", "MPDKFAC", "1811.12019", file="kfac"),
+            StrategyEntry("spdkfac", "SPDKFAC", "2107.06533", file="kfac"),
+            StrategyEntry("dpkfac", "DPKFAC", "2206.15143", file="kfac"),
         ],
     }
 )
 """All strategies, those that exchange gradients first, then weights, then Kronecker factors."""
+
+NAMES: Final = {(entry.module, entry.class_name): entry.name for entry in REGISTRY.entries.values()}
+"""What their classes are called there, by module and name."""
 
 WEIGHT_CODECS: Final[NamedObjects[WeightCodec]] = NamedObjects(
     linear8="offbeat.codec.topk_codec:AllChanges:linear8",

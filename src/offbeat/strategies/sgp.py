@@ -28,7 +28,7 @@ its own step. There is no overlapped variant.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from offbeat.arithmetic.topologies import GossipPeers, exponential_peers
 from offbeat.averaging.gossip import PushedChanges, PushSum, push_round
@@ -53,8 +53,6 @@ class SGP(AveragingStrategy):
             a codec, or a `WeightCodec`. What does not travel is part of the next difference. None:
             weights travel whole.
     """
-
-    name: ClassVar[str] = "sgp"
 
     out_degree: int = 1
     codec: WeightCodec | Annotated[str, WEIGHT_CODECS] | None = None

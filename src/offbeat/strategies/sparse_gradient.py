@@ -79,7 +79,7 @@ class EntriesStrategy(GradientStrategy):
         return TopKCodec() if self.codec is None else TopKCodec.of(self.codec)
 
     @override
-    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
+    def transform(self, context: Context) -> GradientTransform:
         taken = momentum_to_take(context) if self.takes_over else None
         return taken or GradientTransform(context.optimizer)
 
@@ -127,9 +127,9 @@ class SparseGradientStrategy(EntriesStrategy):
         return LocalClipping(self.clip_norm, world_size=world_size)
 
     @override
-    def transform(self, context: Context, counts: ExchangeCounts) -> GradientTransform:
+    def transform(self, context: Context) -> GradientTransform:
         """Of SGD its momentum, of Adam its scaling."""
-        transform = super().transform(context, counts)
+        transform = super().transform(context)
         optimizer, inform = context.optimizer, context.notices.inform
         if not self.takes_over or optimizer is None or type(optimizer) is torch.optim.SGD:
             return transform
@@ -147,7 +147,7 @@ class SparseGradientStrategy(EntriesStrategy):
                     f"the first {START} exchanges send everything, and Adam steps as ever, before"
                     " its scaling is taken over; warmup=None begins with entries"
                 )
-            return OptimizerScaling(context, counts)
+            return OptimizerScaling(context)
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
             f" of it works before entries are selected, since {reason}"
@@ -155,19 +155,10 @@ class SparseGradientStrategy(EntriesStrategy):
         return transform
 
     @override
-    def reductions(
-        self, context: Context, counts: ExchangeCounts, transform: GradientTransform
-    ) -> Reductions:
-        density, others = self.schedule(context, counts)
+    def reductions(self, context: Context, transform: GradientTransform) -> Reductions:
+        density, others = self.schedule(context, transform.counts)
         buckets, codec, optimizer = self.buckets(context), self.entries(), context.optimizer
-        kinds = [
-            BucketKind(
-                num_elements=bucket.num_elements,
-                element_bytes=bucket.flat.element_size(),
-                codec=codec,
-            )
-            for bucket in buckets
-        ]
+        kinds = [BucketKind(each.num_elements, each.flat.element_size()) for each in buckets]
         density.follow(transform, largest=max(kinds, key=lambda kind: kind.num_elements))
         pairs = []
         for bucket, kind in zip(buckets, kinds, strict=True):
@@ -185,6 +176,5 @@ class SparseGradientStrategy(EntriesStrategy):
                     leads_to_plain_steps=transform.leaves_plain_steps,
                 ),
             )
-            transform.init(bucket, reduction.feedback)
             pairs.append((bucket, reduction))
         return Reductions(pairs, [*others, density], [density.listener])

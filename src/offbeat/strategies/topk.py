@@ -15,7 +15,6 @@ travel while the learning rate rises; bfloat16 values and threshold re-use are o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from offbeat.callbacks.context import Context
 from offbeat.collectives.topk_allgather import topk_sum
@@ -28,7 +27,6 @@ from offbeat.strategies.sparse_gradient import Scheduled, SparseGradientStrategy
 class TopK(SparseGradientStrategy):
     """Local top-k, summed over all ranks without a further selection."""
 
-    name: ClassVar[str] = "topk"
     trains_islands = True
 
     density: float = 0.001

@@ -97,7 +97,6 @@ class WAGMA(AveragingStrategy):
             averages of groups, differences from the last global synchronization.
     """
 
-    name: ClassVar[str] = "wagma"
     survives_death = True
     trains_islands = True
     periods_ahead: ClassVar[int] = 2

@@ -67,7 +67,6 @@ class ZeroOneAdam(AveragingStrategy):
         period: the most local steps between two averages, >= 1.
     """
 
-    name: ClassVar[str] = "zerooneadam"
     written_as: ClassVar[str] = "sign"
     """How sums of momenta travel: a name of `WEIGHT_CODECS`."""
     updates: ClassVar[int] = 16

@@ -12,9 +12,8 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.distributed import Store
 
-from offbeat.torch_private import new_gloo_backend, new_gloo_device, new_nccl_backend
+from offbeat.torch_private import new_gloo_device
 from offbeat.transport.sockets import Address, listening_at
 
 WAIT_LIMIT = timedelta(days=1)
@@ -74,35 +73,3 @@ def gloo_device(host: str) -> GlooDevice:
             return GlooDevice(handle, new.pop())
         before |= new
     return GlooDevice(handle, None)
-
-
-def gloo_backend(
-    store: Store, rank: int, world_size: int, *, device: GlooDevice, connect_limit_s: float
-) -> Backend:
-    """A gloo backend. Collective: it returns when all ranks have made theirs.
-
-    Args:
-        store: where the ranks find each other; its keys must not have been used by an earlier
-            backend.
-        rank: this rank.
-        world_size: number of ranks.
-        device: of this rank.
-        connect_limit_s: how long that may take, > 0.
-
-    Raises:
-        RuntimeError: it took longer.
-    """
-    # Only connecting has a short limit: a wait that times out closes its pair for good.
-    return new_gloo_backend(
-        store,
-        rank,
-        world_size,
-        device=device.handle,
-        connect_limit=timedelta(seconds=connect_limit_s),
-        wait_limit=WAIT_LIMIT,
-    )
-
-
-def nccl_backend(store: Store, rank: int, world_size: int) -> Backend:
-    """An NCCL backend, for the current CUDA device."""
-    return new_nccl_backend(store, rank, world_size, wait_limit=WAIT_LIMIT)

@@ -28,13 +28,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from offbeat.errors import MALFORMED, ConfigError, MismatchError, PeerError, UnsupportedError
-from offbeat.transport.backends import (
-    Backend,
-    GlooDevice,
-    gloo_backend,
-    gloo_device,
-    nccl_backend,
-)
+from offbeat.torch_private import new_gloo_backend, new_nccl_backend
+from offbeat.transport.backends import WAIT_LIMIT, Backend, GlooDevice, gloo_device
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import check_listening, listen_address
 from offbeat.transport.link import SILENCE_VARIABLE, PeerLimits, silence_s
@@ -228,7 +223,9 @@ def connect(
             backend = _connected_gloo(store, rendezvous, rank, world_size, gloo, limit_s=limit_s)
             devices = {entry.nccl for entry in entries} - {""}
             nccl = (
-                nccl_backend(PrefixStore("nccl", store), rank, world_size)
+                new_nccl_backend(
+                    PrefixStore("nccl", store), rank, world_size, wait_limit=WAIT_LIMIT
+                )
                 if len(devices) == world_size
                 else None
             )
@@ -457,12 +454,14 @@ def _connected_gloo(
         backend: Backend | None = None
         mine = ""
         try:
-            backend = gloo_backend(
+            # Only connecting has a short limit: a wait that times out closes its pair for good.
+            backend = new_gloo_backend(
                 PrefixStore(f"gloo/{attempt}", store),
                 rank,
                 world_size,
-                device=device,
-                connect_limit_s=ATTEMPT_S,
+                device=device.handle,
+                connect_limit=timedelta(seconds=ATTEMPT_S),
+                wait_limit=WAIT_LIMIT,
             )
         except RuntimeError as error:
             mine = str(error).partition("\n")[0] or "failed"

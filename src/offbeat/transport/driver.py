@@ -9,11 +9,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from operator import add
 from types import TracebackType
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
-
-from typing_extensions import override
 
 from offbeat.errors import OffbeatError
 from offbeat.transport.operations import (
@@ -172,7 +170,11 @@ class Driver(ABC):
 
 
 class Pending(Generic[T]):
-    """A collective under way on one rank."""
+    """A collective under way on one rank.
+
+    Attributes:
+        over: whether it has returned or raised.
+    """
 
     def __init__(self, driver: Driver, collective: Collective[T], channel: int) -> None:
         self._driver = driver
@@ -181,24 +183,19 @@ class Pending(Generic[T]):
         self._ticket: Ticket = DONE
         self._result: T | None = None
         self._error: BaseException | None = None
-        self._over = False
+        self.over = False
 
     def ready(self) -> bool:
         """Whether the next `advance` would go on without waiting."""
-        return self._over or self._ticket.done()
-
-    @property
-    def over(self) -> bool:
-        """Whether the collective has returned or raised."""
-        return self._over
+        return self.over or self._ticket.done()
 
     def poll(self) -> bool:
         """Go on for as long as nothing has to be waited for. Returns whether the collective is
         over.
         """
-        while not self._over and self._ticket.done():
+        while not self.over and self._ticket.done():
             self.advance()
-        return self._over
+        return self.over
 
     def wait(self) -> T:
         """Go on until the collective is over; returns its result or raises its error. May be called
@@ -211,7 +208,7 @@ class Pending(Generic[T]):
 
     def cancel(self) -> None:
         """Abandon the collective. Messages already sent stay sent."""
-        self._over = True
+        self.over = True
         self._collective.close()
 
     def advance(self) -> None:
@@ -234,7 +231,7 @@ class Pending(Generic[T]):
             raise
 
     def _end(self, *, result: T | None = None, error: BaseException | None = None) -> None:
-        self._over = True
+        self.over = True
         self._result, self._error = result, error
         self._ticket = DONE  # a backend's handle may keep its connections open
 
@@ -310,13 +307,7 @@ class Wrapper(Driver):
 
 def total_of(one: Traffic, other: Traffic) -> Traffic:
     """What both have moved together."""
-    return Traffic(
-        bytes_sent=one.bytes_sent + other.bytes_sent,
-        bytes_received=one.bytes_received + other.bytes_received,
-        messages_sent=one.messages_sent + other.messages_sent,
-        messages_received=one.messages_received + other.messages_received,
-        wait_s=one.wait_s + other.wait_s,
-    )
+    return Traffic(*map(add, one, other))
 
 
 class Arrival(NamedTuple):
@@ -347,16 +338,17 @@ class Counting(Wrapper):
             so its waiting is not counted.
 
     Attributes:
+        traffic: totals. Dense operations count as their `traffic` says.
         clock: of the wrapped driver, in seconds, on a channel.
+        in_background: as given.
     """
 
     def __init__(self, inner: Driver, *, in_background: bool = False) -> None:
         super().__init__(inner)
-        self._moved = Traffic()
-        self._wait_s = 0.0
+        self.traffic = Traffic()
         # Bound once, because each operation reads it three times.
         self.clock = inner.now_s
-        self._in_background = in_background
+        self.in_background = in_background
         # The number is bounded, because nobody may ever take them. The oldest go first.
         self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
         self._ready_at_s: float | None = None
@@ -368,24 +360,18 @@ class Counting(Wrapper):
                 self._add(Traffic(bytes_sent=memoryview(payload).nbytes, messages_sent=1))
                 return ticket
             case Recv() | RecvAny() | DenseOperation():
-                return (_Counted if self._in_background else _Timed)(self, operation, channel)
+                return _Counted(self, operation, channel)
             case _:
                 return self.inner.start(operation, channel)
 
-    @property
-    def traffic(self) -> Traffic:
-        """Totals. Dense operations count as their `traffic` says."""
-        return replace(self._moved, wait_s=self._wait_s)
-
     def waited_s(self) -> float:
         """Of its `traffic`, alone."""
-        return self._wait_s
+        return self.traffic.wait_s
 
     def restart(self) -> None:
         """Count from zero again."""
-        self._moved, self._wait_s = Traffic(), 0.0
+        self.traffic, self._ready_at_s = Traffic(), None
         self._arrivals.clear()
-        self._ready_at_s = None
 
     def record_wait(self, begin_s: float, end_s: float) -> None:
         """Count a wait for peers that was not one of this driver's own operations; times are those
@@ -393,7 +379,7 @@ class Counting(Wrapper):
         """
         if self._ready_at_s is None:
             self._ready_at_s = begin_s
-        self._wait_s += end_s - begin_s
+        self._add(Traffic(wait_s=end_s - begin_s))
 
     def take_arrivals(self) -> list[Arrival]:
         """The arrivals since the last call, oldest first; at most the latest 65,536."""
@@ -409,7 +395,7 @@ class Counting(Wrapper):
         return taken
 
     def _add(self, traffic: Traffic) -> None:
-        self._moved = total_of(self._moved, traffic)
+        self.traffic = total_of(self.traffic, traffic)
 
     def _add_result(self, result: Any, operation: _Awaited) -> None:
         match operation:
@@ -425,43 +411,32 @@ class Counting(Wrapper):
 
 
 class _Counted:
-    """A ticket that reports what its operation has moved."""
+    """A ticket that reports what its operation has moved, and, where training waits for it, how
+    long it took.
+    """
 
     def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
-        self._counting = counting
-        self._operation = operation
+        self._counting, self._operation, self._channel = counting, operation, channel
+        self._step, self._arrived_at_s = counting.step, counting.clock(channel)
         self._ticket = counting.inner.start(operation, channel)
 
     def done(self) -> bool:
         return self._ticket.done()
 
     def wait(self) -> Any:
-        result = self._ticket.wait()
-        self._counting._add_result(result, self._operation)
-        return result
-
-
-class _Timed(_Counted):
-    """A ticket that also reports how long its operation took."""
-
-    def __init__(self, counting: Counting, operation: _Awaited, channel: int) -> None:
-        self._channel = channel
-        self._step = counting.step
-        self._arrived_at_s = counting.clock(channel)
-        super().__init__(counting, operation, channel)
-
-    @override
-    def wait(self) -> Any:
         counting, channel = self._counting, self._channel
         entered_s = counting.clock(channel)
         try:
-            result = super().wait()
+            result = self._ticket.wait()
         finally:
             left_s = counting.clock(channel)
-            counting.record_wait(entered_s, left_s)
-        waited_s = left_s - self._arrived_at_s
-        kind = self._operation.kind
-        counting._arrivals.append(Arrival(self._step, channel, kind, self._arrived_at_s, waited_s))
+            if not counting.in_background:
+                counting.record_wait(entered_s, left_s)
+        counting._add_result(result, self._operation)
+        if not counting.in_background:
+            waited_s, kind = left_s - self._arrived_at_s, self._operation.kind
+            came = Arrival(self._step, channel, kind, self._arrived_at_s, waited_s)
+            counting._arrivals.append(came)
         return result
 
 

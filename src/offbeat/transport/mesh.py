@@ -148,21 +148,23 @@ class Mesh:
         address: numeric address of this host that its peers can route to.
         protection: of this rank within the generation, by the run's cipher.
         limits: when a peer counts as dead.
+        watch_all: whether any rank's death dooms every receive, or only those from it.
 
     Attributes:
         endpoint: what peers need to connect.
         listener: what arrives here.
         inbox: what has arrived and was not taken.
         failures: the ranks known to be dead and why, in the order in which that was learnt.
-        watch_all: whether any rank's death dooms every receive, or only those from it.
         left: the ranks that closed in good order.
         ended: the ranks that train no more, with the channel on which they still send.
         watch_interval_s: how often connections are looked at while somebody waits.
     """
 
-    def __init__(self, address: str, *, protection: Protection, limits: PeerLimits) -> None:
+    def __init__(
+        self, address: str, *, protection: Protection, limits: PeerLimits, watch_all: bool
+    ) -> None:
         self.rank, self.world_size = protection.rank, protection.world_size
-        self.watch_all = True
+        self._watch_all = watch_all
         self.inbox = Inbox()
         self.failures: dict[int, str] = {}
         self._limits = limits
@@ -243,7 +245,7 @@ class Mesh:
         yet. In a generation, and after a failure, nobody does.
         """
         return (
-            self.watch_all
+            self._watch_all
             and self.rank not in self._aborted
             and any(link.is_delivering for peer, link in self._links.items() if self._reads(peer))
         )
@@ -279,7 +281,7 @@ class Mesh:
 
     def failure_of(self, peer: int, channel: int) -> OffbeatError | None:
         """Why a message that is not here will never come; None when it may."""
-        failed = next(iter(self.failures), peer) if self.watch_all else peer
+        failed = next(iter(self.failures), peer) if self._watch_all else peer
         if failed in self.failures:
             return PeerError(
                 f"rank {failed} {self.failures[failed]} ({self.wait_of(peer, channel)})",
@@ -351,7 +353,7 @@ class Mesh:
             (blamed,) = _BLAME.unpack_from(payload)
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")
             if (
-                self.watch_all
+                self._watch_all
                 and 0 <= blamed < self.world_size
                 and blamed not in (self.rank, envelope.sender)
             ):

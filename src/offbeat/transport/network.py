@@ -94,7 +94,7 @@ class Network:
             size: number of members.
             limits: the same at every member; `mesh_limits` if None.
         """
-        peers = Peers(
+        return Peers(
             position,
             size,
             address=self.address,
@@ -102,9 +102,8 @@ class Network:
             generation=generation,
             limits=limits if limits is not None else mesh_limits(),
             cipher=self.cipher,
+            watch_all=False,
         )
-        peers.watch_all = False
-        return peers
 
     def own_store(self) -> Store:
         """The same store over a new connection, so that no other thread's wait for a key holds it

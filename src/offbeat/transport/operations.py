@@ -15,10 +15,11 @@ Messages between two ranks on one channel arrive in the order they were sent.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -33,17 +34,30 @@ Payload: TypeAlias = bytes | bytearray | memoryview
 """Bytes of one message. The sender must not change them afterwards."""
 
 
+class _Named:
+    """Any operation."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    """The name in records; that of the class unless a subclass sets another one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" not in cls.__dict__:
+            cls.kind = cls.__name__
+
+
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(_Named):
     """Hand `payload` over for delivery to rank `peer`; goes on at once. Result: None."""
 
-    kind: ClassVar[str] = "Send"
     peer: int
     payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Recv:
+class Recv(_Named):
     """Wait for the next message from rank `peer` on this channel. Result: its payload (`bytes` or
     `memoryview`).
 
@@ -51,13 +65,12 @@ class Recv:
     message is not lost and a later `Recv` may take it.
     """
 
-    kind: ClassVar[str] = "Recv"
     peer: int
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RecvAny:
+class RecvAny(_Named):
     """Wait for the next message on this channel from any of `peers`. Result: a pair (rank,
     payload).
 
@@ -68,38 +81,32 @@ class RecvAny:
     Raises `PeerTimeoutError` as `Recv` does. No one else may receive on this channel with `Recv`.
     """
 
-    kind: ClassVar[str] = "RecvAny"
     peers: frozenset[int]
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Post(_Named):
     """Leave `payload` for this rank's own `RecvAny` on this channel: an event, not traffic. Result:
     None.
     """
 
-    kind: ClassVar[str] = "Post"
     payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(_Named):
     """Let `seconds` pass. Result: None."""
 
-    kind: ClassVar[str] = "Sleep"
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
+class Now(_Named):
     """Result: the driver's monotonic clock, in seconds (virtual under the virtual driver)."""
 
-    kind: ClassVar[str] = "Now"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What one rank has moved.
 
     Attributes:
@@ -117,7 +124,7 @@ class Traffic:
     wait_s: float = 0.0
 
 
-class DenseOperation(ABC):
+class DenseOperation(_Named, ABC):
     """An operation of all ranks together, such as an all-reduce, that a backend of PyTorch carries
     out as a whole.
 
@@ -126,14 +133,6 @@ class DenseOperation(ABC):
     """
 
     __slots__ = ()
-
-    kind: ClassVar[str]
-    """The name in records; that of the class unless a subclass sets another one."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "kind" not in cls.__dict__:
-            cls.kind = cls.__name__
 
     @property
     @abstractmethod
@@ -145,9 +144,9 @@ class DenseOperation(ABC):
         """The rank whose tensor everyone gets, along a tree, where there is one."""
         return None
 
-    @abstractmethod
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
-        """What rank `rank` moves when the operation is carried out on a ring of `world_size` ranks.
+        """What rank `rank` moves when the operation is carried out on a ring of `world_size` ranks:
+        as much is sent as received, in `num_hops` messages.
 
         A backend may use another algorithm; these are the bytes that any bandwidth-optimal one
         moves.
@@ -158,6 +157,14 @@ class DenseOperation(ABC):
             rank: whose share is asked for.
             world_size: number of ranks, >= 1.
         """
+        hops = self.num_hops(world_size)
+        num_bytes = math.ceil(hops * self.hop_bytes(self.num_bytes, world_size))
+        return Traffic(
+            bytes_sent=num_bytes,
+            bytes_received=num_bytes,
+            messages_sent=hops,
+            messages_received=hops,
+        )
 
     def num_hops(self, world_size: int) -> int:
         """How many messages follow each other on the ring, each of `hop_bytes`. This is how long
@@ -192,16 +199,6 @@ class DenseOperation(ABC):
         """
 
 
-def _both_ways(num_bytes: int, num_messages: int) -> Traffic:
-    """As much is sent as received."""
-    return Traffic(
-        bytes_sent=num_bytes,
-        bytes_received=num_bytes,
-        messages_sent=num_messages,
-        messages_received=num_messages,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _OfTensor(DenseOperation):
     """On a contiguous `tensor`, in place, which is the result."""
@@ -226,14 +223,6 @@ class AllReduceTensor(_OfTensor):
 
     kind: ClassVar[str] = "AllReduce"
 
-    @override
-    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
-        """Of n bytes, on P ranks: 2 (P - 1) messages and ceil(2 (P - 1) n / P) bytes, both sent and
-        received.
-        """
-        hops = 2 * (world_size - 1)
-        return _both_ways(-(-hops * self.num_bytes // world_size), hops)
-
     @classmethod
     @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
@@ -252,12 +241,6 @@ class AllReduceTensor(_OfTensor):
 @dataclass(frozen=True, slots=True)
 class _OfEqualParts(_OfTensor):
     """`tensor` has as many equal parts as there are ranks, each rank's its own."""
-
-    @override
-    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
-        """P - 1 messages of a part each, both sent and received."""
-        hops = world_size - 1
-        return _both_ways(hops * self.num_bytes // world_size, hops)
 
     @override
     def num_hops(self, world_size: int) -> int:
@@ -309,8 +292,6 @@ class AllGatherTensor(_OfEqualParts):
     """Replace each rank's part of `tensor` by what that rank has there, in place. Result: the
     tensor.
     """
-
-    kind: ClassVar[str] = "AllGatherTensor"
 
     @classmethod
     @override

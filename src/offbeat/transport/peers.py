@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -31,6 +31,7 @@ class Peers(Driver):
 
     Attributes:
         endpoint: where this rank listens, "tcp://address:port"; the peers' `connect` needs it.
+        watch_all: as given.
         lost: once closed, the ranks whose connection had been lost by then although they had
             neither closed it nor reported a failure.
     """
@@ -43,8 +44,9 @@ class Peers(Driver):
         address: str,
         secret: bytes,
         generation: int = 0,
-        limits: PeerLimits | None = None,
+        limits: PeerLimits = PeerLimits(),
         cipher: Cipher = "curve",
+        watch_all: bool = True,
     ) -> None:
         """Bind a free port of `address` and start to listen.
 
@@ -57,17 +59,20 @@ class Peers(Driver):
             generation: number of the membership, 0 <= generation < 2**32, the same on every rank.
             limits: the same on every rank.
             cipher: the same on every rank.
+            watch_all: whether any rank's death fails every receive that is not already answered. A
+                synchronous protocol cannot go on without anyone; where one can, only receives from
+                the dead rank fail.
 
         Raises:
             ConfigError: a bad secret or address.
         """
         self.rank = rank
         self.world_size = world_size
-        limits = limits if limits is not None else PeerLimits()
+        self.watch_all = watch_all
         protection = PROTECTIONS[cipher](
             run_secret=secret, generation=generation, world_size=world_size, rank=rank
         )
-        self._mesh = Mesh(address, protection=protection, limits=limits)
+        self._mesh = Mesh(address, protection=protection, limits=limits, watch_all=watch_all)
         self.endpoint = self._mesh.endpoint
         self.lost: frozenset[int] = frozenset()
         # The lock guards the mesh; the condition says that something may have happened to it.
@@ -76,19 +81,6 @@ class Peers(Driver):
         # send. That thread alone may touch the mesh's receiving side then.
         self._is_polled = False
         self._closed = False
-
-    @property
-    def watch_all(self) -> bool:
-        """Whether any rank's death fails every receive that is not already answered; the default.
-
-        A synchronous protocol cannot go on without anyone. Where it can, set this to False: only
-        receives from the dead rank fail then.
-        """
-        return self._mesh.watch_all
-
-    @watch_all.setter
-    def watch_all(self, value: bool) -> None:
-        self._mesh.watch_all = value
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Connect to every other rank, in the background; messages sent meanwhile wait.
@@ -138,28 +130,17 @@ class Peers(Driver):
         """Return what `dead` does, but wait for up to `timeout_s` until some rank is dead or has
         ended: for another driver that has to name the cause of its failure.
         """
-        deadline_s = time.monotonic() + timeout_s
+        mesh = self._mesh
         with self._changed:
-            while True:
-                self._update()
-                remaining_s = deadline_s - time.monotonic()
-                if self._mesh.failures or self._mesh.ended or remaining_s <= 0:
-                    return dict(self._mesh.failures)
-                self._wait_for_change(remaining_s)
+            self._wait_until(lambda: bool(mesh.failures or mesh.ended), timeout_s)
+            return dict(mesh.failures)
 
     def await_connections(self, timeout_s: float) -> None:
         """Return once there has been a connection to every rank, or after `timeout_s`. A connection
         that is lost afterwards tells of a death.
         """
-        deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            self._update()
-            while (
-                not self._mesh.has_reached_all()
-                and (remaining_s := deadline_s - time.monotonic()) > 0
-            ):
-                self._wait_for_change(remaining_s)
-                self._update()
+            self._wait_until(self._mesh.has_reached_all, timeout_s)
 
     def left(self) -> list[int]:
         """The ranks that closed in good order, by their numbers. Never blocks."""
@@ -284,6 +265,14 @@ class Peers(Driver):
         self._check_open()
         if not self._is_polled:
             self._mesh.update()
+
+    def _wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+        """With the lock: return once `is_so`, or after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        self._update()
+        while not is_so() and (remaining_s := deadline_s - time.monotonic()) > 0:
+            self._wait_for_change(remaining_s)
+            self._update()
 
     def _wait_for_change(self, timeout_s: float) -> None:
         """With the lock: let other threads use the driver until something may have happened."""

@@ -26,11 +26,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from traceback import clear_frames
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
-from offbeat.errors import OffbeatError, PeerError, UnsupportedError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.transport.backends import Backend, BackendWork
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.mesh import FINISHED, SESSION_ENDED
@@ -95,21 +95,12 @@ class C10d(Driver):
         self.world_size = cpu.size()
 
     def start(self, operation: Operation, channel: int) -> Ticket:
-        match operation:
-            case DenseOperation():
-                ticket = _DenseTicket(self, operation)
-                self._tickets.add(ticket)
-                return ticket
-            case _:
-                raise UnsupportedError(
-                    f"gloo and NCCL carry dense operations, not {operation.kind}; use the peers"
-                    " driver for messages"
-                )
+        assert isinstance(operation, DenseOperation), "`Routed` gives messages to the peers"
+        ticket = _DenseTicket(self, operation)
+        self._tickets.add(ticket)
+        return ticket
 
-    def close(self) -> None:
-        self._close()
-
-    def _close(self, *under_way: BackendWork) -> None:
+    def close(self, *under_way: BackendWork) -> None:
         """Close, although some waits on gloo may never end: those of `under_way`, and of tickets
         that nobody waits for.
         """
@@ -212,7 +203,7 @@ class C10d(Driver):
             if self._cause is not None:
                 give_up_s = min(give_up_s, begin_s + GIVE_UP_S)
                 if begin_s >= give_up_s:
-                    self._close(work)
+                    self.close(work)
                     raise PeerError(str(self._cause), rank=self._cause.rank)
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
@@ -358,17 +349,6 @@ def _departed(messages: Peers) -> dict[int, str]:
     return messages.dead() or in_good_order
 
 
-class _Cuttable(Protocol):
-    """Connections on which somebody may wait for a rank that is dead."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def waits_for_s(self) -> float: ...
-
-    def cut(self, cause: PeerError) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Tied:
     """Connections of other libraries, which do not say whether they wait."""
@@ -401,7 +381,7 @@ class Watch:
 
     def __init__(
         self,
-        dense: _Cuttable,
+        dense: C10d | _Tied,
         dead: Callable[[], Mapping[int, str]],
         *,
         limit_s: float | None = None,

@@ -74,10 +74,6 @@ class SparseRows:
     def __len__(self) -> int:
         return self.offsets.size - 1
 
-    @property
-    def num_entries(self) -> int:
-        return self.columns.size
-
     @classmethod
     def from_entries(
         cls, rows: Iterable[Iterable[tuple[int, float]]], *, num_columns: int

@@ -116,7 +116,8 @@ def strategies(
         from offbeat_lab.cli import display
         from offbeat_lab.options import strategy_options, strategy_type
 
-        display.print_options(name, first_sentence(strategy_type(name)), strategy_options(name))
+        said = first_sentence(strategy_type(name).__doc__)
+        display.print_options(name, said, strategy_options(name))
     else:
         print("\n".join(option_lines(name)))
 

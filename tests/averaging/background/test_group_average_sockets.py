@@ -106,12 +106,12 @@ def mesh() -> Iterator[list[Peers]]:
                 address="127.0.0.1",
                 secret=b"a secret of this test run only",
                 limits=PeerLimits(grace_s=0.5),
+                watch_all=False,
             )
             for rank in range(5)
         ]
         for peers in ranks:
             stack.callback(peers.close)
-            peers.watch_all = False
             peers.connect([other.endpoint for other in ranks])
         yield ranks
 

@@ -9,17 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
-import torch
 from typing_extensions import override
 
 from offbeat.callbacks.callback import Callback
 from offbeat.callbacks.context import Context
-from offbeat.codec.tally import Tally
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import ConfigError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import GradientTransform
-from offbeat.gradients.reductions import DenseReduction, Reduction
+from offbeat.gradients.reductions import DenseReduction, Reduction, WeightedGradient
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
@@ -45,9 +42,7 @@ class HalfPrecisionSteps(AllReduce):
     """Buckets are summed in half precision."""
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
         return _HalfReduction(bucket, context)
 
 
@@ -77,9 +72,7 @@ class LowRankSteps(AllReduce):
     start_step: int = 0
 
     @override
-    def reduction(
-        self, bucket: Bucket, context: Context, transform: GradientTransform
-    ) -> Reduction:
+    def reduction(self, bucket: Bucket, context: Context) -> Reduction:
         return _LowRankReduction(bucket, context, self)
 
 
@@ -91,16 +84,14 @@ class _LowRankReduction(DenseReduction):
         self._sizes = message_sizes((each.shape for each in bucket.parameters), steps.rank)
 
     @override
-    def launch(
-        self, gradient: torch.Tensor, tally: Tally, *, weight: float, grad_scale: float
-    ) -> None:
+    def launch(self, given: WeightedGradient) -> None:
         rank = self._simulated
         if rank.step < self._steps.start_step:
-            super().launch(gradient, tally, weight=weight, grad_scale=grad_scale)
+            super().launch(given)
             return
-        rank.encode(rank.machine.profile.hook_s(gradient.numel(), self._steps.rank))
+        rank.encode(rank.machine.profile.hook_s(given.gradient.numel(), self._steps.rank))
         # What is copied into a bucket and out of it is more than what is sent of it.
-        rank.encode(2 * rank.machine.copying_s(gradient.nbytes - 4 * sum(self._sizes)))
+        rank.encode(2 * rank.machine.copying_s(given.gradient.nbytes - 4 * sum(self._sizes)))
         self._sums = [self._driver.launch(self._in_turn(), self._stream.next())]
 
     def _in_turn(self) -> Collective[Any]:
