@@ -333,7 +333,7 @@ class WeightExchange:
     state_key: ClassVar[str]
     leaves_at: ClassVar[Literal["backward", "step", "end"]] = "end"
     """When weights leave: as a backward pass begins, before the optimizer's step, or after it."""
-    brings_together: ClassVar[bool] = False
+    brings_together: bool = False
     """Whether all ranks hold the same weights afterwards."""
     averages_models: ClassVar[bool] = False
     """Whether `average_into` brings the mean of models of workers who are each alone for torch."""
