@@ -62,7 +62,7 @@ class Drift(NamedTuple):
 
     Attributes:
         squared: mean over ranks of the squared distance of their parameters from the mean.
-        lr: the learning rate of the optimizer's first group, mean over ranks.
+        lr: the highest learning rate of the optimizer's groups, mean over ranks.
     """
 
     squared: float = 0.0
@@ -629,7 +629,8 @@ class MeanOfAll(WeightExchange):
             for one, mean in zip(before, means, strict=True)
         ]
         squared = sum(read_numbers(distances))
-        lr = 1.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        groups = [{"lr": 1.0}] if self._optimizer is None else self._optimizer.param_groups
+        lr = max(float(group["lr"]) for group in groups)
         measured = self._peers.launch(gather_values([squared, lr])).wait()
         return Drift(*np.mean(measured, axis=0).tolist())
 
