@@ -334,7 +334,7 @@ class Chooser(Callback):
         for remark in (
             f"auto, step {standing.num_steps}: {measured}",
             f"auto {verb} {choice.name}; {choice.why}",
-            outlook(choice, looks_again=self._may_look(choice.name)),
+            outlook(choice, before=seen.at_work, looks_again=self._may_look(choice.name)),
         ):
             self._context.notices.inform(remark)
         standing.expected_s = choice.step_s
@@ -359,7 +359,8 @@ class Chooser(Callback):
         """Probes links and device. Collective."""
         context = self._context
         parameters = list(context.parameters.values())
-        sample, driver = parameters[0], context.driver
+        # What most elements are like: the first parameter may be a single number.
+        sample, driver = max(parameters, key=torch.Tensor.numel), context.driver
         network = measured_costs(driver, self._stream, sample=sample)
         work = probe_pairs(driver.rank, driver.world_size)
         heard = [
@@ -402,6 +403,7 @@ class Chooser(Callback):
                 isinstance(value, torch.Tensor) and value.shape == sample.shape
                 for value in states.values()
             ),
+            dtype=sample.dtype,
         )
 
     def _predict(
@@ -421,7 +423,7 @@ class Chooser(Callback):
         mine: dict[str, tuple[float, float]] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
-            fits = candidate.fits(num_elements, free_bytes=free_bytes)
+            fits = candidate.fits(num_elements, run.moments, free_bytes=free_bytes)
             if number % context.driver.world_size == context.driver.rank and (
                 fits or name == self._standing.at_work
             ):
