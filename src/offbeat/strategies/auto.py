@@ -54,6 +54,7 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import LinkCost
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import Context
+from offbeat.codec.device_copies import fastest_s
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError, PeerError
 from offbeat.gradients.collective_choice import measured_costs, probe_pairs
@@ -528,21 +529,5 @@ def _device_costs(sample: torch.Tensor, clock: Callable[[], float]) -> tuple[flo
     """Seconds to copy a byte, and to multiply an element of a matrix by a column."""
     matrix = sample.new_zeros((1024, 1024))
     thin, copied = sample.new_zeros((1024, 2)), torch.empty_like(matrix)
-
-    def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(3):
-            _synchronise(sample.device)
-            begin_s = clock()
-            work()
-            _synchronise(sample.device)
-            times.append(clock() - begin_s)
-        return min(times)
-
-    copy_s = seconds(lambda: copied.copy_(matrix)) / matrix.nbytes
-    return copy_s, seconds(lambda: matrix @ thin) / matrix.numel() / 2
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    copy_s = fastest_s(sample, lambda: copied.copy_(matrix), clock) / matrix.nbytes
+    return copy_s, fastest_s(sample, lambda: matrix @ thin, clock) / matrix.numel() / 2
