@@ -39,7 +39,7 @@ import json
 import os
 import platform
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -78,6 +78,8 @@ from offbeat.weights.optimizer_state import divides_by_squares
 _SEEN: Final = 20
 MEMINFO: Final = Path("/proc/meminfo")
 _MOST_RANKS: Final = 64
+_LIKE: Final = 1.1
+"""Ranks of which one has been told of at most so many times as many samples have like batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +220,11 @@ class Chooser(Callback):
         # and the optimizer's step began.
         self._ended: tuple[float, float, float] | None = None
         self._began_s = self._updates_s = self._backward_s = 0.0
+        self._num_samples = 0
+
+    @override
+    def on_batch_claimed(self, num_samples: int) -> None:
+        self._num_samples += num_samples
 
     # Timing
 
@@ -311,11 +318,9 @@ class Chooser(Callback):
                 "backward_s": median(step.backward_s for step in self._seen),
                 "optimizer_s": median(step.optimizer_s for step in self._seen),
                 "ready_s": self._ready_s,
-                "memory": _memory(device),
-                "free_bytes": free_bytes(device),
+                "num_samples": self._num_samples,
                 "processors_s": median(step.processors_s for step in self._seen),
-                "host": _host(),
-                "cores": _cores(),
+                "places": self._context.island.gather(_place(device)),
             }
         )
         whole_s, computed_s = (
@@ -329,7 +334,10 @@ class Chooser(Callback):
         if not seen.hardly_waits():
             run = self._measured(said, seen)
             measured += f"; {run.links()}"
-            predicted_s, coming_s = self._predict(run, said)
+            counts = [each["num_samples"] for each in said]
+            if are_unlike := max(counts) > _LIKE * min(counts):
+                measured += "; their batches are unlike, and averages of models count them alike"
+            predicted_s, coming_s = self._predict(run, said, weighs=are_unlike)
         choice = choose(seen, predicted_s, self._auto.steps(self._context.optimizer), coming_s)
         verb = "stays with" if choice.name == seen.at_work else "goes over to"
         for remark in (
@@ -408,19 +416,23 @@ class Chooser(Callback):
         )
 
     def _predict(
-        self, run: MeasuredRun, said: Sequence[Mapping[str, Any]]
+        self, run: MeasuredRun, said: Sequence[Mapping[str, Any]], *, weighs: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of a step, by candidate, and of the coming ones where these differ. Collective:
-        each rank simulates some of them.
+        each rank simulates some of them. `weighs`: samples must count alike, and not batches.
         """
         context = self._context
-        ranks_on = Counter(each["host"] for each in said)
-        sharing = Counter(each["memory"] for each in said)
-        free_bytes = min(each["free_bytes"] / sharing[each["memory"]] for each in said)
-        cores = min(each["cores"] / ranks_on[each["host"]] for each in said)
+        places = [place for each in said for place in each["places"]]
+        sharing = Counter(place["memory"] for place in places)
+        free_bytes = min(place["free_bytes"] / sharing[place["memory"]] for place in places)
+        cores = cores_of_one(places)
         processors_s = fmean(each["processors_s"] for each in said)
         num_elements = sum(tensor.num_elements for tensor in run.tensors)
-        possible = self._auto.candidates(context)
+        possible = {
+            name: strategy
+            for name, strategy in self._auto.candidates(context).items()
+            if not (weighs and strategy.replicas_differ) or name == self._standing.at_work
+        }
         mine: dict[str, tuple[float, float]] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
@@ -494,10 +506,17 @@ class Chooser(Callback):
         self._standing = Standing(**{**standing, "decisions": decisions})
 
 
-def _memory(device: torch.device) -> str:
-    """The same for ranks that share it."""
+def _place(device: torch.device) -> dict[str, Any]:
+    """What this rank may take of its host and its device. Ranks that share memory, or processors,
+    name it alike.
+    """
     uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
-    return f"{_host()} {uuid}"
+    return {
+        "memory": f"{_host()} {uuid}",
+        "free_bytes": free_bytes(device),
+        "host": _host(),
+        "cores": _cores(),
+    }
 
 
 def free_bytes(device: torch.device) -> float:
@@ -513,10 +532,22 @@ def free_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _cores() -> int:
+def _cores() -> list[int]:
     """Those on which this rank may compute."""
     has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return sorted(os.sched_getaffinity(0)) if has_affinity else [*range(os.cpu_count() or 1)]
+
+
+def cores_of_one(places: Sequence[Mapping[str, Any]]) -> float:
+    """How many the rank has that has the fewest to itself. SLURM gives each rank cores of its own,
+    and torchrun gives all of a host the same ones.
+    """
+    ranks_on, cores_on = Counter[str](), defaultdict[str, set[int]](set)
+    for place in places:
+        ranks_on[place["host"]] += 1
+        cores_on[place["host"]] |= {*place["cores"]}
+    shared = {host: len(cores) / ranks_on[host] for host, cores in cores_on.items()}
+    return min(min(len(place["cores"]), shared[place["host"]]) for place in places)
 
 
 def _host() -> str:
