@@ -148,7 +148,7 @@ class EncodedChanges:
 
     Args:
         parameters: by name.
-        reduce_by: says how the changes in a bucket travel, such as `by_codec`.
+        reduce_by: says how the changes in a bucket travel, as `coded_reduction` does.
         peers: who takes part.
     """
 
@@ -264,15 +264,12 @@ def coded_changes(
     parameters: Mapping[str, torch.nn.Parameter], codec: WeightCodec | None, peers: Everyone
 ) -> EncodedChanges | None:
     """Changes that travel by `codec`; None: there is none, and weights travel whole."""
-    return None if codec is None else EncodedChanges(parameters, by_codec(codec), peers)
+    reduce_by = partial(coded_reduction, codec)
+    return None if codec is None else EncodedChanges(parameters, reduce_by, peers)
 
 
-def by_codec(codec: WeightCodec | None) -> Callable[[Bucket, Everyone], Reduction]:
+def coded_reduction(codec: WeightCodec | None, bucket: Bucket, peers: Everyone) -> Reduction:
     """How changes travel that `codec` writes; None: as they are."""
-    return partial(_coded_reduction, codec)
-
-
-def _coded_reduction(codec: WeightCodec | None, bucket: Bucket, peers: Everyone) -> Reduction:
     if codec is None:
         return DenseReduction(bucket, peers.driver, peers.stream)
     if codec.density == 1:
@@ -609,7 +606,6 @@ class MeanOfAll(WeightExchange):
                 self._weights.parameters,
                 driver=self._peers.driver,
                 stream=self._peers.stream,
-                weight=1.0,
                 notify=self._notify_once,
                 due=due,
             )
