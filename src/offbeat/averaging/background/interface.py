@@ -205,17 +205,12 @@ class ProtocolCounts:
     """What one rank's protocol has counted, and what it knows of its peers.
 
     Attributes:
-        arrivals: the versions at which this rank arrived before it had contributed to them.
-        stale_contributions: the versions to which a snapshot was contributed on its behalf while it
-            was computing.
         suspicions: how often a peer became suspected.
         suspected: the ranks that are suspected now.
         dead: the ranks that are dead.
         stopped: the ranks that take no more steps, or have finished, including this one.
     """
 
-    arrivals: int = 0
-    stale_contributions: int = 0
     suspicions: int = 0
     suspected: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
