@@ -511,11 +511,15 @@ def _place(device: torch.device) -> dict[str, Any]:
     name it alike.
     """
     uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
+    booted = Path("/proc/sys/kernel/random/boot_id")
+    host = booted.read_text() if booted.exists() else platform.node()
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
     return {
-        "memory": f"{_host()} {uuid}",
+        "memory": f"{host} {uuid}",
         "free_bytes": free_bytes(device),
-        "host": _host(),
-        "cores": _cores(),
+        "host": host,
+        "cores": [*cores],
     }
 
 
@@ -532,12 +536,6 @@ def free_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _cores() -> list[int]:
-    """Those on which this rank may compute."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return sorted(os.sched_getaffinity(0)) if has_affinity else [*range(os.cpu_count() or 1)]
-
-
 def cores_of_one(places: Sequence[Mapping[str, Any]]) -> float:
     """How many the rank has that has the fewest to itself. SLURM gives each rank cores of its own,
     and torchrun gives all of a host the same ones.
@@ -548,12 +546,6 @@ def cores_of_one(places: Sequence[Mapping[str, Any]]) -> float:
         cores_on[place["host"]] |= {*place["cores"]}
     shared = {host: len(cores) / ranks_on[host] for host, cores in cores_on.items()}
     return min(min(len(place["cores"]), shared[place["host"]]) for place in places)
-
-
-def _host() -> str:
-    """The same for ranks that share processors."""
-    booted = Path("/proc/sys/kernel/random/boot_id")
-    return booted.read_text() if booted.exists() else platform.node()
 
 
 def _device_costs(sample: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:

@@ -50,10 +50,6 @@ class Contribution:
     counters: Counters = field(default_factory=no_counters)
     anchor: Values | None = None
 
-    @property
-    def note(self) -> Note:
-        return Note(weight=self.weight, step=self.step, fresh=self.fresh)
-
 
 class ReadableElements(Protocol):
     """A vector that is read a few elements at a time, as an array is."""

@@ -199,9 +199,6 @@ class PairMember(ProtocolMember):
             case _:
                 self._receive_answer(sender, message, now_s)
 
-    def _forget_rank(self, rank: int) -> None:
-        """Nothing to do here: `_advance` closes the requests to absent partners."""
-
     def _deadlines_s(self) -> Iterable[float]:
         return (request.deadline_s for request in self._requests.values())
 
