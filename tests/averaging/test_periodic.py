@@ -180,6 +180,41 @@ def test_a_period_grows_where_ranks_stay_near_and_shrinks_where_they_do_not() ->
     assert periods == [4, 4, 4, 5, 4, 5]
 
 
+def test_averages_at_a_rate_of_zero_are_not_measured() -> None:
+    schedule = AdaptivePeriod(first=4, num_measured=2)
+    state = schedule.initial_state()
+    for drift in [(0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (2.0, 1.0), (4.0, 1.0), (3.0, 1.0)]:
+        state = schedule.after_average(state, Drift(*drift))
+        assert schedule.period(10, state) == 4
+
+
+class Watching(AveragingSchedule):
+    measures_drift = True
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    @override
+    def period(self, num_steps: int, state: Mapping[str, float]) -> int:
+        return 1
+
+    @override
+    def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
+        self.rates.append(drift.lr)
+        return state
+
+
+def test_of_several_rates_the_highest_counts() -> None:
+    """The first group often is one that rests."""
+    net, schedule = torch.nn.Linear(2, 2), Watching()
+    groups = [{"params": [net.weight], "lr": 0.0}, {"params": [net.bias], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=schedule)):
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+    assert schedule.rates == [0.5]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,7 +4,10 @@ mean of variances that ranks have held.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
+import pytest
 import torch
 
 import offbeat
@@ -13,6 +16,7 @@ from offbeat.averaging.periodic import Everyone, GrowingPeriod, PeriodicAverage
 from offbeat.transport.driver import Driver, Finished, Stream, Ticket
 from offbeat.transport.operations import Operation, Recv
 from offbeat.weights.model_weights import BufferNames, ModelWeights
+from thread_support.world import ThreadDriver, results_of, session_on
 
 
 class FixedPeer(Driver):
@@ -71,3 +75,26 @@ def test_push_sum_with_a_weight_below_one_holds_the_variance_itself() -> None:
         held = net[1].running_var.clone()
         optimizer.step()
         torch.testing.assert_close(net[1].running_var, held, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("codec", [None, "linear8"])
+def test_statistics_are_drawn_to_the_mean_of_what_ranks_hold_now(codec: str | None) -> None:
+    """Those of a period ago, at first of a model without a batch, would be half of them."""
+
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
+        net = copy.deepcopy(begun)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        draw = torch.Generator().manual_seed(driver.rank)
+        with session_on(driver, net, optimizer, offbeat.Crossbow(period=4, alpha=0.5, codec=codec)):
+            for _ in range(4):
+                net(5 + torch.randn(8, 3, generator=draw)).sum().backward()
+                held = net[1].running_var.clone()
+                optimizer.step()
+            return held, net[1].running_var.clone()
+
+    begun = make_net()
+    results = results_of(2, job)
+    mean = torch.stack([held for held, _ in results]).mean(0)
+    for held, drawn in results:
+        assert not torch.allclose(held, mean)
+        torch.testing.assert_close(drawn, (held + mean) / 2)

@@ -47,6 +47,10 @@ CONSTANT = tuple(slice(place, place + 1) for place in range(1, 24, 2))
 """The elements that are 1; those that are beyond a model are in no message."""
 
 
+def note_of(given: Contribution) -> Note:
+    return Note(weight=given.weight, step=given.step, fresh=given.fresh)
+
+
 @dataclass(kw_only=True)
 class Schedule:
     """What happens. Times in seconds of the virtual clock."""
@@ -344,7 +348,7 @@ class World:
                 if note.weight
             ]
             assert [note for note in piece.notes if note.weight] == [
-                self.given[member, outcome.version].note for member in in_it
+                note_of(self.given[member, outcome.version]) for member in in_it
             ]
             given = [self.given[member, outcome.version] for member in in_it]
             # By rounding a value below 256 changes by 0.5 at most, and the average once more.
@@ -361,10 +365,10 @@ class World:
         own_note, other_note = (
             piece.notes[outcome.group.index(member)] for member in (rank, other)
         )
-        assert own_note == mine.note
+        assert own_note == note_of(mine)
         precision = 1.0 if self.schedule.rounds else 1e-9
         assert any(
-            given.note == other_note and _is_made_of(piece, [mine, given], precision=precision)
+            note_of(given) == other_note and _is_made_of(piece, [mine, given], precision=precision)
             for given in theirs
         )
 

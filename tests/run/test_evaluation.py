@@ -13,7 +13,9 @@ from thread_support.world import ThreadDriver, results_of, session_on
 
 
 @pytest.mark.parametrize(
-    "strategy", [offbeat.DPSGD(), offbeat.SGP(), offbeat.Crossbow()], ids=lambda each: each.name
+    "strategy",
+    [offbeat.DPSGD(), offbeat.SGP(), offbeat.Crossbow(), offbeat.DEFSGD(ratio=4)],
+    ids=lambda each: each.name,
 )
 def test_a_run_of_few_steps_saves_the_same_model_on_all_ranks(strategy: Strategy) -> None:
     def job(driver: ThreadDriver) -> list[list[torch.Tensor]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import offbeat
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
@@ -63,6 +65,18 @@ def test_fewer_bytes_are_predicted_to_take_less() -> None:
     run = run_of([[0.01] * 4] * 20, rate=12.5e6)
     dense, few = predict(offbeat.AllReduce(), run).step_s, predict(offbeat.GTopK(), run).step_s
     assert few < dense / 10
+
+
+def test_gradients_of_half_precision_are_half_as_long_and_weights_that_are_averaged_are_not() -> (
+    None
+):
+    whole = run_of([[0.01] * 4] * 20, rate=RATE / 10)
+    half = replace(whole, dtype=torch.bfloat16)
+    local = offbeat.LocalSGD(period=1, optimizer_state="local")
+    assert predict(offbeat.AllReduce(), half).step_s == pytest.approx(
+        predict(offbeat.AllReduce(), whole).step_s / 2, rel=0.05
+    )
+    assert predict(local, half).step_s == pytest.approx(predict(local, whole).step_s, rel=0.05)
 
 
 def test_averages_beside_training_come_as_often_as_links_carry_them() -> None:

@@ -411,6 +411,68 @@ def test_exchanges_go_on_beside_the_last_of_the_passes_that_accumulate(
         assert (forward_s, backward_s) == pytest.approx((3 * 1.0 + 2 * 2.0, 2.0))
 
 
+class Tempered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.ones(()))
+        self.layer = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+def test_weights_are_predicted_to_be_as_long_as_most_of_them_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first parameter is a single number that no pass has used, in another type."""
+    seen: list[tuple[torch.dtype, int]] = []
+
+    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        seen.append((run.dtype, run.moments))
+        return Predicted(1.0, 1.0)
+
+    monkeypatch.setattr(auto, "predict", predicted)
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+
+    def job(driver: ThreadDriver) -> None:
+        model = Tempered()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with session_on(driver, model, optimizer, offbeat.Auto()):
+            for _ in range(FIRST_LOOK):
+                model(torch.ones(5, 4, dtype=torch.bfloat16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    results_of(2, job)
+    assert set(seen) == {(torch.bfloat16, 2)}
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((8, 8), "localsgd"), ((8, 4), "gtopk")])
+def test_models_are_not_averaged_where_a_rank_has_more_samples(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], chosen: str
+) -> None:
+    """Those of a batch of few would count for more than others."""
+
+    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        return Predicted({"localsgd": 1e-12, "gtopk": 1e-9}.get(strategy.name, 1.0), 1.0)
+
+    monkeypatch.setattr(auto, "predict", predicted)
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+
+    def job(driver: ThreadDriver) -> tuple[str, list[str]]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with session_on(driver, model, optimizer, offbeat.Auto()) as session:
+            for step in range(FIRST_LOOK + 2):
+                session.weigh(sizes[driver.rank])
+                step_of(model, optimizer, driver.rank, step)
+            return session.acting.name, session.notices
+
+    for at_work, notices in results_of(2, job):
+        assert at_work == chosen
+        assert any("batches are unlike" in each for each in notices) == (chosen == "gtopk")
+
+
 def test_memory_that_the_system_would_make_free_is_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -433,7 +495,24 @@ def test_memory_that_pytorch_keeps_for_tensors_to_come_is_free(
     assert auto.free_bytes(torch.device("cuda")) == 1000 + 700 - 300
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        ([[0, 1, 2, 3]] * 2, 2.0),
+        ([[0, 1], [2, 3]], 2.0),
+        ([[0], [0, 1, 2, 3]], 1.0),
+    ],
+)
+def test_cores_are_shared_by_the_ranks_that_have_the_same_ones(
+    cores: list[list[int]], expected: float
+) -> None:
+    places = [{"host": "one", "cores": each} for each in cores]
+    assert auto.cores_of_one([*places, {"host": "other", "cores": [*range(64)]}]) == expected
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adafactor]
+)
 def test_optimizers_that_scale_by_squares_take_the_steps_to_equal_of_adam(kind: Any) -> None:
     parameters = make_model().parameters()
     found = offbeat.Auto().steps(kind(parameters))

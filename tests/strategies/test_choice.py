@@ -134,8 +134,12 @@ def test_what_averages_beside_training_needs_processors_beside_it() -> None:
 
 def test_what_does_not_fit_is_no_candidate() -> None:
     gtopk, wagma = CANDIDATES["gtopk"], CANDIDATES["wagma"]
-    assert gtopk.fits(1000, free_bytes=10_001)
-    assert not gtopk.fits(1000, free_bytes=10_000)
+    assert gtopk.fits(1000, 2, free_bytes=10_001)
+    assert not gtopk.fits(1000, 2, free_bytes=10_000)
+    # LocalSGD holds the means of all that the optimizer keeps until they are complete.
+    local = CANDIDATES["localsgd"]
+    assert local.fits(1000, 0, free_bytes=10_000)
+    assert not local.fits(1000, 2, free_bytes=10_000)
     assert gtopk.stays_near(0.0)
     assert wagma.stays_near(AVERAGES_IN_A_STEP)
     assert not wagma.stays_near(AVERAGES_IN_A_STEP / 2)
@@ -143,8 +147,11 @@ def test_what_does_not_fit_is_no_candidate() -> None:
 
 def test_it_says_what_would_change_its_mind() -> None:
     choice = Choice("wagma", 0.5, "")
-    assert "looks again if a step takes 25% more or less than 500 ms" in outlook(choice)
-    assert "will not look again" in outlook(choice, looks_again=False)
+    stays, changes = (outlook(choice, before=before) for before in ("wagma", "allreduce"))
+    assert "looks again if a step takes 25% more or less than 500 ms" in stays
+    assert stays.endswith("which it sees every 250 steps")
+    assert changes == f"{stays}, 500 steps from now at the earliest"
+    assert "will not look again" in outlook(choice, before="allreduce", looks_again=False)
 
 
 def test_it_says_that_it_cannot_change_its_mind() -> None:

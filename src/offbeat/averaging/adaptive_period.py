@@ -46,9 +46,10 @@ class AdaptivePeriod(AveragingSchedule):
     @override
     def after_average(self, state: Mapping[str, float], drift: Drift) -> Mapping[str, float]:
         period, averages, usual = state["period"], state["averages"], state["drift_by_lr"]
+        if not drift.lr:
+            return state  # nothing has moved, which says nothing of later
         if averages < self.num_measured:
-            by_lr = drift.squared / drift.lr if drift.lr else usual
-            usual += (by_lr - usual) / (averages + 1)
+            usual += (drift.squared / drift.lr - usual) / (averages + 1)
         elif drift.squared < 0.7 * drift.lr * usual:
             period += 1
         elif drift.squared > 1.3 * drift.lr * usual:

@@ -98,8 +98,8 @@ class CentralModel(WeightExchange):
         for position in self._plain:
             tensor, centre = real(tensors[position]), central[position]
             mean = sums[position] / self._peers.driver.world_size
-            # All terms are plain means, which stay in range.
-            drawn = (1 - self._alpha) * tensor.to(centre.dtype) + self._alpha * centre
+            # All terms are plain means, which stay in range, and none is a period old.
+            drawn = (1 - self._alpha) * tensor.to(centre.dtype) + self._alpha * mean
             tensor.copy_(drawn if position in statistics else mean)
             centre.copy_(mean)
             sums[position].zero_()

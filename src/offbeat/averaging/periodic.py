@@ -63,7 +63,7 @@ class Drift(NamedTuple):
 
     Attributes:
         squared: mean over ranks of the squared distance of their parameters from the mean.
-        lr: the learning rate of the optimizer's first group, mean over ranks.
+        lr: the highest learning rate of the optimizer's groups, mean over ranks.
     """
 
     squared: float = 0.0
@@ -149,7 +149,7 @@ class EncodedChanges:
 
     Args:
         parameters: by name.
-        reduce_by: says how the changes in a bucket travel, such as `by_codec`.
+        reduce_by: says how the changes in a bucket travel, as `coded_reduction` does.
         peers: who takes part.
     """
 
@@ -265,15 +265,12 @@ def coded_changes(
     parameters: Mapping[str, torch.nn.Parameter], codec: WeightCodec | None, peers: Everyone
 ) -> EncodedChanges | None:
     """Changes that travel by `codec`; None: there is none, and weights travel whole."""
-    return None if codec is None else EncodedChanges(parameters, by_codec(codec), peers)
+    reduce_by = partial(coded_reduction, codec)
+    return None if codec is None else EncodedChanges(parameters, reduce_by, peers)
 
 
-def by_codec(codec: WeightCodec | None) -> Callable[[Bucket, Everyone], Reduction]:
+def coded_reduction(codec: WeightCodec | None, bucket: Bucket, peers: Everyone) -> Reduction:
     """How changes travel that `codec` writes; None: as they are."""
-    return partial(_coded_reduction, codec)
-
-
-def _coded_reduction(codec: WeightCodec | None, bucket: Bucket, peers: Everyone) -> Reduction:
     if codec is None:
         return DenseReduction(bucket, peers.driver, peers.stream)
     if codec.density == 1:
@@ -334,7 +331,7 @@ class WeightExchange:
     state_key: ClassVar[str]
     leaves_at: ClassVar[Literal["backward", "step", "end"]] = "end"
     """When weights leave: as a backward pass begins, before the optimizer's step, or after it."""
-    brings_together: ClassVar[bool] = False
+    brings_together: bool = False
     """Whether all ranks hold the same weights afterwards."""
     averages_models: ClassVar[bool] = False
     """Whether `average_into` brings the mean of models of workers who are each alone for torch."""
@@ -610,7 +607,6 @@ class MeanOfAll(WeightExchange):
                 self._weights.parameters,
                 driver=self._peers.driver,
                 stream=self._peers.stream,
-                weight=1.0,
                 notify=self._notify_once,
                 due=due,
             )
@@ -630,7 +626,8 @@ class MeanOfAll(WeightExchange):
             for one, mean in zip(before, means, strict=True)
         ]
         squared = sum(read_numbers(distances))
-        lr = 1.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        groups = [{"lr": 1.0}] if self._optimizer is None else self._optimizer.param_groups
+        lr = max(float(group["lr"]) for group in groups)
         measured = self._peers.launch(gather_values([squared, lr])).wait()
         return Drift(*np.mean(measured, axis=0).tolist())
 

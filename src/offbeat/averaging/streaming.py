@@ -35,7 +35,7 @@ from offbeat.averaging.periodic import (
     EncodedChanges,
     Everyone,
     WeightExchange,
-    by_codec,
+    coded_reduction,
 )
 from offbeat.callbacks.callback import CallbackState
 from offbeat.codec.option_value import OptionValue
@@ -94,7 +94,8 @@ class _Fragment:
     ) -> None:
         self.parameters = parameters
         self.rule = OuterOptimizer(parameters, make=outer)
-        self._make_changes = partial(EncodedChanges, parameters, by_codec(codec), peers)
+        reduce_by = partial(coded_reduction, codec)
+        self._make_changes = partial(EncodedChanges, parameters, reduce_by, peers)
         # Without a codec nothing is owed, so memory for changes is held only while they travel.
         self.owes = codec is not None
         self.changes = self._make_changes() if self.owes else None

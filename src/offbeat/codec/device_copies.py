@@ -7,12 +7,15 @@ waits for it. From pinned memory, which PyTorch keeps for the next copy, it is q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from numpy.typing import NDArray
+
+REPEATS: Final = 5
+"""How often what is timed is done."""
 
 
 def put(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -72,3 +75,26 @@ def read_numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
         )
         found |= {place: [*islice(numbers, tensors[place].numel())] for place in places}
     return [*chain.from_iterable(found[place] for place in range(len(tensors)))]
+
+
+def fastest_s(
+    like: torch.Tensor,
+    call: Callable[[], object],
+    clock: Callable[[], float],
+    *,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """The least seconds by `clock` that `call` takes on the device of `like`, each time after
+    `before`: everything else is disturbance.
+    """
+    durations_s = []
+    for _ in range(REPEATS):
+        before()
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
+        begin_s = clock()
+        call()
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
+        durations_s.append(clock() - begin_s)
+    return max(min(durations_s), 1e-9)

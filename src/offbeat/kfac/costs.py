@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from offbeat.arithmetic.costs import Channel, LinkCost, fit_link
+from offbeat.codec.device_copies import fastest_s
 from offbeat.codec.topk_codec import VALUE_CODECS
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast, gather_values
 from offbeat.kfac.blocks import FactorSlot
@@ -45,9 +46,6 @@ MAX_SIZES = 8
 
 CACHE_ELEMENTS = 1 << 20
 """As much float32 as a core's own caches hold, and more."""
-
-REPEATS = 5
-"""How often everything is timed."""
 
 NUM_AT_ONCE = 8
 """Broadcasts that are begun without waiting, to see how far their latencies overlap."""
@@ -160,7 +158,7 @@ def measure(
     def timed_s(make: Callable[[torch.Tensor], Collective[torch.Tensor]]) -> dict[int, float]:
         tensors = map(like.new_zeros, MESSAGE_ELEMENTS)
         return {
-            tensor.numel(): _fastest_s(like, lambda: send([make(tensor)]), now_s)  # noqa: B023 - is called at once
+            tensor.numel(): fastest_s(like, lambda: send([make(tensor)]), now_s)  # noqa: B023 - is called at once
             for tensor in tensors
         }
 
@@ -168,7 +166,7 @@ def measure(
         "inversions": _time_inversions(dims, like, invert, inversion_clock(like.device, now_s)),
         "all-reduces": timed_s(dense_all_reduce),
         "broadcasts": timed_s(partial(dense_broadcast, root=0)),
-        "several": {NUM_AT_ONCE: _fastest_s(like, broadcast_several, now_s)},
+        "several": {NUM_AT_ONCE: fastest_s(like, broadcast_several, now_s)},
     }
     answers = driver.run(gather_values(mine), stream.next())
     # A rank that plans from what all ranks measured plans what all ranks plan; the slowest counts,
@@ -201,7 +199,7 @@ def _time_inversions(
     for dim in sizes_to_time(dims):
         rows = torch.randn(2 * dim, dim, generator=generator).to(like)
         matrix = rows.mT @ rows / dim
-        times_s[dim] = _fastest_s(like, partial(invert, matrix), clock, before=elsewhere.zero_)
+        times_s[dim] = fastest_s(like, partial(invert, matrix), clock, before=elsewhere.zero_)
     return times_s
 
 
@@ -233,26 +231,3 @@ def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
 
 def _link(samples: Mapping[int, float], like: torch.Tensor) -> LinkCost:
     return fit_link((size * like.element_size(), seconds) for size, seconds in samples.items())
-
-
-def _fastest_s(
-    like: torch.Tensor,
-    call: Callable[[], object],
-    clock: Callable[[], float],
-    *,
-    before: Callable[[], object] = lambda: None,
-) -> float:
-    """The least seconds by `clock` that `call` takes, each time after `before`: everything else is
-    disturbance.
-    """
-    durations_s = []
-    for _ in range(REPEATS):
-        before()
-        if like.is_cuda:
-            torch.cuda.synchronize(like.device)
-        begin_s = clock()
-        call()
-        if like.is_cuda:
-            torch.cuda.synchronize(like.device)
-        durations_s.append(clock() - begin_s)
-    return max(min(durations_s), 1e-9)

@@ -54,12 +54,7 @@ class A2SGD(AveragingStrategy):
 
     @override
     def callbacks(self, context: Context, weights: ModelWeights) -> list[Callback]:
-        exchange = MeanOfAll(
-            weights,
-            Everyone(context.driver, context.new_stream()),
-            optimizer=context.optimizer,
-            notify=context.notices.notify,
-        )
+        exchange = MeanOfAll(weights, Everyone(context.driver, context.new_stream()))
         average = PeriodicAverage(exchange, GrowingPeriod(self.period))
         return [*_TwoMeans().build(replace(context, replica_check_interval=0)), average]
 

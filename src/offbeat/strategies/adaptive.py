@@ -111,9 +111,9 @@ class AdaptiveSGD(MegaBatchStrategy):
             into a rank's memory is told to `Session.loader`.
         rate_scaling: how a batch's learning rate follows its size: "linear", lr b_i / b_base;
             "sqrt", lr sqrt(n b_i / b_base) with n ranks; "auto": "sqrt" with optimizers that
-            divide by the root of squared gradients (Adam, Adagrad, RMSprop), whose steps with a
-            rank's own, noisier gradients are shorter. With "sqrt" decoupled weight decay stays what
-            it is with lr.
+            divide by the root of squared gradients (Adam, Adagrad, Adafactor, RMSprop), whose
+            steps with a rank's own, noisier gradients are shorter. With "sqrt" decoupled weight
+            decay stays what it is with lr.
         overlap: whether ranks go on training while a merge is under way, and add to the merged
             model what they have done since it began. None: where a whole mega-batch is merged, and
             not with the published rule. Merges that end a pass over the data are waited for.

@@ -39,7 +39,7 @@ import json
 import os
 import platform
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -54,6 +54,7 @@ from typing_extensions import override
 from offbeat.arithmetic.costs import LinkCost
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import Context
+from offbeat.codec.device_copies import fastest_s
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, OffbeatError, PeerError
 from offbeat.gradients.collective_choice import measured_costs, probe_pairs
@@ -77,6 +78,8 @@ from offbeat.weights.optimizer_state import divides_by_squares
 _SEEN: Final = 20
 MEMINFO: Final = Path("/proc/meminfo")
 _MOST_RANKS: Final = 64
+_LIKE: Final = 1.1
+"""Ranks of which one has been told of at most so many times as many samples have like batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +219,11 @@ class Chooser(Callback):
         # and the optimizer's step began.
         self._ended: tuple[float, float, float] | None = None
         self._began_s = self._updates_s = self._backward_s = 0.0
+        self._num_samples = 0
+
+    @override
+    def on_batch_claimed(self, num_samples: int) -> None:
+        self._num_samples += num_samples
 
     # Timing
 
@@ -309,11 +317,9 @@ class Chooser(Callback):
                 "backward_s": median(step.backward_s for step in self._seen),
                 "optimizer_s": median(step.optimizer_s for step in self._seen),
                 "ready_s": self._ready_s,
-                "memory": _memory(device),
-                "free_bytes": free_bytes(device),
+                "num_samples": self._num_samples,
                 "processors_s": median(step.processors_s for step in self._seen),
-                "host": _host(),
-                "cores": _cores(),
+                "places": self._context.island.gather(_place(device)),
             }
         )
         whole_s, computed_s = (
@@ -327,13 +333,16 @@ class Chooser(Callback):
         if not seen.hardly_waits():
             run = self._measured(said, seen)
             measured += f"; {run.links()}"
-            predicted_s, coming_s = self._predict(run, said)
+            counts = [each["num_samples"] for each in said]
+            if are_unlike := max(counts) > _LIKE * min(counts):
+                measured += "; their batches are unlike, and averages of models count them alike"
+            predicted_s, coming_s = self._predict(run, said, weighs=are_unlike)
         choice = choose(seen, predicted_s, self._auto.steps(self._context.optimizer), coming_s)
         verb = "stays with" if choice.name == seen.at_work else "goes over to"
         for remark in (
             f"auto, step {standing.num_steps}: {measured}",
             f"auto {verb} {choice.name}; {choice.why}",
-            outlook(choice, looks_again=self._may_look(choice.name)),
+            outlook(choice, before=seen.at_work, looks_again=self._may_look(choice.name)),
         ):
             self._context.notices.inform(remark)
         standing.expected_s = choice.step_s
@@ -358,7 +367,8 @@ class Chooser(Callback):
         """Probes links and device. Collective."""
         context = self._context
         parameters = list(context.parameters.values())
-        sample, driver = parameters[0], context.driver
+        # What most elements are like: the first parameter may be a single number.
+        sample, driver = max(parameters, key=torch.Tensor.numel), context.driver
         network = measured_costs(driver, self._stream, sample=sample)
         work = probe_pairs(driver.rank, driver.world_size)
         heard = [
@@ -401,26 +411,31 @@ class Chooser(Callback):
                 isinstance(value, torch.Tensor) and value.shape == sample.shape
                 for value in states.values()
             ),
+            dtype=sample.dtype,
         )
 
     def _predict(
-        self, run: MeasuredRun, said: Sequence[Mapping[str, Any]]
+        self, run: MeasuredRun, said: Sequence[Mapping[str, Any]], *, weighs: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of a step, by candidate, and of the coming ones where these differ. Collective:
-        each rank simulates some of them.
+        each rank simulates some of them. `weighs`: samples must count alike, and not batches.
         """
         context = self._context
-        ranks_on = Counter(each["host"] for each in said)
-        sharing = Counter(each["memory"] for each in said)
-        free_bytes = min(each["free_bytes"] / sharing[each["memory"]] for each in said)
-        cores = min(each["cores"] / ranks_on[each["host"]] for each in said)
+        places = [place for each in said for place in each["places"]]
+        sharing = Counter(place["memory"] for place in places)
+        free_bytes = min(place["free_bytes"] / sharing[place["memory"]] for place in places)
+        cores = cores_of_one(places)
         processors_s = fmean(each["processors_s"] for each in said)
         num_elements = sum(tensor.num_elements for tensor in run.tensors)
-        possible = self._auto.candidates(context)
+        possible = {
+            name: strategy
+            for name, strategy in self._auto.candidates(context).items()
+            if not (weighs and strategy.replicas_differ) or name == self._standing.at_work
+        }
         mine: dict[str, tuple[float, float]] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
-            fits = candidate.fits(num_elements, free_bytes=free_bytes)
+            fits = candidate.fits(num_elements, run.moments, free_bytes=free_bytes)
             if number % context.driver.world_size == context.driver.rank and (
                 fits or name == self._standing.at_work
             ):
@@ -490,10 +505,21 @@ class Chooser(Callback):
         self._standing = Standing(**{**standing, "decisions": decisions})
 
 
-def _memory(device: torch.device) -> str:
-    """The same for ranks that share it."""
+def _place(device: torch.device) -> dict[str, Any]:
+    """What this rank may take of its host and its device. Ranks that share memory, or processors,
+    name it alike.
+    """
     uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
-    return f"{_host()} {uuid}"
+    booted = Path("/proc/sys/kernel/random/boot_id")
+    host = booted.read_text() if booted.exists() else platform.node()
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+    return {
+        "memory": f"{host} {uuid}",
+        "free_bytes": free_bytes(device),
+        "host": host,
+        "cores": [*cores],
+    }
 
 
 def free_bytes(device: torch.device) -> float:
@@ -509,37 +535,21 @@ def free_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _cores() -> int:
-    """Those on which this rank may compute."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-
-
-def _host() -> str:
-    """The same for ranks that share processors."""
-    booted = Path("/proc/sys/kernel/random/boot_id")
-    return booted.read_text() if booted.exists() else platform.node()
+def cores_of_one(places: Sequence[Mapping[str, Any]]) -> float:
+    """How many the rank has that has the fewest to itself. SLURM gives each rank cores of its own,
+    and torchrun gives all of a host the same ones.
+    """
+    ranks_on, cores_on = Counter[str](), defaultdict[str, set[int]](set)
+    for place in places:
+        ranks_on[place["host"]] += 1
+        cores_on[place["host"]] |= {*place["cores"]}
+    shared = {host: len(cores) / ranks_on[host] for host, cores in cores_on.items()}
+    return min(min(len(place["cores"]), shared[place["host"]]) for place in places)
 
 
 def _device_costs(sample: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds to copy a byte, and to multiply an element of a matrix by a column."""
     matrix = sample.new_zeros((1024, 1024))
     thin, copied = sample.new_zeros((1024, 2)), torch.empty_like(matrix)
-
-    def seconds(work: Callable[[], object]) -> float:
-        times = []
-        for _ in range(3):
-            _synchronise(sample.device)
-            begin_s = clock()
-            work()
-            _synchronise(sample.device)
-            times.append(clock() - begin_s)
-        return min(times)
-
-    copy_s = seconds(lambda: copied.copy_(matrix)) / matrix.nbytes
-    return copy_s, seconds(lambda: matrix @ thin) / matrix.numel() / 2
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    copy_s = fastest_s(sample, lambda: copied.copy_(matrix), clock) / matrix.nbytes
+    return copy_s, fastest_s(sample, lambda: matrix @ thin, clock) / matrix.numel() / 2

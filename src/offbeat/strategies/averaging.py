@@ -55,17 +55,14 @@ class AveragingStrategy(Strategy):
             buffers=context.buffers,
             chosen=choose_buffers(context.buffers()),
         )
-        # The guard first: a gradient that is not finite must be removed before others look at it.
-        return [GradientGuard(context), *self._exchanges(context, weights)]
-
-    def _exchanges(self, context: Context, weights: ModelWeights) -> list[Callback]:
+        # First: a gradient that is not finite must be removed before others look at it.
+        guard = GradientGuard(context)
         if context.island.size > 1 and self.survives_death:  # whoever goes on alone decides alone
-            return [
-                led_by_first_rank(
-                    context, weights, self.callbacks, changes_gradients=self.changes_gradients
-                )
-            ]
-        return self.callbacks(context, weights)
+            led = led_by_first_rank(
+                context, weights, self.callbacks, changes_gradients=self.changes_gradients
+            )
+            return [guard, led]
+        return [guard, *self.callbacks(context, weights)]
 
 
 def inform_of_short_steps(context: Context) -> None:

@@ -66,6 +66,7 @@ class Candidate:
             those that scale by second moments.
         period: steps after which its exchanges repeat.
         bytes_per_parameter: memory that it needs beyond AllReduce's.
+        bytes_per_moment: likewise, for each that the optimizer keeps of a parameter.
         keeps_step: whether ranks take equally many steps.
         begins_as: what it is like when it has just taken over; "": what it is later.
         beginning: which share of `BETWEEN_CHANGES` steps is like that, where the rest is like later
@@ -76,13 +77,15 @@ class Candidate:
     adam: StepsToEqual
     period: int = 1
     bytes_per_parameter: float = 0.0
+    bytes_per_moment: float = 0.0
     keeps_step: bool = True
     begins_as: str = ""
     beginning: float = 0.0
 
-    def fits(self, num_elements: int, *, free_bytes: float) -> bool:
-        """Whether a rank with so many parameters and so much memory can have it."""
-        return self.bytes_per_parameter * num_elements < _FREE_MEMORY * free_bytes
+    def fits(self, num_elements: int, moments: int, *, free_bytes: float) -> bool:
+        """Whether a rank with so many parameters and moments of each has the memory for it."""
+        of_each = self.bytes_per_parameter + self.bytes_per_moment * moments
+        return of_each * num_elements < _FREE_MEMORY * free_bytes
 
     def on_processors_s(
         self, step_s: float, num_elements: int, *, processors_s: float, cores: float
@@ -117,6 +120,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         adam=StepsToEqual(1.1, 0.1),
         period=10,
         bytes_per_parameter=4,
+        bytes_per_moment=4,  # which are averaged, too
         begins_as="localsgd:period=1",
         beginning=0.25,
     ),
@@ -305,13 +309,15 @@ def choose(
     return Choice(name, step_s, f"predicted for a step: {others}")
 
 
-def outlook(choice: Choice, *, looks_again: bool = True) -> str:
-    """What would change it."""
+def outlook(choice: Choice, *, before: str, looks_again: bool = True) -> str:
+    """What would change it, where `before` was at work."""
     if not looks_again:
         return f"auto will not look again, since islands keep no step with {choice.name}"
+    changes = choice.name != before
+    earliest = f", {BETWEEN_CHANGES} steps from now at the earliest" if changes else ""
     return (
         f"auto looks again if a step takes {UNEXPECTED:.0%} more or less than"
-        f" {ms(choice.step_s)}, which it sees every {EVERY} steps"
+        f" {ms(choice.step_s)}, which it sees every {EVERY} steps{earliest}"
     )
 
 

@@ -81,6 +81,7 @@ class DEFSGD(AveragingStrategy):
         changes = EncodedChanges(context.parameters, reduce_by, peers)
         rule.owed = changes.owed
         exchange = MeanOfAll(weights, peers, changes=changes, rule=rule)
+        exchange.brings_together = not self.ahead  # else each holds a part of what it owes itself
         return [PeriodicAverage(exchange, GrowingPeriod(1))]
 
 

@@ -28,22 +28,19 @@ def average_optimizer_state_(
     *,
     driver: Driver,
     stream: Stream,
-    weight: float,
     notify: Callable[[str], None],
     due: Mapping[str, bool] | None = None,
 ) -> float:
-    """Replace the states of every parameter, as far as `OptimizerStates` has them, by their
-    weighted means over the ranks that have them. Collective.
+    """Replace the states of every parameter, as far as `OptimizerStates` has them, by their means
+    over the ranks that have them. Collective.
 
-    A rank on which a parameter never had a gradient has no state for it, and no weight; it is given
-    the mean.
+    A rank on which a parameter never had a gradient has no state for it, and is given the mean.
 
     Args:
         optimizer: this rank's.
         parameters: by name, the same set on all ranks.
         driver: carries collectives out.
         stream: of channels.
-        weight: this rank's, >= 0.
         notify: is told each time which states of this rank are not averaged, if there are any.
         due: which states are averaged now, by name such as "exp_avg", at least one of them; others
             stay local, but for numbers of steps, which go with what they correct. None: all are.
@@ -81,7 +78,7 @@ def average_optimizer_state_(
         ],
         driver=driver,
         stream=stream,
-        weight=weight,
+        weight=1.0,
         absent={
             place for place, (name, i) in enumerate(places) if name not in mine or not mine[name][i]
         },
@@ -418,12 +415,12 @@ def _decay(name: str, options: Mapping[str, Any]) -> float | None:
     return None if found is None else float(found)
 
 
-_DIVIDING = ("adam", "adagrad", "rmsprop")
+_DIVIDING = ("adam", "adagrad", "adadelta", "adafactor", "rmsprop")
 
 
 def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps are divided by the root of squared gradients, as the optimizer's name, or that
-    of a class it derives from, says: Adam, Adagrad, RMSprop and their variants.
+    of a class it derives from, says: those named here, and their variants.
     """
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     return any(word in name for name in names for word in _DIVIDING)

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from group_support.world import note_of
 from offbeat.arithmetic.groups import VersionGroup
 from offbeat.averaging.background.interface import Contribution, Piece, ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge, merge_delta
@@ -133,7 +134,7 @@ class Version:
             for member, note in zip(self.group, piece.notes, strict=True)
             if note.weight
         }
-        assert notes == {member: self.given[member].note for member in notes}
+        assert notes == {member: note_of(self.given[member]) for member in notes}
         in_it = [self.given[member] for member in notes]
         regions = [
             mine.values[piece.begin : piece.end]

@@ -57,7 +57,7 @@ class Rank:
     def mean(self) -> tuple[list[float], frozenset[int]]:
         """The values, and who is missing."""
         into = np.empty(1, np.float32)
-        missing = self.progress.mean(into).missing
+        _, missing = self.progress.mean(into)
         return into.tolist(), missing
 
     def _serve(

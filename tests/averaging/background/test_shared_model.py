@@ -31,14 +31,19 @@ def shared() -> SharedModel:
 
 
 def outcome(
-    version: int, mine: Contribution | None, other: float, counters: tuple[int, ...] = ()
+    version: int,
+    mine: Contribution | None,
+    other: float,
+    counters: tuple[int, ...] = (),
+    *,
+    step: int = 0,
 ) -> VersionResult:
-    """Of a group of two, with a model of one element."""
+    """Of a group of two that have made `step` steps, with a model of one element."""
     own = 0.0 if mine is None else float(mine.values[0])
     piece = Piece(
         begin=0,
         average=model((own + other) / 2),
-        notes=(Note(weight=1.0, step=0, fresh=True), Note(weight=1.0, step=0, fresh=False)),
+        notes=tuple(Note(weight=1.0, step=step, fresh=fresh) for fresh in (True, False)),
         contributed=None if mine is None else mine.values,
         fresh=mine is not None and mine.fresh,
         counters=np.array(counters, np.int64),
@@ -250,6 +255,17 @@ def test_a_newcomer_counts_on_from_the_step_of_the_model_it_took() -> None:
     model_taken, *_ = shared.take()
     shared.advance([model_taken + 1], NONE)
     assert_array_equal(shared.take()[0], model(101))
+
+
+def test_a_run_that_is_set_back_to_an_earlier_state_is_not_behind_itself(
+    shared: SharedModel,
+) -> None:
+    shared.close_version(outcome(0, shared.contribute(0), 0.0, step=100))
+    assert shared.steps_behind == 100
+    shared.forget()
+    shared.begin(model(0), NONE, step=50)
+    shared.close_version(outcome(1, shared.contribute(1), 0.0, step=50))
+    assert shared.steps_behind == 0
 
 
 def test_members_that_are_late_for_long_are_given_up_until_they_have_caught_up(

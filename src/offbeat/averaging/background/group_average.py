@@ -125,7 +125,6 @@ class RoundManager(ProtocolMember):
             return
         managed = self._rounds.get(version) or self._open(version, now_s)
         if not managed.round.contributed:
-            self.counts.arrivals += 1
             self._contribute(managed)
 
     def _open(self, version: int, now_s: float) -> ManagedRound:
@@ -163,7 +162,6 @@ class RoundManager(ProtocolMember):
         network only.
         """
         if not managed.round.contributed:
-            self.counts.stale_contributions += 1
             self._contribute(managed)
         managed.phase, managed.contributions_due_s = "contributions", now_s
         managed.deadline_s = now_s + self._deadline_s("contributions")

@@ -50,10 +50,6 @@ class Contribution:
     counters: Counters = field(default_factory=no_counters)
     anchor: Values | None = None
 
-    @property
-    def note(self) -> Note:
-        return Note(weight=self.weight, step=self.step, fresh=self.fresh)
-
 
 class ReadableElements(Protocol):
     """A vector that is read a few elements at a time, as an array is."""
@@ -205,17 +201,12 @@ class ProtocolCounts:
     """What one rank's protocol has counted, and what it knows of its peers.
 
     Attributes:
-        arrivals: the versions at which this rank arrived before it had contributed to them.
-        stale_contributions: the versions to which a snapshot was contributed on its behalf while it
-            was computing.
         suspicions: how often a peer became suspected.
         suspected: the ranks that are suspected now.
         dead: the ranks that are dead.
         stopped: the ranks that take no more steps, or have finished, including this one.
     """
 
-    arrivals: int = 0
-    stale_contributions: int = 0
     suspicions: int = 0
     suspected: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)

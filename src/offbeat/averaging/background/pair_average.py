@@ -100,7 +100,6 @@ class PairMember(ProtocolMember):
         if version <= self._newest:
             return
         self._newest = version
-        self.counts.arrivals += 1
         pair = self._settings.group_of(version).ranks
         assert len(pair) <= 2, "a pair has two members"
         mine = self._contribution(version)
@@ -134,7 +133,6 @@ class PairMember(ProtocolMember):
             self._outgoing.append((sender, answer.to_bytes()))
             return
         self._num_answers += 1
-        self.counts.stale_contributions += 1
         mine = self._contribution(-self._num_answers)
         pieces: list[Piece] = []
         if mine is not None:
@@ -200,9 +198,6 @@ class PairMember(ProtocolMember):
                 self._answer(sender, message, now_s)
             case _:
                 self._receive_answer(sender, message, now_s)
-
-    def _forget_rank(self, rank: int) -> None:
-        """Nothing to do here: `_advance` closes the requests to absent partners."""
 
     def _deadlines_s(self) -> Iterable[float]:
         return (request.deadline_s for request in self._requests.values())

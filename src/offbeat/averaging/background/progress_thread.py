@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from typing_extensions import override
@@ -56,18 +56,6 @@ AveragingProtocol: TypeAlias = Callable[
     [int, ProtocolSettings, SharedModel, ProtocolCounts], Collective[ProtocolCounts]
 ]
 """A protocol that averages on behalf of a rank: `group_average.serve`, `pair_average.serve`."""
-
-
-class MeanModel(NamedTuple):
-    """What belongs to a mean of models besides its values.
-
-    Attributes:
-        counters: the largest value of each counter.
-        missing: the ranks of members whose models are not in it.
-    """
-
-    counters: Counters
-    missing: frozenset[int]
 
 
 class ProgressThread:
@@ -147,7 +135,7 @@ class ProgressThread:
             if self._model.wait_until_final(epoch):
                 return
 
-    def mean(self, into: Elements) -> MeanModel:
+    def mean(self, into: Elements) -> tuple[Counters, frozenset[int]]:
         """Write the weighted mean of the current models of all living members, this rank's
         included, into a vector of the type of their values: added up in float64, a part after the
         other. The trainers of the peers are not involved.
@@ -155,6 +143,9 @@ class ProgressThread:
         Members that do not answer in time are left out, and so are those that have not begun to
         train. But the mean is of more than half of the members: until that many have answered,
         this waits, for `MEAN_TIMEOUT_S` at most.
+
+        Returns:
+            The largest value of each counter, and the ranks of members whose models are not in it.
 
         Raises:
             PeerError: half of the living members or more have no model or did not answer.
@@ -192,7 +183,7 @@ class ProgressThread:
         into: Elements,
         *,
         missing: frozenset[int],
-    ) -> MeanModel:
+    ) -> tuple[Counters, frozenset[int]]:
         # Also of members that are dead: at the end of a run no next generation tells of them.
         if missing:
             self._notify(
@@ -211,7 +202,7 @@ class ProgressThread:
                 total += model.values[part] * np.float64(model.weight)
             into[part] = (total / sum_of_weights).astype(dtype)
         counters = np.maximum.reduce([model.counters for model in included])
-        return MeanModel(counters, self._ranks(served, missing))
+        return counters, self._ranks(served, missing)
 
     def _no_mean(self, served: ServedGeneration, models: Collection[int]) -> str:
         if not self._model.is_available:

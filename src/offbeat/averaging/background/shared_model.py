@@ -443,8 +443,7 @@ class SharedModel:
             else:
                 self.counts.missed += 1
                 self._missed.add(result.version)
-            for rank, note in members.items():
-                self._steps[rank] = max(note.step, self._steps.get(rank, 0))
+            self._steps |= {rank: note.step for rank, note in members.items()}
             if self._steps:
                 # Until there is news, peers go on as this rank does.
                 half = sorted(self._steps.values())[len(self._steps) // 2]
