@@ -325,7 +325,7 @@ def _timed(make: Callable[[], Collective[None]]) -> Collective[float]:
     slowest rank was the fastest, the same on all ranks: of messages that share a line another one
     is the first each time.
     """
-    mine = []
+    mine = list[float]()
     for _ in range(REPEATS):
         yield AllGather(b".")  # nobody is at another message any more
         begin_s = yield Now()
