@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import offbeat
 from offbeat.arithmetic.costs import LinkCost, NetworkCosts
@@ -63,6 +65,15 @@ def test_fewer_bytes_are_predicted_to_take_less() -> None:
     run = run_of([[0.01] * 4] * 20, rate=12.5e6)
     dense, few = predict(offbeat.AllReduce(), run).step_s, predict(offbeat.GTopK(), run).step_s
     assert few < dense / 10
+
+
+def test_weights_of_16_bits_take_half_of_the_links() -> None:
+    run = run_of([[0.01] * 4] * 20, rate=12.5e6)
+    whole_s, half_s = (
+        predict(offbeat.AllReduce(), replace(run, dtype=dtype)).step_s
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert half_s == pytest.approx(whole_s / 2, rel=0.05)
 
 
 def test_averages_beside_training_come_as_often_as_links_carry_them() -> None:

@@ -21,6 +21,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -85,6 +86,7 @@ class MeasuredRun:
         multiply_s_per_element: multiplying a matrix, for each element and each column of the thin
             matrix that it is multiplied by.
         moments: what the optimizer keeps of each parameter, in tensors of its size.
+        dtype: of most parameters, and so of what is sent of them.
     """
 
     tensors: Sequence[TensorProfile]
@@ -96,6 +98,7 @@ class MeasuredRun:
     copy_s_per_byte: float
     multiply_s_per_element: float
     moments: int = 1
+    dtype: torch.dtype = torch.float32
     ports: Ports | None = None
 
     @property
@@ -243,6 +246,7 @@ def _simulate(strategy: Buildable, run: MeasuredRun, *, period: int, num_ranks: 
         backward_s=run.backward_s,
         optimizer_s=run.optimizer_s,
         moments=run.moments,
+        dtype=run.dtype,
     )
     common = Common(num_ranks)
     machines = [_Machine(run, cluster, rank, common, steps) for rank in range(num_ranks)]

@@ -402,6 +402,7 @@ class Chooser(Callback):
                 isinstance(value, torch.Tensor) and value.shape == sample.shape
                 for value in states.values()
             ),
+            dtype=max(parameters, key=torch.Tensor.numel).dtype,
         )
 
     def _predict(
