@@ -233,7 +233,7 @@ def test_an_island_divides_memory_and_multiplies_samples() -> None:
         predict_step("allreduce", Setting(profile=profile, cluster=cluster))
         for profile in (one, node)
     )
-    states = (2 + one.moments + 1) * one.num_bytes  # and a bucket
+    states = (2 + one.moments) * one.num_bytes
     largest = max(tensor.num_elements for tensor in one.tensors)
     assert alone.memory_bytes == pytest.approx(states + one.activation_bytes, rel=0.01)
     assert together.memory_bytes == pytest.approx(
