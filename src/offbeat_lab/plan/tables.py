@@ -94,7 +94,7 @@ def _cells(one: StepPrediction, plan: Plan) -> dict[str, str]:
     if request.price is not None:
         cells["cost"] = "" if one.cost is None else f"{limit}{_number(one.cost)}"
     else:
-        cells["MB sent"] = f"{one.bytes_per_step / 1e6:.3g}"
+        cells["MB sent"] = _number(one.bytes_per_step / 1e6)
     return cells | {
         "ideal": f"{one.share_of_ideal:.0%}",
         "binds": one.binds,
