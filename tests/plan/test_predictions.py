@@ -679,6 +679,19 @@ def test_time_and_money_are_those_of_what_is_asked_for_with_what_deaths_cost() -
     assert "Time and cost: to 1e+09 tokens" in " ".join(table.split())
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(100, "100 s"), (150, "2.5 min"), (9_000, "2.5 h"), (216_000, "2.5 d"), (3e8, "3,472 d")],
+)
+def test_long_times_are_written_in_a_fitting_unit(seconds: float, text: str) -> None:
+    clusters = [from_flags(workers=4, link="1gbit")]
+    request = PlanRequest(profile=MODEL, clusters=clusters, strategies=("ddp",), samples=1.0)
+    made = make_plan(request)
+    timed = tuple(replace(one, time_s=seconds) for one in made.predictions)
+    (table,) = plan_tables(replace(made, predictions=timed))
+    assert table.rows[0][table.heads.index("time")] == text
+
+
 def test_what_deaths_cost_counts_in_the_recommendation() -> None:
     """A death ends a run with DDP, and not with WAGMA, whose steps take longer here."""
     cluster = from_flags(workers=4, link="100gbit")
