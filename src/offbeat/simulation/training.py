@@ -297,8 +297,8 @@ class SimulatedRank(VirtualThread):
         machine: as given.
         step: that the rank is in, counted from 0.
         encode_s: computed because of the exchange, so far, in seconds of a device that is alone.
-        kept_bytes: memory that callbacks hold after the last step, less gradients that lie in it and
-            what the optimizer does not hold any more.
+        kept_bytes: memory that callbacks hold after the last step, less gradients that lie in it
+            and what the optimizer does not hold any more.
         exchanges: those that have ended in a step, in the mean.
     """
 

@@ -31,9 +31,7 @@ class CommunicationMeter:
             imitated in user space; None elsewhere.
     """
 
-    def __init__(
-        self, world_size: int, delay: Callable[[Delivery], float] | None = None
-    ) -> None:
+    def __init__(self, world_size: int, delay: Callable[[Delivery], float] | None = None) -> None:
         self.world_size = world_size
         self._delay = delay
         self._link_free_s = 0.0
