@@ -319,7 +319,7 @@ def verdict(comparison: Comparison) -> str:
     difference = between(comparison, "time_to_target_s", second.label, first.label)
     assert difference is not None
     took_s = _seconds(first, "time_to_target_s")
-    if difference.low is None:
+    if len(first.runs) == 1:
         return (
             f"In the only run of each, {first.label} was the first to reach {goal}, in {took_s};"
             f" {_step_verdict(comparison, said=first.label)}"

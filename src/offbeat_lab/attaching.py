@@ -66,7 +66,6 @@ def attach_recipe(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    rank: int,
     world_size: int,
     delay: LinkDelay | None = None,
 ) -> TaskModel:
@@ -76,14 +75,14 @@ def attach_recipe(
         recipe: of the run.
         model: the task's.
         optimizer: of its parameters.
-        rank, world_size: of this process.
+        world_size: how many ranks there are.
         delay: of this rank's link, where it is imitated in user space.
 
     Raises:
         OffbeatError: the recipe cannot work with this model, or the ranks do not find each other.
     """
     if isinstance(recipe, Native):
-        meter = CommunicationMeter(world_size, rank=rank, delay=delay)
+        meter = CommunicationMeter(world_size, delay)
         native = recipe.attach(model, optimizer, meter)
         return TaskModel(
             model=model, module=native.module, optimizer=native.optimizer, session=native
@@ -138,7 +137,7 @@ class NativeRecipe(ScriptRecipe):
         assert isinstance(ddp, DistributedDataParallel), "as `takes_shards` says"
         if optimizer is None:
             return None
-        meter = CommunicationMeter(dist.get_world_size(), rank=dist.get_rank(), delay=self._delay)
+        meter = CommunicationMeter(dist.get_world_size(), self._delay)
         self._meters.append(meter)
         return self._native.couple(ddp, optimizer, meter)
 

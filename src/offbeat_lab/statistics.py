@@ -13,7 +13,7 @@ _RESAMPLES = 2_000
 _SEED = 0
 _BLOCKS = 12
 LEAST_SEEDS = 3
-"""For Student's interval: that of two is so wide that it says nothing."""
+"""For Student's interval: that of two is so wide that it says nothing, but for which is larger."""
 _MAX_WARM_UP_STEPS = 10
 
 
@@ -125,7 +125,7 @@ def compare(
         _bootstrap(
             (first, second), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis)
         ),
-        _student(by_seed),
+        _student(by_seed, least=2 if samples_a is None else LEAST_SEEDS),
     )
     if low is None or high is None:
         return Ratio(ratio=ratio, low=None, high=None, decided=False)
@@ -159,7 +159,9 @@ def _bootstrap(
     return float(interval.low), float(interval.high)
 
 
-def _student(by_seed: NDArray[np.float64], *, signed: bool = False) -> tuple[float, float] | None:
+def _student(
+    by_seed: NDArray[np.float64], *, signed: bool = False, least: int = LEAST_SEEDS
+) -> tuple[float, float] | None:
     """Student's interval of the mean over seeds, on a logarithmic scale where that can be and the
     values are not `signed`.
 
@@ -168,7 +170,7 @@ def _student(by_seed: NDArray[np.float64], *, signed: bool = False) -> tuple[flo
     """
     from scipy import stats  # late, since it takes half a second and workers import this module
 
-    if by_seed.size < LEAST_SEEDS:
+    if by_seed.size < least:
         return None
     positive = not signed and bool((by_seed > 0).all())
     data = np.log(by_seed) if positive else by_seed

@@ -86,7 +86,6 @@ def train_rank(
         recipe_of(config),
         model,
         optimizer,
-        rank=coordinator.rank,
         world_size=coordinator.world_size,
         delay=link_delay(record, coordinator.rank),
     )

@@ -419,6 +419,14 @@ def test_with_one_seed_only_the_steps_can_be_told_apart() -> None:
     )
 
 
+def test_a_target_that_one_run_had_before_its_first_step_tells_nobody_apart() -> None:
+    early = figures_of("gtopk", [0.0, 2.0, 2.1], [0.2, 0.21, 0.22])
+    assert verdict(analysed(SLOW, early)) == (
+        "No difference in the time to accuracy 0.9 between gtopk and ddp that this comparison can"
+        " see."
+    )
+
+
 def test_nobody_is_called_equal_who_is_slower_than_one_of_those_named() -> None:
     # The fastest median has a wide spread; of the two others one is faster beyond doubt.
     wide = figures_of("gtopk", [1.0, 2.0, 40.0], [0.1, 0.2, 4.0])

@@ -358,6 +358,20 @@ def test_what_an_all_reduce_on_gpus_reaches_limits_the_rate() -> None:
     assert not found.links
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_where_an_all_reduce_is_faster_than_messages_links_carry_as_much(device: str) -> None:
+    busy = [
+        pair(first, second, rate_bit_per_s=5e8) for second in range(4) for first in range(second)
+    ]
+    fast = network(2e11)
+    found = cluster_of(measurement(network=fast, device=device))
+    assert found.link.rate_bit_per_s == pytest.approx(2e11)
+    assert not found.gloo_ns_per_byte
+    # A busy processor takes half of that away, unless it carries nothing.
+    found = cluster_of(measurement(network=fast, device=device, busy_pairs=busy))
+    assert found.link.rate_bit_per_s == pytest.approx(1e11 if device == "cpu" else 2e11)
+
+
 def test_what_gloo_takes_longer_than_the_slowest_link_is_what_its_processors_add() -> None:
     busy = [
         pair(first, second, rate_bit_per_s=8e8) for second in range(4) for first in range(second)

@@ -96,7 +96,7 @@ def test_state_that_would_be_lost_is_known() -> None:
 def test_alone_leaves_the_model_and_the_network_alone() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attached = attach_recipe(NoExchange(), model, optimizer, rank=0, world_size=1)
+    attached = attach_recipe(NoExchange(), model, optimizer, world_size=1)
     with attached.session as session:
         assert attached.module is attached.averaged_model() is model
         attached.backward(attached.module(torch.ones(1, 2)).sum())
@@ -213,12 +213,12 @@ def test_an_imitated_link_carries_one_message_after_the_other(clock: Clock) -> N
         deliveries.append(delivery)
         return delivery.num_messages * 1e-3 + delivery.num_bytes / 1e3
 
-    meter = CommunicationMeter(4, rank=2, delay=delay)
+    meter = CommunicationMeter(4, delay)
     for channel in range(2):
         hook(meter, clock, channel, duration_s=0.0, num_bytes=1_000)
     assert clock.now_s == 100.0  # the backward pass goes on meanwhile
     clock.sleep(2.0)
-    assert [(d.sender, d.num_bytes, d.num_messages) for d in deliveries] == [(2, 1_500, 6)] * 2
+    assert [(d.num_bytes, d.num_messages) for d in deliveries] == [(1_500, 6)] * 2
     meter.backward_done()
     assert clock.now_s == pytest.approx(103.012)
     assert (meter.encode_s, meter.wait_s) == (0.0, pytest.approx(3.012))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -104,6 +105,14 @@ def test_a_record_is_read_back_as_written(tmp_path: Path) -> None:
     assert record.summary() == summary(path)
     assert list(record.events(1)) == [event(step) for step in (1, 2, 3)]
     assert record.head.environment["num_cpus"]
+
+
+def test_cores_of_the_host_that_a_run_may_not_use_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    record = Record(create(tmp_path / "run", CONFIG))
+    assert record.head.environment["num_cpus"] == len(os.sched_getaffinity(0))
 
 
 def test_steps_that_a_resume_took_back_are_left_out(tmp_path: Path) -> None:

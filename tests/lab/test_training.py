@@ -81,7 +81,7 @@ def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(
     model = task.build_model(seed=99)
     optimizer = task.optimizer(model)
     recipe = offbeat.LocalSGD(period=4, warmup=0)
-    attached = attach_recipe(recipe, model, optimizer, rank=0, world_size=1)
+    attached = attach_recipe(recipe, model, optimizer, world_size=1)
     with attached.session:
         position = restore(record, Coordinator(dist.HashStore(), 0, 1), attached)
     assert position.step == 6

@@ -55,7 +55,7 @@ def recorded(
 ) -> Path:
     for label, durations_s in step_s.items():
         path = directory / f"runs/{label}-seed-0"
-        write_run(path, step_s=durations_s, strategy=label)
+        write_run(path, step_s=durations_s, strategy=label.split()[0])
     entries = [contestant(label, num_seeds=1) for label in step_s if label != "alone"]
     made = comparison(entries, num_seeds=1)
     made = made.model_copy(update={"cluster": cluster, "num_parameters": num_parameters})
@@ -180,6 +180,15 @@ def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_pat
     unseen = PlanRequest(profile=model, clusters=clusters, strategies=("crossbow",))
     assert make_plan(unseen).predictions[0].how_sure == "nothing like this was ever measured"
     assert make_plan(unseen).predictions[0].checked_within is None
+
+
+def test_a_strategy_that_was_compared_with_other_options_too_counts_as_checked(
+    tmp_path: Path,
+) -> None:
+    directory = recorded(tmp_path / "compare", {"crossbow tau=2": [CROSSBOW_S] * STEPS})
+    found = check_comparison(directory, MODEL).profile
+    rate = CLUSTER.limited_rates[0]
+    assert found.checked_like(workers=2, rate_bit_per_s=rate, latency_s=0.0, strategy="crossbow")
 
 
 def test_halves_of_shared_samples_go_from_merge_to_merge(tmp_path: Path) -> None:

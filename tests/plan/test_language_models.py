@@ -155,6 +155,13 @@ def test_attention_is_as_wide_as_its_heads() -> None:
     assert wide.flops(0) - narrow.flops(0) == 12 * 64 * 4096**2
 
 
+def test_attention_looks_back_on_a_window(tmp_path: Path) -> None:
+    shape = read_shape(written(tmp_path, MISTRAL | {"sliding_window": 4096}), sequence=16_384)
+    whole = replace(shape, window=0)
+    assert whole.flops(0) - shape.flops(0) == 12 * 32 * 4096 * (16_384 - 4096) ** 2
+    assert replace(shape, sequence=2048).flops(0) == replace(whole, sequence=2048).flops(0)
+
+
 MPT_7B = Shape(layers=32, hidden=4096, heads=32, vocabulary=50368, gated=False, tied=True)
 
 
@@ -192,9 +199,16 @@ def test_words_give_a_shape_and_what_they_leave_out_is_said() -> None:
 
 @pytest.mark.parametrize(
     "of_experts",
-    [{"num_local_experts": 8}, {"moe_num_experts": 64}, {"ffn_config": {"moe_num_experts": 16}}],
+    [
+        {"num_local_experts": 8},
+        {"moe_num_experts": 64},
+        {"ffn_config": {"moe_num_experts": 16}},
+        {"kv_lora_rank": 256},
+    ],
 )
-def test_a_mixture_of_experts_is_refused(of_experts: dict[str, object], tmp_path: Path) -> None:
+def test_a_mixture_of_experts_and_latent_attention_are_refused(
+    of_experts: dict[str, object], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="mixture of experts"):
         read_shape(written(tmp_path, LLAMA | of_experts))
 
@@ -233,7 +247,7 @@ def test_an_island_divides_memory_and_multiplies_samples() -> None:
         predict_step("allreduce", Setting(profile=profile, cluster=cluster))
         for profile in (one, node)
     )
-    states = (2 + one.moments + 1) * one.num_bytes  # and a bucket
+    states = (2 + one.moments) * one.num_bytes
     largest = max(tensor.num_elements for tensor in one.tensors)
     assert alone.memory_bytes == pytest.approx(states + one.activation_bytes, rel=0.01)
     assert together.memory_bytes == pytest.approx(

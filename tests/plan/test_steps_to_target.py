@@ -104,6 +104,18 @@ def test_who_comes_to_the_target_first_is_said_where_it_is_not_who_takes_the_sho
         assert (said in result.output) is is_first
 
 
+def test_a_step_that_is_a_lower_limit_is_not_said_to_lead_to_the_target_first(
+    tmp_path: Path,
+) -> None:
+    record(tmp_path, {"ddp": [100.0, 100.0], "wagma": [100.0, 100.0]})
+    arguments = ["plan", "--profile", "vgg16", "--link", "100mbit", "--workers", "4"]
+    arguments += ["--strategies", "ddp,wagma", "--steps-from", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "4 workers: ddp at 100 Mbit/s" in result.output
+    assert "comes to the target first" not in result.output
+
+
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [

@@ -16,11 +16,10 @@ def attach(
     options: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    rank: int,
     world_size: int,
 ) -> TaskModel:
     recipe = build_strategy(name, options)
-    return attach_recipe(recipe, model, optimizer, rank=rank, world_size=world_size)
+    return attach_recipe(recipe, model, optimizer, world_size=world_size)
 
 
 def flat_parameters(model: nn.Module) -> list[float]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab_support.links import sent_bytes
 from offbeat.transport.interface import bound_socket
 from offbeat_lab.cluster import Cluster, LinkSpec
 from offbeat_lab.emulation import Emulation, emulate
@@ -45,7 +46,7 @@ def test_dense_sums_cross_the_links_at_every_worker(templates: Templates, tmp_pa
             emulation = stack.enter_context(emulate(cluster, mode="namespaces"))
         except MissingMeansError as error:
             pytest.skip(str(error))
-        before = [emulation.sent_bytes(worker) or 0 for worker in range(NUM_WORKERS)]
+        before = [sent_bytes(emulation, worker) for worker in range(NUM_WORKERS)]
         port, store = emulation.call_inside(lambda: serve(emulation.store_address))
         places = [place(emulation, worker) for worker in range(NUM_WORKERS)]
         sums = launch_in_places(
@@ -55,7 +56,7 @@ def test_dense_sums_cross_the_links_at_every_worker(templates: Templates, tmp_pa
             directory=tmp_path,
             arguments={"port": port},
         )
-        after = [emulation.sent_bytes(worker) or 0 for worker in range(NUM_WORKERS)]
+        after = [sent_bytes(emulation, worker) for worker in range(NUM_WORKERS)]
         del store
     assert sums == [[float(sum(range(NUM_WORKERS)))]] * NUM_WORKERS
     ring = 2 * (NUM_WORKERS - 1) / NUM_WORKERS * 4 * NUM_FLOATS

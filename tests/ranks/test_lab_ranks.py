@@ -53,7 +53,7 @@ def train_with(
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     try:
-        attached = attach(name, options, model, optimizer, rank, world_size)
+        attached = attach(name, options, model, optimizer, world_size)
     except UnsupportedError as error:
         return {"refused": str(error)}
     trace = []

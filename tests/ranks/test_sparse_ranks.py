@@ -43,7 +43,7 @@ def exchange(
     for label, (name, options) in strategies.items():
         net, plain = SparseNet(), SparseNet()
         optimizer, plain_optimizer = (RowAdagrad(each.parameters(), 0.1) for each in (net, plain))
-        attached = attach(name, options, net, optimizer, rank, world_size)
+        attached = attach(name, options, net, optimizer, world_size)
         with attached.session:
             for step in range(NUM_STEPS):
                 attached.backward(attached.module(*batch(10 * step + rank)))
@@ -76,7 +76,7 @@ def average(rank: int, world_size: int, *, period: int) -> dict[str, Any]:
     optimizer, *optimizers = (RowSGD(each.parameters(), 0.1, momentum=0.9) for each in (net, *nets))
     distances = []
     options = {"period": period, "warmup": 0, "optimizer_state": "local"}
-    attached = attach("localsgd", options, net, optimizer, rank, world_size)
+    attached = attach("localsgd", options, net, optimizer, world_size)
     with attached.session:
         for step in range(NUM_STEPS):
             attached.backward(attached.module(*batch(10 * step + rank)))

@@ -221,6 +221,7 @@ def choosing(
     """
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        assert run.dtype == torch.float64  # the model's
         is_beginning = strategy == offbeat.LocalSGD(period=1)
         assert period == (1 if is_beginning else CANDIDATES[strategy.name].period)
         return Predicted(costs("beginning" if is_beginning else strategy.name, run), 1.0)

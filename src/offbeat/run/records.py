@@ -576,8 +576,13 @@ def environment() -> dict[str, object]:
     return versions | {
         "offbeat": offbeat.__version__,
         "platform": platform.platform(),
-        "num_cpus": os.cpu_count(),
+        "num_cpus": usable_cores(),
     }
+
+
+def usable_cores() -> int:
+    """Those on which this process may compute, of however many its host has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _write_head(path: Path, head: RunHead) -> None:

@@ -297,8 +297,8 @@ class SimulatedRank(VirtualThread):
         machine: as given.
         step: that the rank is in, counted from 0.
         encode_s: computed because of the exchange, so far, in seconds of a device that is alone.
-        kept_bytes: memory that callbacks hold after the last step, less what the optimizer does not
-            hold any more.
+        kept_bytes: memory that callbacks hold after the last step, less gradients that lie in it
+            and what the optimizer does not hold any more.
         exchanges: those that have ended in a step, in the mean.
     """
 
@@ -310,6 +310,7 @@ class SimulatedRank(VirtualThread):
         self.machine = machine
         self.step = 0
         self._published = -1
+        self._moved_bytes = 0
         self._coded: WeightlessCode | None = None
         self._owed_s: defaultdict[Job | None, float] = defaultdict(float)
         self._look_s: float | None = None
@@ -480,7 +481,8 @@ class SimulatedRank(VirtualThread):
                     taken = self.step + 1
                     take_step()
             self.kept_bytes = kept_bytes(callbacks, besides=parameters.values())
-            self.kept_bytes += optimizer.num_bytes - states_bytes
+            # Gradients that callbacks have taken into their buckets are in memory once.
+            self.kept_bytes += optimizer.num_bytes - states_bytes - self._moved_bytes
             self.exchanges = (_num_exchanges(callbacks) - before) / len(steps)
             if policy is None and strategy.replicas_differ:
                 for callback in callbacks:  # of ranks that go on, none must wait for this one
@@ -523,6 +525,8 @@ class SimulatedRank(VirtualThread):
         self.catch_up()  # it matters what peers have done by then
         for callback in callbacks:
             callback.on_after_step()
+        moved = [p for p, one in zip(model.tensors, gradients, strict=True) if p.grad is not one]
+        self._moved_bytes = sum(parameter.nbytes for parameter in moved)
         for parameter in model.tensors:
             parameter.grad = None
         self.catch_up()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -237,15 +236,18 @@ _APART: Final = 1.5
 _LATE_S: Final = 1e-3
 """So has one whose messages take so much longer than most workers'."""
 
+_LEAST_S_PER_BYTE: Final = 8e-13
+"""No link of a cluster is faster."""
+
 
 def cluster_of(measurement: Measurement) -> Cluster:
     """The cluster that was measured.
 
     A worker's rate is what the best of its links carried while both ends computed: a rate that a
-    busy worker cannot use is none. What gloo's all-reduce takes longer is what its processors add;
-    with NCCL, and among workers that share cores, the rate is no more than the all-reduce reached.
-    Latencies are those of workers that compute nothing, since else they say how busy a processor
-    is.
+    busy worker cannot use is none. Where an all-reduce is faster than messages, links carry as much
+    more. What gloo's takes longer is what its processors add; with NCCL, and among workers that
+    share cores, the rate is no more than the all-reduce reached. Latencies are those of workers
+    that compute nothing, since else they say how busy a processor is.
 
     Raises:
         ConfigError: nothing was measured between workers.
@@ -260,16 +262,23 @@ def cluster_of(measurement: Measurement) -> Cluster:
     dense_s_per_byte = measurement.network.dense.beta_s_per_byte
     computes_on_shared_cores = measurement.on_one_host and measurement.device == "cpu"
     is_gloo = measurement.device == "cpu" and not computes_on_shared_cores
-    rates = [1 / min(cost.beta_s_per_byte for cost in _costs(pairs, rank)) for rank in workers]
+    idle_rates, rates = (
+        [1 / min(cost.beta_s_per_byte for cost in _costs(some, rank)) for rank in workers]
+        for some in (measurement.pairs, pairs)
+    )
+    dense_rate = 1 / max(dense_s_per_byte, _LEAST_S_PER_BYTE)
+    # One processor encrypts messages, and NCCL may go another way, where none has to be idle.
+    as_fast = min(rates if measurement.device == "cuda" else idle_rates)
+    faster = max(1.0, dense_rate / as_fast)
+    rates = [min(rate * faster, 1 / _LEAST_S_PER_BYTE) for rate in rates]
     # The all-reduce waits for the slowest worker, so it says something of that one alone.
     slowest = min(range(len(rates)), key=lambda rank: rates[rank])
     gloo_s_per_byte = max(0.0, dense_s_per_byte - 1 / rates[slowest])
-    # What gloo's processors add is no property of the links.
-    dense_rate = math.inf if is_gloo else 1 / max(dense_s_per_byte, 1e-13)
-    rates = [
-        min(rate, dense_rate) if rank == slowest or rate < _APART * rates[slowest] else rate
-        for rank, rate in enumerate(rates)
-    ]
+    if not is_gloo:  # what its processors add is no property of the links
+        rates = [
+            min(rate, dense_rate) if rank == slowest or rate < _APART * rates[slowest] else rate
+            for rank, rate in enumerate(rates)
+        ]
     usual = median_low(rates)
     latencies_s = [
         max(0.0, median_low(cost.alpha_s for cost in _costs(measurement.pairs, rank)) - MESSAGE_S)

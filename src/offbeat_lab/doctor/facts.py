@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Literal
 import psutil
 import torch
 import torch.distributed as dist
+
+from offbeat.run.records import usable_cores
 
 State = Literal["ok", "missing"]
 
@@ -97,9 +98,7 @@ def _accelerators() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = usable_cores()
     yield Finding(
         name="cores",
         state="ok",

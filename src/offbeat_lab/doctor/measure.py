@@ -20,6 +20,7 @@ import torch
 
 from offbeat.arithmetic.costs import NetworkCosts
 from offbeat.gradients.collective_choice import measured_costs
+from offbeat.run.records import usable_cores
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs
@@ -94,7 +95,7 @@ def measure() -> Measurement:
         name=platform.node(),
         torch=str(torch.__version__),
         num_threads=torch.get_num_threads(),
-        num_cores=os.cpu_count(),
+        num_cores=usable_cores(),
         window_bytes=tcp_window_bytes(),
     )
     sockets = _by_owner(opened, coordinator.rank)

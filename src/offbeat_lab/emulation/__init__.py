@@ -125,9 +125,6 @@ class LoopbackEmulation(Emulation):
     def call_inside(self, function: Callable[[], T]) -> T:
         return function()
 
-    def sent_bytes(self, worker: int) -> int | None:
-        return None
-
     def close(self) -> None:
         name, self._name = self._name, None
         if name is not None and os.getpid() == self._holder:

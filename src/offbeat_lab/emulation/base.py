@@ -63,12 +63,6 @@ class Emulation(AbstractContextManager["Emulation"]):
         """What `function` returns or raises, run where servers for all workers must listen."""
 
     @abstractmethod
-    def sent_bytes(self, worker: int) -> int | None:
-        """Bytes that have gone through the worker's link so far, headers included; None where the
-        kernel has no such link.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Take everything down. Idempotent."""
 

@@ -66,14 +66,6 @@ def _failure(command: Sequence[str], lines: Sequence[str]) -> str:
     return (" ".join(done.stderr.split()) or f"status {done.returncode}") * bool(done.returncode)
 
 
-def ask(program: str, *words: str, namespace: str) -> str:
-    """What `ip` or `tc` prints, as JSON."""
-    command = [path_of(program), "-n", namespace, "-s", "-j", *words]
-    return subprocess.run(
-        command, text=True, capture_output=True, timeout=_PATIENCE_S, check=True
-    ).stdout
-
-
 def call_in(namespace: str, function: Callable[[], T]) -> T:
     """What `function` returns or raises, called in a thread of its own that lives in network
     namespace `namespace`.

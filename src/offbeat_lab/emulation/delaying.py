@@ -44,14 +44,10 @@ class Delivery:
     """What occupies a link.
 
     Attributes:
-        sender: whose link.
-        receiver: where to; None for this rank's share of a dense collective.
         num_bytes: payload bytes.
         num_messages: 1, or a dense collective's number of rounds.
     """
 
-    sender: int
-    receiver: int | None
     num_bytes: int
     num_messages: int = 1
 
@@ -93,9 +89,7 @@ class Delaying(Wrapper):
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case Send(peer, payload):
-                delivery = Delivery(
-                    sender=self.rank, receiver=peer, num_bytes=memoryview(payload).nbytes
-                )
+                delivery = Delivery(num_bytes=memoryview(payload).nbytes)
                 due_s = self._occupy_link(delivery, channel)
                 return self.inner.start(Send(peer, _DUE.pack(due_s) + payload), channel)
             case Recv(peer, _):
@@ -147,12 +141,7 @@ class Delaying(Wrapper):
 
     def _share(self, operation: DenseOperation) -> Delivery:
         traffic = operation.traffic(None, rank=self.rank, world_size=self.world_size)
-        return Delivery(
-            sender=self.rank,
-            receiver=None,
-            num_bytes=traffic.bytes_sent,
-            num_messages=traffic.messages_sent,
-        )
+        return Delivery(num_bytes=traffic.bytes_sent, num_messages=traffic.messages_sent)
 
 
 class _LateResult:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
-import json
 import os
 import platform
 import socket
@@ -27,7 +26,7 @@ from offbeat_lab.emulation.base import (
     MissingMeansError,
 )
 from offbeat_lab.emulation.check import LEAST_SHARE, check_links
-from offbeat_lab.emulation.commands import NAMESPACES, ask, call_in, path_of, run_batch, run_shell
+from offbeat_lab.emulation.commands import NAMESPACES, call_in, path_of, run_batch, run_shell
 from offbeat_lab.emulation.plan import (
     DATA,
     HUB_CONTROL_ADDRESS,
@@ -113,12 +112,6 @@ class NamespaceEmulation(Emulation):
 
     def call_inside(self, function: Callable[[], T]) -> T:
         return call_in(self._name.hub, function)
-
-    def sent_bytes(self, worker: int) -> int | None:
-        queues = json.loads(
-            ask("tc", "qdisc", "show", "dev", DATA, "root", namespace=self._name.worker(worker))
-        )
-        return int(queues[0]["bytes"])
 
     def close(self) -> None:
         if self._closed or os.getpid() != self._holder:

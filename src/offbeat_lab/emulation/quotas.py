@@ -7,12 +7,12 @@ worker of a quarter of a core would stand still for 75 ms at a time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.errors import ConfigError
+from offbeat.run.records import usable_cores
 from offbeat_lab.cluster import Cluster
 from offbeat_lab.cluster.quantities import display_duration
 from offbeat_lab.records import Speeds
@@ -126,10 +126,6 @@ def share_out(cluster: Cluster, num_cores: int) -> float:
         for worker in range(cluster.workers)
     ]
     return min(1.0 / max(fastest), USED_SHARE * num_cores / sum(fastest))
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_hierarchies() -> list[Hierarchy]:

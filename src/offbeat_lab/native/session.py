@@ -31,11 +31,8 @@ class CommunicationMeter:
             imitated in user space; None elsewhere.
     """
 
-    def __init__(
-        self, world_size: int, *, rank: int = 0, delay: Callable[[Delivery], float] | None = None
-    ) -> None:
+    def __init__(self, world_size: int, delay: Callable[[Delivery], float] | None = None) -> None:
         self.world_size = world_size
-        self._rank = rank
         self._delay = delay
         self._link_free_s = 0.0
         self.steps = self.messages_sent = self.bytes_sent = 0
@@ -56,9 +53,7 @@ class CommunicationMeter:
         self.messages_sent += num_messages
         self._reducing = True
         if self._delay is not None:
-            delivery = Delivery(
-                sender=self._rank, receiver=None, num_bytes=share, num_messages=num_messages
-            )
+            delivery = Delivery(num_bytes=share, num_messages=num_messages)
             self._link_free_s = max(time.monotonic(), self._link_free_s) + self._delay(delivery)
 
     def hold_back(self) -> None:

@@ -323,7 +323,7 @@ def _with_check(
         workers=cluster.workers,
         least_rate_bit_per_s=min(cluster.limited_rates),
         most_rate_bit_per_s=max(cluster.limited_rates),
-        strategies=tuple(one.strategy for one in found.judged),
+        strategies=tuple(one.strategy.replace(" ", ":") for one in found.judged),
         median_error=found.median_error,
         worst_error=max(one.error for one in found.judged),
         most_latency_s=cluster.most_latency_s,

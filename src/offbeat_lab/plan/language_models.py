@@ -82,6 +82,7 @@ class Shape:
         intermediate: width of the feed-forward layers; 0: four times `hidden`.
         vocabulary: rows of the table of words.
         sequence: tokens of a sample.
+        window: on how many tokens attention looks back; 0: on all.
         positions: rows of a table of positions; 0: there is none.
         gated: whether feed-forward layers have a gate, as SwiGLU's.
         tied: whether the output layer is the table of words.
@@ -97,6 +98,7 @@ class Shape:
     intermediate: int = 0
     vocabulary: int = 32_000
     sequence: int = 2048
+    window: int = 0
     positions: int = 0
     gated: bool = True
     tied: bool = False
@@ -127,11 +129,14 @@ class Shape:
 
     def flops(self, num_elements: int) -> float:
         """Of forward and backward pass of a sample: 6 for each parameter that multiplies and each
-        token, and 12 for each layer, each number of its queries and each pair of tokens.
+        token, and 12 for each layer, each number of its queries and each pair of tokens within the
+        window.
         """
         looked_up = (self.positions + (0 if self.tied else self.vocabulary)) * self.hidden
         width = self.heads * (self.head_dim or self.hidden // self.heads)
-        attention = 12 * self.layers * width * self.sequence**2
+        window = min(self.window or self.sequence, self.sequence)
+        pairs = window * (2 * self.sequence - window)
+        attention = 12 * self.layers * width * pairs
         return 6 * (num_elements - looked_up) * self.sequence + attention
 
     def activation_bytes(self) -> float:
@@ -164,6 +169,7 @@ _LEARNED: Final = ("gpt2", "opt", "gpt_neo", "gpt_bigcode")
 _BIAS: Final = (*_LEARNED, "bloom", "starcoder2")
 _TIED: Final = (*_BIAS, *_ALWAYS_GATED, "cohere", "cohere2", "falcon", "mpt")
 _ATTENTION_BIAS: Final = ("qwen2",)
+_WINDOWED: Final = ("mistral", "phi3", "starcoder2")
 """Kinds of models, and what their configurations leave out, since transformers knows it."""
 
 
@@ -223,10 +229,11 @@ def _from_file(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is no configuration of a model")
     kind = config.get("model_type", "")
-    if config.get("is_encoder_decoder") or _has_experts(config):
+    if config.get("is_encoder_decoder") or _has_experts(config) or config.get("kv_lora_rank"):
         raise ConfigError(
-            f"{path} is of an encoder with a decoder, or of a mixture of experts, and only decoders"
-            " of one kind of layer can be planned so; time a script of it with offbeat profile"
+            f"{path} is of an encoder with a decoder, of a mixture of experts, or has latent"
+            " attention, and only decoders of one kind of layer can be planned so; time a script of"
+            " it with offbeat profile"
         )
     if "bert" in kind or not config.get("vocab_size"):
         raise ConfigError(
@@ -252,6 +259,8 @@ def _from_file(path: Path) -> dict[str, Any]:
         "bias": kind in _BIAS,
         "attention_bias": config.get("attention_bias", kind in _ATTENTION_BIAS),
         "positions": (int(longest or 0) if is_learned else 0),
+        # Of other kinds, some of the layers look back on all.
+        "window": (config.get("sliding_window") or 0) if kind in _WINDOWED else 0,
     }
 
 

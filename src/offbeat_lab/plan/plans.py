@@ -297,7 +297,11 @@ def _earlier_at_target(plan: Plan) -> Iterator[str]:
     """Where another strategy than the recommended one comes to the target first."""
     for workers, rate in sorted({(one.workers, one.rate_bit_per_s) for one in plan.predictions}):
         ones, best = plan.at(workers, rate), plan.best(workers, rate)
-        times = [(one.time_to_target_s, one.strategy) for one in ones if one.time_to_target_s]
+        times = [
+            (one.time_to_target_s, one.strategy)
+            for one in ones
+            if one.time_to_target_s and one.is_eligible
+        ]
         if best.time_to_target_s is None or not times:
             continue
         first_s, first = min(times)

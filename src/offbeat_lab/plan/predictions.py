@@ -4,7 +4,6 @@ sure that is.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -157,7 +156,7 @@ def predict_recipe(
     waiting_s = 0.0
     encode_s = min(setting.crowding * simulated.encode_s, max(0.0, step_s - ideal_s))
     if not setting.is_steady:
-        waiting_s = method_of(name, recipe).waiting_s(setting, encode_s)
+        waiting_s = method.waiting_s(setting, encode_s)
     exchange_s = max(0.0, step_s - ideal_s - encode_s - waiting_s)
     parts = {
         "encode": encode_s,
@@ -168,9 +167,8 @@ def predict_recipe(
     largest = max(parts, key=lambda name: parts[name])
     pace = min(simulated.pace, 1 / profile.compute_s) * simulated_s / step_s
     samples_per_s = setting.world_size * profile.batch.batch_size * pace
-    states_bytes = (_MODEL_COPIES + profile.moments) * profile.num_bytes + max(
-        method.extra_bytes * profile.num_bytes or -math.inf, simulated.kept_bytes
-    )
+    copies = _MODEL_COPIES + profile.moments + method.extra_bytes
+    states_bytes = copies * profile.num_bytes + simulated.kept_bytes
     memory_bytes = states_bytes / profile.devices + profile.activation_bytes
     if profile.devices > 1:  # what is gathered of two layers, while the next one is
         memory_bytes += 2 * profile.element_bytes * max(one.num_elements for one in profile.tensors)

@@ -349,16 +349,6 @@ class ModelProfile:
         return num_elements * (self.low_rank_s_per_element + further_s)
 
     @property
-    def bucket_copy_s_per_byte(self) -> float:
-        """Copying a gradient into its bucket, or a result out of it."""
-        return self.bucket_s_per_byte or self.copy_s_per_byte
-
-    @property
-    def publish_s(self) -> float:
-        """Giving the model to a thread, and taking it back."""
-        return (self.publish_s_per_byte or 2 * self.copy_s_per_byte) * self.num_bytes
-
-    @property
     def compute_s(self) -> float:
         """A step that exchanges nothing."""
         return self.batch.forward_s + self.batch.backward_s + self.optimizer_s

@@ -18,7 +18,8 @@ WORDS = (
 )
 """What the columns mean."""
 
-_LONG = ((172_800.0, "d"), (7200.0, "h"), (120.0, "min"))
+_LONG = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"))
+"""Units of times that are at least two of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ def _cells(one: StepPrediction, plan: Plan) -> dict[str, str]:
     if request.price is not None:
         cells["cost"] = "" if one.cost is None else f"{limit}{_number(one.cost)}"
     else:
-        cells["MB sent"] = f"{one.bytes_per_step / 1e6:.3g}"
+        cells["MB sent"] = _number(one.bytes_per_step / 1e6)
     return cells | {
         "ideal": f"{one.share_of_ideal:.0%}",
         "binds": one.binds,
@@ -117,5 +118,5 @@ def _time_text(seconds: float | None) -> str:
     """`2.5 h`; empty where it is unknown."""
     if seconds is None:
         return ""
-    size, unit = next((one for one in _LONG if seconds >= one[0]), (1.0, "s"))
+    size, unit = next((one for one in _LONG if seconds >= 2 * one[0]), (1.0, "s"))
     return f"{_number(seconds / size)} {unit}"

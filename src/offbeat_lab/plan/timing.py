@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import median, pstdev
 from typing import Any, Final
 
@@ -69,6 +70,10 @@ _TIMED: Final = (
 
 _WARM_UP_SELECTIONS: Final = 2
 _MOST_ELEMENTS: Final = 1 << 25
+"""That are timed: of a large model all would not fit beside it, and each takes as long."""
+
+_MOST_LOW_RANK: Final = 1 << 28
+"""Likewise, of the first tensors, since what launches kernels counts too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,15 +220,6 @@ class StepTimer:
         return float(self._begin_event.elapsed_time(noted)) / 1e3
 
 
-def timed_batch(steps: Sequence[TimedStep], batch_size: int) -> TimedBatch:
-    """Medians of steps of one batch size."""
-    return TimedBatch(
-        batch_size=batch_size,
-        forward_s=median(step.forward_s for step in steps),
-        backward_s=median(step.backward_s for step in steps),
-    )
-
-
 def profile_of(
     name: str,
     batches: Sequence[tuple[int, Sequence[TimedStep]]],
@@ -247,15 +243,25 @@ def profile_of(
     is_half = sum(parameter.nbytes for parameter in parameters) < 3 * num_elements
     usual_step_s = median(step.duration_s for step in steps)
     durations_s = [s for s in (step.duration_s for step in steps) if s <= _PAUSE * usual_step_s]
-    low_rank_s, further_s = time_low_rank(parameters, own_low_rank_s)
-    hook_one_s, hook_further_s = time_low_rank(parameters, hook_s)
+    few = min(num_elements, _MOST_ELEMENTS)
+    before = accumulate((parameter.numel() for parameter in parameters), initial=0)
+    first = [p for p, above in zip(parameters, before, strict=False) if above < _MOST_LOW_RANK]
+    low_rank_s, further_s = time_low_rank(first, own_low_rank_s)
+    hook_one_s, hook_further_s = time_low_rank(first, hook_s)
     ready = [median(shares) for shares in zip(*(step.ready for step in steps), strict=True)]
     return ModelProfile(
         name=name,
         device=device_name(device),
         on_gpu=device.type == "cuda",
         element_bytes=FLOAT_BYTES // 2 if is_half else FLOAT_BYTES,
-        batches=tuple(timed_batch(some, size) for size, some in batches),
+        batches=tuple(
+            TimedBatch(
+                batch_size=size,
+                forward_s=median(step.forward_s for step in some),
+                backward_s=median(step.backward_s for step in some),
+            )
+            for size, some in batches
+        ),
         optimizer_s=median(step.optimizer_s for step in steps),
         tensors=tuple(
             TensorProfile(
@@ -272,10 +278,10 @@ def profile_of(
             if name != "exact"
         ),
         codecs=time_codecs(),
-        copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
-        bucket_s_per_byte=_bucket_s(num_elements, device) / (FLOAT_BYTES * num_elements),
-        publish_s_per_byte=_publish_s(num_elements, device) / (FLOAT_BYTES * num_elements),
-        mean_s_per_byte=_mean_s(num_elements) / (FLOAT_BYTES * num_elements),
+        copy_s_per_byte=_copy_s(few, device) / (FLOAT_BYTES * few),
+        bucket_s_per_byte=_bucket_s(few, device) / (FLOAT_BYTES * few),
+        publish_s_per_byte=_publish_s(few, device) / (FLOAT_BYTES * few),
+        mean_s_per_byte=_mean_s(few) / (FLOAT_BYTES * few),
         low_rank_s_per_element=low_rank_s,
         low_rank_s_per_element_and_rank=further_s,
         hook_s_per_element=hook_one_s,

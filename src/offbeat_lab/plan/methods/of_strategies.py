@@ -22,6 +22,7 @@ from offbeat.strategies.base import Strategy
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.localsgd import LocalSGD, Outer
 from offbeat.transport.operations import Collective
+from offbeat_lab.cluster import Cluster
 from offbeat_lab.plan.methods.strategy_steps import LEAST_TENSORS, StrategySteps
 from offbeat_lab.plan.simulation import FEW_WORKERS, Setting, Simulated
 
@@ -140,7 +141,7 @@ class BackgroundSteps(StrategySteps):
         notes, simulated_on = [], setting
         if setting.world_size > FEW_WORKERS:
             notes.append(f"what it adds to computing is that of {FEW_WORKERS} workers")
-            simulated_on = replace(setting, cluster=setting.cluster.left_with(FEW_WORKERS))
+            simulated_on = replace(setting, cluster=_few_of(setting.cluster))
         by_events = not notes
         simulated = super().simulate(simulated_on)
         step_s = simulated.step_s + setting.ideal_s - simulated_on.ideal_s
@@ -170,6 +171,15 @@ class BackgroundSteps(StrategySteps):
         )
 
 
+def _few_of(cluster: Cluster) -> Cluster:
+    """`FEW_WORKERS` of its workers: of more speeds, every so many-th."""
+    if len(cluster.speed_pattern) > FEW_WORKERS:
+        speeds = sorted(cluster.speeds)
+        taken = [speeds[place * len(speeds) // FEW_WORKERS] for place in range(FEW_WORKERS)]
+        cluster = cluster.changed(speeds=tuple(taken))
+    return cluster.left_with(FEW_WORKERS)
+
+
 def method_of(name: str, recipe: Any) -> StrategySteps:
     """What a strategy does in a step.
 
@@ -180,19 +190,19 @@ def method_of(name: str, recipe: Any) -> StrategySteps:
     Raises:
         ConfigError: it cannot be predicted.
     """
+    strategy = recipe
     match name:
         case "alone":
-            return _by_itself(SoloSteps())
+            strategy = SoloSteps()
         case "ddp":
-            return _by_itself(AllReduce())
+            strategy = AllReduce()
         case "ddp-fp16" | "ddp-bf16":
-            return _by_itself(HalfPrecisionSteps())
+            strategy = HalfPrecisionSteps()
         case "ddp-powersgd":
-            steps = LowRankSteps(rank=recipe.rank, start_step=recipe.start_step)
-            return _by_itself(steps, by_tensor=True)
+            strategy = LowRankSteps(rank=recipe.rank, start_step=recipe.start_step)
         case "post-localsgd":
             local = {"start_step": recipe.start_step, "optimizer_state": "local"}
-            return _by_itself(LocalSGD(period=recipe.period, warmup=0, **local))
+            strategy = LocalSGD(period=recipe.period, warmup=0, **local)
         case "auto":
             raise ConfigError(
                 "auto chooses while it trains, so there is no step of its own to predict; plan for"
@@ -200,31 +210,28 @@ def method_of(name: str, recipe: Any) -> StrategySteps:
             )
         case "wagma" | "adpsgd" | "eagersgd":
             return BackgroundSteps(recipe)
-    if isinstance(recipe, Strategy):
-        return _by_itself(recipe)
-    raise ConfigError(f"{name} cannot be predicted; leave it out")
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(f"{name} cannot be predicted; leave it out")
+    return StrategySteps(
+        _simplified(strategy),
+        extra_bytes=_EXTRA_BYTES.get(name, 0.0),
+        by_tensor=name == "ddp-powersgd",
+    )
 
 
 _EXTRA_BYTES: Final = {
-    "localsgd": 1.0,
+    "ddp": 1.0,  # its buckets, to which gradients are copied
+    "ddp-fp16": 1.0,
+    "ddp-bf16": 1.0,
     "ddp-powersgd": 2.0,
+    "post-localsgd": 2.0,
+    "localsgd": 1.0,
     "dpsgd": 3.0,
     "sgp": 3.0,
     "adaptive": 3.0,
     "elasticsgd": 3.0,
 }
 """Of those that have vectors and messages in memory which a simulation does not make."""
-
-
-def _by_itself(strategy: Any, *, by_tensor: bool = False) -> StrategySteps:
-    """Of a strategy that takes its steps itself.
-
-    Args:
-        strategy: the strategy.
-        by_tensor: as of `StrategySteps`.
-    """
-    extra_bytes = _EXTRA_BYTES.get(strategy.name, 0.0)
-    return StrategySteps(_simplified(strategy), extra_bytes=extra_bytes, by_tensor=by_tensor)
 
 
 def _simplified(strategy: Any) -> Any:

@@ -71,8 +71,8 @@ class StrategySteps:
 
     Args:
         strategy: that all ranks train with.
-        extra_bytes: memory for each byte of the model, besides weights, gradients and moments; what
-            callbacks were seen to hold, if that is more.
+        extra_bytes: memory for each byte of the model, besides weights, gradients, moments and what
+            callbacks were seen to hold.
         by_tensor: whether tensors must not be fused, because their shapes count.
 
     Attributes:
@@ -287,7 +287,7 @@ class _Machine(Wrapper, Machine):
         return self._run.compute(self.rank, step, seconds)
 
     def copying_s(self, num_bytes: float) -> float:
-        return self.profile.bucket_copy_s_per_byte * num_bytes
+        return (self.profile.bucket_s_per_byte or self.profile.copy_s_per_byte) * num_bytes
 
     def coding_s(self, num_elements: int, values: ValueCodec) -> float:
         return self.profile.value_coding_s(num_elements, _NAMES.get(values, ""))
@@ -303,7 +303,8 @@ class _Machine(Wrapper, Machine):
         return 0.0 if inversion is None else inversion.time_s(dim)
 
     def publishing_s(self, num_bytes: float) -> float:
-        return self.profile.publish_s * num_bytes / self.profile.num_bytes
+        profile = self.profile
+        return (profile.publish_s_per_byte or 2 * profile.copy_s_per_byte) * num_bytes
 
     def adding_s(self, num_bytes: float) -> float:
         return self.profile.mean_s_per_byte * num_bytes
