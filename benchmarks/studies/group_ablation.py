@@ -231,7 +231,7 @@ class VirtualTraining:
             average.on_backward_begins(synchronised=True)
             thread.run(_sleep(rank.duration_s(step)), 0)
             rank.backward()
-            average.on_before_step()
+            average.on_before_update()
             rank.update(step, behind=average.steps_behind())
             average.on_after_step()
             rank.ends_s.append(thread.now_s(0))

@@ -17,7 +17,6 @@ from offbeat.run.progress import (
     Remark,
     Report,
     WorkerProgress,
-    ignore_notice,
 )
 from offbeat.run.recording import begun_by_first
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
@@ -99,7 +98,7 @@ def _needs_supervisor(cluster: Cluster) -> bool:
 
 
 def train(
-    planned: RunPlan, on_progress: Listener, on_notice: NoticeListener = ignore_notice
+    planned: RunPlan, on_progress: Listener, on_notice: NoticeListener = lambda notice: None
 ) -> Summary | None:
     """Carry `planned` out. `on_notice` is called with each notice that there is before the first
     step; all of them are in the summary too.

@@ -300,6 +300,16 @@ def test_a_launched_rank_refuses_another_number_of_workers(
     assert "--workers 3, but 2 processes were launched" in outcome.err
 
 
+def test_a_launched_rank_refuses_to_start_others_again(
+    call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    outcome = call("run", "--restarts", "2", __file__)
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+    assert "--restarts 2 is for workers that offbeat run starts itself" in outcome.err
+
+
 @pytest.mark.ranks
 def test_json_is_one_line_and_a_table_is_for_people(call, tmp_path: Path) -> None:
     images, labels = np.zeros((8, 28, 28), dtype=np.uint8), np.arange(8)

@@ -617,6 +617,20 @@ def test_a_step_with_a_closure_exchanges_once(
     assert session.stats.exchanges == 3
 
 
+def test_a_closure_that_does_nothing_after_a_backward_pass_exchanges_nothing_more(
+    kind: AnyStrategy, attached: Callable
+) -> None:
+    """As Lightning steps an optimizer in manual optimization."""
+    net, optimizer, session = attached(kind)
+    for step in range(3):
+        loss_of(net, step).backward()
+        optimizer.step(lambda: 0.0)
+        optimizer.zero_grad()
+    assert session.stats.exchanges == 3
+    optimizer.step(lambda: 0.0)  # as of a rank without a batch
+    assert session.stats.exchanges == 4
+
+
 def test_backward_that_builds_a_graph(lossless_kind: GradientStrategy, attached: Callable) -> None:
     net, _, _ = attached(lossless_kind)
     plain = Net()

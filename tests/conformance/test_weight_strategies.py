@@ -353,11 +353,6 @@ def test_several_passes_and_none_in_a_step(
 
 def test_a_step_with_a_closure(plain_strategy: AveragingStrategy, attached: Callable) -> None:
     net, optimizer, _ = attached(plain_strategy)
-    if isinstance(plain_strategy, offbeat.EagerSGD):
-        for keyword in (True, False):
-            with pytest.raises(UnsupportedError, match="without a closure"):
-                optimizer.step(closure=lambda: 0.0) if keyword else optimizer.step(lambda: 0.0)
-        return
     plain = Net()
     plain_optimizer = sgd(plain)
     for model, opt in ((net, optimizer), (plain, plain_optimizer)):
@@ -394,8 +389,6 @@ def test_a_gradient_that_is_not_finite_moves_nothing(
     name: str, attached: Callable, has_closure: bool
 ) -> None:
     strategy = STRATEGIES[name]
-    if has_closure and isinstance(strategy, offbeat.EagerSGD):
-        pytest.skip("it refuses closures")
     if isinstance(strategy, offbeat.DEFSGD) and strategy.ahead < 1:
         pytest.skip("a step of nobody still brings a block of what is owed")
     has_period = isinstance(strategy, offbeat.LocalSGD | offbeat.Crossbow)

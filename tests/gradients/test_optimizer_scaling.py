@@ -545,6 +545,20 @@ def test_a_pass_that_accumulates_nothing_changes_nothing() -> None:
     assert torch.equal(plain[0], looking[0])
 
 
+def test_a_step_by_a_closure_that_does_nothing_changes_no_gradients() -> None:
+    def job(driver: ThreadDriver) -> list[str]:
+        net = linear()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        with session_on(driver, net, optimizer, SPARSE) as session:
+            for step in range(2):
+                backward(net, driver.rank, step)
+                optimizer.step(lambda: 0.0)
+        return session.notices
+
+    for notices in results_of(2, job):
+        assert any("gradients are scaled as Adam does it" in said for said in notices)
+
+
 @pytest.mark.parametrize("change", [clip, clip_data])
 def test_a_change_before_such_a_pass_is_not_forgotten(change: Between) -> None:
     def late(net: torch.nn.Module, step: int) -> None:

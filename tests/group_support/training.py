@@ -92,7 +92,7 @@ class Trainer(VirtualThread):
             self.run(_sleep(plan.compute_s(self.rank, step)), 0)
             self._step(plan.loudness(self.rank, step))
             self.step_ends_s.append(self.now_s(0))
-            average.on_before_step()
+            average.on_before_update()
             average.on_after_step()
             self.exchanges.append(average.counters()["exchanges"])
         average.on_finish()

@@ -73,6 +73,7 @@ def in_trainer(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
     return {
         "ddp": fit(None, "ddp"),
         "allreduce": fit("allreduce", "allreduce"),
+        "dear": fit("dear", "dear"),
         "gtopk": fit(gtopk, "once", save_strategy="steps", save_steps=3),
         "half": fit(gtopk, "halves", max_steps=3, save_strategy="steps", save_steps=3),
         "resumed": fit(gtopk, "halves", resume=True),
@@ -82,7 +83,8 @@ def in_trainer(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
 
 def test_trainer_of_transformers(run_ranks: RunRanks, tmp_path: Path) -> None:
     first, second = run_ranks(in_trainer, 2, timeout_s=270, directory=str(tmp_path))
-    assert first["allreduce"]["model"] == pytest.approx(first["ddp"]["model"], abs=1e-6)
+    for name in ("allreduce", "dear"):
+        assert first[name]["model"] == pytest.approx(first["ddp"]["model"], abs=1e-6)
     for name in ("allreduce", "gtopk"):
         assert first[name]["exchanges"] == first[name]["steps"] == 6
     assert first["resumed"]["model"] == first["gtopk"]["model"] != first["half"]["model"]

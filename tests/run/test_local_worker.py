@@ -194,10 +194,11 @@ def test_a_session_writes_a_record(tmp_path: Path) -> None:
     assert "Accuracy 0.5" in write_report(record.path).read_text()
 
 
-def recorded_run(directory: Path, name: str = "script") -> Path:
+def recorded_run(directory: Path, name: str = "script", metric: str | None = None) -> Path:
     script = directory / f"{name}.py"
     script.touch()
-    config = script_config(script_command([str(script)]), "allreduce", workers=2)
+    command = script_command([str(script)], metric=metric)
+    config = script_config(command, "allreduce", workers=2)
     path = create(directory / name, config)
     begin_attempt(path, config, start_step=0)
     return path
@@ -258,6 +259,22 @@ def test_a_session_ends_well_though_the_disk_takes_no_summary(
         train(session, model, optimizer)
         (tmp_path / "mine" / ".summary.json.tmp").mkdir()
     assert "the record is not complete: cannot write" in caplog.text
+
+
+def test_a_metric_that_the_script_never_logs_is_missed(tmp_path: Path) -> None:
+    path = recorded_run(tmp_path, metric="acuracy")
+    opened = OpenRecord(record=RunDirectory(path), coordinator=Coordinator(dist.HashStore(), 0, 1))
+    recorder = ScriptRecorder(lambda: opened, lambda report: None, stop_after=None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        recorder.attached(session, model, optimizer)
+        train(session, model, optimizer)
+    recorder.end()
+    summary = Record(path).summary()
+    assert summary is not None
+    assert summary.metric is None
+    assert any("has logged no 'acuracy'" in notice for notice in summary.notices)
 
 
 def test_losses_of_what_is_trained_between_two_sessions_are_in_no_step(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.integrations.state_files import load_state, save_state
 from offbeat.strategies.base import Strategy
+from thread_support.world import ThreadDriver, results_of, session_on
 
 
 def make_model() -> nn.Sequential:
@@ -264,3 +267,38 @@ def test_what_is_no_module_is_refused() -> None:
     model = make_model()
     with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module, got method"):
         offbeat.attach(model.forward, sgd(model), offbeat.AllReduce())
+
+
+# Files of a session's state beside a framework's checkpoint
+
+
+def test_files_of_an_earlier_run_of_more_ranks_are_not_read(tmp_path: Path) -> None:
+    """Each of these ranks would find one of its own."""
+
+    def owed(session: offbeat.Session) -> dict[str, torch.Tensor]:
+        return dict(session.state_dict()["callbacks"]["gradients"]["additive"])
+
+    def saves(driver: ThreadDriver) -> dict[str, torch.Tensor]:
+        model = make_model()
+        optimizer = sgd(model)
+        strategy = offbeat.TopK(density=0.1, warmup=None)
+        with session_on(driver, model, optimizer, strategy) as session:
+            for _ in range(driver.world_size):
+                backward(model)
+                optimizer.step()
+            save_state(tmp_path, session.state_dict(), tag="")
+            return owed(session)
+
+    def loads(driver: ThreadDriver) -> dict[str, torch.Tensor]:
+        model = make_model()
+        strategy = offbeat.TopK(density=0.1, warmup=None)
+        with session_on(driver, model, sgd(model), strategy) as session:
+            assert load_state(tmp_path, session, tag="")
+            return owed(session)
+
+    results_of(3, saves)
+    saved, loaded = results_of(2, saves), results_of(3, loads)
+    assert any(bool(tensor.any()) for tensor in saved[0].values())
+    for name in saved[0]:
+        total = sum(each[name] for each in loaded)
+        torch.testing.assert_close(total, saved[0][name] + saved[1][name])

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,14 @@ def test_a_logger_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(logger) for logger in found] == [MLflowLogger, TensorBoardLogger]
     with pytest.raises(ConfigError, match="'tensorbord'; allowed are .*did you mean 'tensorboard'"):
         named_loggers(["tensorbord"], Path("record"))
+
+
+@pytest.mark.parametrize("given", [{"loggers": "tensorboard"}, {"recorder": "runs/mine"}])
+def test_a_name_in_the_place_of_an_object_is_refused(given: dict[str, Any]) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=f"{next(iter(given))} must be .* got '.*'"):
+        offbeat.attach(model, optimizer, offbeat.AllReduce(), **given)
 
 
 def test_steps_are_those_of_the_run_and_losses_are_means() -> None:

@@ -191,12 +191,16 @@ class LedIsland(Callback):
     @override
     def on_before_step(self) -> None:
         self._publish()
+        self._inner.on_before_step()
+
+    @override
+    def on_before_update(self) -> None:
         if not self._changes_gradients:
-            self._inner.on_before_step()
+            self._inner.on_before_update()
         else:
             self._agree_on_used(self._island.gather(_used(self._weights)))
             self._island.collect(self._of_shards(_gradients))
-            self._inner.on_before_step()
+            self._inner.on_before_update()
             whole = [self._weights, *self._shards.values()]
             self._agree_on_used(self._island.first([*map(_used, whole)]))
             self._island.spread(self._of_shards(_gradients))

@@ -334,8 +334,7 @@ class GradientExchange(Callback):
         self._put_off = list[PutOff]()
         self._num_accumulated = 0
         self._synchronised = True
-        self._exchanges_since_step = 0
-        self._exchanges_before_closure: int | None = None
+        self._exchanges_since_step = self._exchanges_since_update = 0
         self._unsent = self._has_told_of_dropped = False
 
     @property
@@ -432,23 +431,12 @@ class GradientExchange(Callback):
             self._exchange(failed=True)
 
     @override
-    def on_before_step(self) -> None:
-        self._transform.take()
-        if not self._exchanges_since_step or self._unsent:
-            self.on_join()
-
-    @override
-    def on_closure(self) -> None:
-        self._exchanges_before_closure = self.counts.exchanges
-
-    @override
     def on_before_update(self) -> None:
-        """Join the peers' exchange, if the closure has just run and has not exchanged."""
-        if self._exchanges_before_closure is None:
-            return
-        if self._exchanges_before_closure == self.counts.exchanges:
+        """Join the peers' exchange, if this rank has sent nothing for the update, or not all."""
+        self._transform.take()
+        if not self._exchanges_since_update or self._unsent:
             self.on_join()
-        self._exchanges_before_closure = self.counts.exchanges  # it may run again
+        self._exchanges_since_update = 0  # a closure may run again in the same step
 
     @override
     def on_join(self) -> None:
@@ -469,7 +457,6 @@ class GradientExchange(Callback):
 
     @override
     def on_after_step(self) -> None:
-        self._exchanges_before_closure = None
         if self._clipping is not None:
             self._clipping.num_shares = max(1, self._exchanges_since_step)
         self._exchanges_since_step, self._counts_samples = 0, False
@@ -500,6 +487,7 @@ class GradientExchange(Callback):
         tallies = wait_for([reduction for _, reduction in self._pairs])
         self._num_launched = 0
         self._exchanges_since_step += 1
+        self._exchanges_since_update += 1
         self._unsent = False
         self.counts.exchanges += 1
         # Every rank holds the same tallies, of its own shards, and the island's ranks tell each

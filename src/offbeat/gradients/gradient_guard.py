@@ -42,23 +42,9 @@ class GradientGuard(Callback):
         self._num_steps = 0
         self._num_skipped = 0
         self._num_in_a_row = 0
-        self._has_closure = False
-
-    @override
-    def on_closure(self) -> None:
-        self._has_closure = True
 
     @override
     def on_before_update(self) -> None:
-        if self._has_closure:
-            self.on_before_step()
-
-    @override
-    def on_after_step(self) -> None:
-        self._has_closure = False
-
-    @override
-    def on_before_step(self) -> None:
         self._num_steps += 1
         gradients = [
             _entries(p.grad.detach()) for p in self._parameters.values() if p.grad is not None

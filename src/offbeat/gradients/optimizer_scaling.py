@@ -211,16 +211,13 @@ class OptimizerScaling(GradientTransform):
         self._watch.look()
 
     @override
-    def on_before_step(self) -> None:
-        self._watch.look_if_new()  # it has joined its peers' just now
-
-    @override
     def clip_as_loop_does(self, max_norm: float) -> float | None:
         self._watch.look()
         return None
 
     @override
     def on_before_update(self) -> None:
+        self._watch.look_if_new()  # it may have joined its peers' exchange just now
         is_changed = self._watch.compare()
         for moments in self._moments.values():
             moments.has_gradient = [each.grad is not None for each in moments.bucket.parameters]

@@ -84,15 +84,14 @@ class FrameworkSession:
                 has no state: its momentum is at work in the session.
         """
         optimizer = self.optimizer
-        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
-        entries = optimizer.state_dict()["state"].values() if has_momentum else ()
-        shown = [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
-        if is_sharded(self.model) and has_momentum and not shown:
-            raise UnsupportedError(
-                f"{self.session.strategy.name} has taken over SGD's momentum, and the framework"
-                " could not load a checkpoint of a divided model without it; pass the strategy"
-                " momentum_correction=None"
-            )
+        if is_sharded(self.model) and any(g.get("momentum") for g in optimizer.param_groups):
+            entries = optimizer.state_dict()["state"].values()
+            if not any(torch.is_tensor(value) for entry in entries for value in entry.values()):
+                raise UnsupportedError(
+                    f"{self.session.strategy.name} has taken over SGD's momentum, and the framework"
+                    " could not load a checkpoint of a divided model without it; pass the strategy"
+                    " momentum_correction=None"
+                )
         return self.session.state_dict()
 
     def silence(self, ddp: DistributedDataParallel) -> None:

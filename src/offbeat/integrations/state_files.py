@@ -60,8 +60,15 @@ def save_state(directory: Path, state: Mapping[str, Any], *, tag: str) -> None:
     if _is_of_island(state):
         dcp.save({"tag": tag, "session": dict(state)}, checkpoint_id=directory)
         return
-    metadata: dict[str, checkpoint.Json] = {"tag": tag, "world_size": int(state["world_size"])}
-    checkpoint.save(directory, _name(int(state["rank"])), dict(state), metadata=metadata)
+    rank, world_size = int(state["rank"]), int(state["world_size"])
+    metadata: dict[str, checkpoint.Json] = {"tag": tag, "world_size": world_size}
+    checkpoint.save(directory, _name(rank), dict(state), metadata=metadata)
+    if rank == 0:
+        # An earlier run of more ranks may have saved here, and each would find its own file again.
+        names = {f"{_name(each)}.safetensors" for each in range(world_size)}
+        for path in directory.glob("rank-*.safetensors"):
+            if path.name not in names:
+                path.unlink()
 
 
 def load_state(directory: Path, session: Session, *, tag: str) -> bool:

@@ -24,7 +24,6 @@ from offbeat.integrations.state_files import load_state, save_state
 from offbeat.session.attach import SessionRecorder
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 
 try:
     from accelerate.state import AcceleratorState
@@ -96,13 +95,21 @@ class OffbeatCallback(TrainerCallback):
             model, optimizer, strategy, mesh=mesh, scaler=scaler, recorder=self._recorder
         )
         self._args, self._max_grad_norm = args, args.max_grad_norm
-        if isinstance(strategy, SparseGradientStrategy):
-            args.max_grad_norm = 0.0
         stepped = getattr(optimizer, "optimizer", optimizer)
         self._running = FrameworkSession(session, model, stepped)
         if state.global_step:
             directory = self._resume_from or _directory(args, state)
             load_state(Path(directory) / STATE_DIRECTORY, session, tag=str(state.global_step))
+
+    @override
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """The Trainer clips, unless the strategy, which `Auto` may change, does it by itself."""
+        if self._running is not None:
+            args.max_grad_norm = 0.0 if self._clips() else self._max_grad_norm
+
+    @override
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._clips()  # some clip the mean, which is there by now
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -113,6 +120,13 @@ class OffbeatCallback(TrainerCallback):
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self._end(None)
+
+    def _clips(self) -> bool:
+        """Clip as the strategy does it; False: that is left to the Trainer."""
+        running, norm = self._running, self._max_grad_norm
+        if running is None or not norm:
+            return False
+        return running.session.clip_as_loop_does(norm) is not None
 
     def _end(self, error: BaseException | None) -> None:
         running, self._running = self._running, None

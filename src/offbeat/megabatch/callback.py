@@ -462,7 +462,7 @@ class MegaBatchCallback(Callback):
     # Events
 
     @override
-    def on_before_step(self) -> None:
+    def on_before_update(self) -> None:
         # The model with which the first mega-batch begins is copied as late as possible, since the
         # user may load weights after attaching.
         if self._momentum is not None:
@@ -471,10 +471,6 @@ class MegaBatchCallback(Callback):
         if self._claimed and not self.shares_equally:
             # The mean: the user's rate is for as many batches as the loop accumulates in a step.
             self._learning_rate.scale(fmean(self._claimed), len(self.ranks), self._base)
-
-    @override
-    def on_closure(self) -> None:
-        self.on_before_step()
 
     @override
     def on_after_step(self) -> None:

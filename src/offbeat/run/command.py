@@ -194,6 +194,12 @@ def _run(given: argparse.Namespace, finished: Callable[[Path], None]) -> int:
                 f"--workers {given.workers}, but {launch.world_size} processes were launched; leave"
                 " --workers out or launch as many"
             )
+        if given.restarts:
+            raise ConfigError(
+                f"--restarts {given.restarts} is for workers that offbeat run starts itself, and"
+                " something else has launched these; leave it out, and let that one start them"
+                " again, as torchrun --max-restarts does"
+            )
         return run_launched(config_of(workers=launch.world_size), given.out)
     num_workers = DEFAULT_WORKERS if given.workers is None else given.workers
     config, host = config_of(workers=num_workers), None

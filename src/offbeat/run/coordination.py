@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -108,30 +108,23 @@ def only_returned_ranks_step(store: Store, world_size: int) -> bool:
     return bool(originals) and store.check([_no_more_steps_key(rank) for rank in originals])
 
 
+@dataclass(frozen=True, eq=False)
 class Coordinator:
     """One rank's view of what is agreed on.
 
-    Args:
+    Attributes:
         store: of this run.
         rank, world_size: this rank's place, as the run was begun.
         restart: how many processes have had this rank before this one.
         supervised: whether a supervisor records deaths in the store.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        restart: int = 0,
-        supervised: bool = False,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.restart = restart
-        self.supervised = supervised
-        self.store = store
+    store: Store
+    rank: int
+    world_size: int
+    _: KW_ONLY
+    restart: int = 0
+    supervised: bool = False
 
     def publish(self, name: str, text: str) -> None:
         """Store `text` under `name` for all ranks, those that join later included. It replaces what

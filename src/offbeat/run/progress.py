@@ -155,10 +155,6 @@ Listener: TypeAlias = Callable[[WorkerProgress | MembershipChange], None]
 NoticeListener: TypeAlias = Callable[[str], None]
 
 
-def ignore_notice(notice: str) -> None:
-    """Ignore a notice, in runs whose notices are shown at their end alone."""
-
-
 def pipe_reporter() -> Reporter:
     """Writes reports to the pipe that the supervisor opened for this process; drops them when there
     is none.

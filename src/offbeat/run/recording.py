@@ -279,8 +279,14 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._evaluation_ends()
         try:
             with closing(recorder):
+                notices = []
+                if self._metric is None and self._metric_name is not None and recorder.leads:
+                    notices = [
+                        f"the script has logged no {self._metric_name!r}, so the run has no metric;"
+                        " it is to call offbeat.log with a value of that name"
+                    ]
                 # Of ranks that came back none took part in step 0: they have begun the script anew.
-                ends = gather_ends(recorder, [], patience_s=self._patience_s, step=0)
+                ends = gather_ends(recorder, notices, patience_s=self._patience_s, step=0)
                 if ends is not None:
                     model = recorder.run.attached.model
                     write_end(recorder, ends, self._measured(recorder), model, finished=True)

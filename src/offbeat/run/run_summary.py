@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from offbeat.run.records import Summary, write_summary
-from offbeat.run.step_recorder import RankRun, StepRecorder
+from offbeat.run.step_recorder import StepRecorder
 from offbeat.session.sharded import reshard_modules
 from offbeat.session.state import digest_of
 from offbeat.weights.shard import shard_number
@@ -98,6 +98,9 @@ def write_end(
     entry_ages = [end["mean_entry_age"] for end in ends if end["mean_entry_age"] is not None]
     shards = {end["shard"] for end in ends}
     identical = len({(end["shard"], end["digest"]) for end in ends}) == len(shards)
+    notices = [notice for end in ends for notice in end["notices"]]
+    if not (final is run.attached.model or identical):
+        notices.append("the workers' models differ on purpose; the metric is that of their mean")
     summary = Summary(
         status="finished" if finished else "stopped",
         task=config.task,
@@ -122,14 +125,7 @@ def write_end(
         parameters_sha256=digest(final),
         replicas_identical=identical,
         resumed_from_step=run.record.attempts[-1].start_step or None,
-        notices=list(
-            dict.fromkeys(
-                [
-                    *(n for end in ends for n in end["notices"]),
-                    *_replica_notices(run, final, identical=identical),
-                ]
-            )
-        ),
+        notices=list(dict.fromkeys(notices)),
         decisions=run.attached.session.decisions,
         run_directory=str(run.record.path),
     )
@@ -145,14 +141,6 @@ def digest(model: nn.Module) -> str:
     """
     reshard_modules(model)
     return digest_of(model.named_parameters())
-
-
-def _replica_notices(run: RankRun, final: nn.Module, *, identical: bool) -> list[str]:
-    return (
-        []
-        if final is run.attached.model or identical
-        else ["the workers' models differ on purpose; the metric is that of their mean"]
-    )
 
 
 def _peak_memory_bytes() -> int:

@@ -28,7 +28,7 @@ from offbeat.run.config import RunConfig
 from offbeat.run.coordination import RunStore, serve_store, store_client
 from offbeat.run.interrupts import interrupts
 from offbeat.run.local_worker import WorkerProcess, WorkerProgram, WorkerStart, start_process
-from offbeat.run.progress import Listener, NoticeListener, ignore_notice
+from offbeat.run.progress import Listener, NoticeListener
 from offbeat.run.recipes import SCRIPT_STRATEGIES
 from offbeat.run.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.run.supervisor import HostShare, WorkerGroup
@@ -65,7 +65,7 @@ def run_script(
     start: Callable[[WorkerStart], WorkerProcess] = start_process,
     host: HostShare | None = None,
     on_progress: Listener,
-    on_notice: NoticeListener = ignore_notice,
+    on_notice: NoticeListener = lambda notice: None,
     say: Callable[[str], None],
 ) -> ScriptOutcome:
     """Run the script of `config` on workers of this host.

@@ -48,7 +48,6 @@ from offbeat.run.progress import (
     Paused,
     Remark,
     WorkerProgress,
-    ignore_notice,
 )
 from offbeat.run.records import WorkerLoss, last_step
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
@@ -108,7 +107,7 @@ class WorkerGroup:
         restarts: int = 0,
         share: HostShare | None = None,
         on_progress: Listener,
-        on_notice: NoticeListener = ignore_notice,
+        on_notice: NoticeListener = lambda notice: None,
     ) -> None:
         self.run_directory = run_directory
         self._share = share

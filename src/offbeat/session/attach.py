@@ -132,6 +132,15 @@ def attach(
         MismatchError: the ranks disagree, with the first difference.
         RecordError: the recorder's directory is in use.
     """
+    if recorder is not None and not hasattr(recorder, "begin"):
+        raise ConfigError(
+            f'recorder must be one such as offbeat.Recorder("runs/mine"), got {recorder!r}'
+        )
+    if not all(hasattr(logger, "log") for logger in loggers):
+        raise ConfigError(
+            "loggers must be a list of objects such as"
+            f' offbeat.session.loggers.TensorBoardLogger("runs/tb"), got {loggers!r}'
+        )
     override = _overrides[-1] if _overrides else None
     session = attach_through(
         (lambda driver: driver) if override is None else override.wrap,

@@ -308,7 +308,7 @@ class BackgroundWeightAverage(BackgroundCallback):
     state_key: ClassVar[str] = "group_average"
 
     @override
-    def on_before_step(self) -> None:
+    def on_before_update(self) -> None:
         self._publish()
 
     @override

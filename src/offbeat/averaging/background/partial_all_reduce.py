@@ -17,7 +17,7 @@ from offbeat.averaging.background.averager import BackgroundCallback, GroupOf
 from offbeat.averaging.background.gradient_ledger import GradientLedger, UsedParameters
 from offbeat.callbacks.context import Context
 from offbeat.codec.model_wire import Values
-from offbeat.errors import CheckpointError, UnsupportedError
+from offbeat.errors import CheckpointError
 from offbeat.weights.model_weights import ModelWeights, Staging
 
 
@@ -58,20 +58,13 @@ class PartialAllReduce(BackgroundCallback):
         self._averages_models = averages_models
 
     @override
-    def on_before_step(self) -> None:
+    def on_before_update(self) -> None:
         self._publish()
         self._owe_gradients()
         # A version that averaged models has not taken the gradient, so another one follows.
         while (version := self._arrive(_always)) is not None and self._averages_models(version):
             pass
         self._write_gradients(*self._gradients.take_update())
-
-    @override
-    def on_closure(self) -> None:
-        raise UnsupportedError(
-            "EagerSGD exchanges gradients when optimizer.step() is called, and step(closure)"
-            " computes them only then; call backward() first and step() without a closure"
-        )
 
     @override
     def on_after_step(self) -> None:
