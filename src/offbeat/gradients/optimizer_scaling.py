@@ -200,7 +200,6 @@ class OptimizerScaling(GradientTransform):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.is_taken = False
 
     @override
     def settle(self, *, good: bool) -> None:
