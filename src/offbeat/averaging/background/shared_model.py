@@ -234,9 +234,9 @@ class SharedModel:
             return True
 
     def end_with(self, held: Values, counters: Counters) -> None:
-        """The trainer takes no more steps, and its model holds `held` and `counters`. Where somebody
-        has written into it since its last step, such as the best model, that is what it ends with,
-        and averages change it no more.
+        """The trainer takes no more steps, and its model holds `held` and `counters`. Where
+        somebody has written into it since its last step, such as the best model, that is what it
+        ends with, and averages change it no more.
         """
         with self._changed:
             if not (self._replaced or np.array_equal(held, self._existing.given)):
