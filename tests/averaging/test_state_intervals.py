@@ -4,6 +4,7 @@ and DES-LOC in one process.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -205,3 +206,29 @@ def test_a_state_that_the_optimizer_lacks_is_refused_on_all_ranks() -> None:
 def test_an_interval_is_a_number_of_averages(asked: Any) -> None:
     with pytest.raises(ConfigError, match="interval of 'exp_avg' in optimizer_state must be"):
         offbeat.LocalSGD(optimizer_state=asked)
+
+
+def test_an_earlier_state_that_a_script_loads_is_taken_for_what_it_is() -> None:
+    """A script does so after a spike of its loss. No mean of squares is above the largest."""
+
+    def job(driver: ThreadDriver) -> tuple[float, float]:
+        model, largest = make_model(), [0.0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.5))
+
+        def look(*_: object) -> None:
+            gradients = [each.grad for each in model.parameters() if each.grad is not None]
+            largest.extend(float(gradient.square().max()) for gradient in gradients)
+
+        optimizer.register_step_pre_hook(look)
+        with session_on(driver, model, optimizer, offbeat.LocalSGD(period=2, warmup=0)):
+            for step in range(12):
+                if step == 3:
+                    kept = copy.deepcopy(optimizer.state_dict())
+                if step == 11:
+                    optimizer.load_state_dict(kept)
+                step_of(model, optimizer, driver.rank, step)
+        squares = [optimizer.state[each]["exp_avg_sq"] for each in model.parameters()]
+        return max(largest), max(float(square.max()) for square in squares)
+
+    ranks = results_of(RANKS, job)
+    assert ranks[0][1] <= max(largest for largest, _ in ranks)

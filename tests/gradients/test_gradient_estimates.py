@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import offbeat
 from conformance_support.lent import lent
 from offbeat.errors import CheckpointError
+from offbeat.run.coupling import share_of
 from thread_support.world import ThreadDriver, results_of, session_on
 
 Vector = NDArray[np.float64]
@@ -190,6 +191,16 @@ def test_with_another_number_of_ranks_all_begin_at_the_mean(num_ranks: int) -> N
         assert torch.equal(local_of(state, "sum"), mean)
         torch.testing.assert_close(local_of(state, "own"), mean / num_ranks)
     torch.testing.assert_close(mean_velocity(after), mean_velocity(states))
+
+
+def test_where_one_rank_alone_was_saved_the_mean_is_still_that_of_all_gradients() -> None:
+    """Other ranks have their own estimates no more, and what they then send must lead there."""
+    saved = results_of(3, trained(range(5), ROUGH))[1][0]
+    states = [share_of(saved, rank, 3) for rank in range(3)]
+    after = [state for state, _ in results_of(3, trained(range(0), ROUGH, states))]
+    of_all = sum(local_of(state, "own") for state in after)
+    torch.testing.assert_close(of_all, local_of(saved, "sum"))
+    assert torch.equal(local_of(after[1], "own"), local_of(saved, "own"))
 
 
 def test_momentum_that_nothing_would_apply_is_refused() -> None:

@@ -328,7 +328,10 @@ def test_a_run_that_is_resumed_as_training_begins_goes_on_alike(stop: int) -> No
         assert torch.equal(whole, resumed)
 
 
-def test_a_resumed_run_goes_on_alike() -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_resumed_run_goes_on_alike(is_over: bool) -> None:
+    """The state is saved before the end of the session or after it."""
+
     def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
         whole = trained(driver, SPARSE, torch.optim.AdamW)
         net = linear()
@@ -343,6 +346,7 @@ def test_a_resumed_run_goes_on_alike() -> None:
                     backward(net, driver.rank, step)
                     optimizer.step()
                 state = session.state_dict()
+            state = session.state_dict() if is_over else state
         return whole, net.weight.detach().flatten()
 
     for whole, resumed in results_of(WORLD_SIZE, job):

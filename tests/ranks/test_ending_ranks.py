@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from typing import Any
@@ -49,27 +50,54 @@ def state_of(net: torch.nn.Module) -> list[float]:
 
 
 def ended_with_the_best(rank: int, world_size: int) -> dict[str, list[float]]:
-    """By strategy: the model, into which a framework has loaded ones after the last step."""
+    """By strategy: the model, into which a framework, or a script, has loaded ones after the last
+    step.
+    """
     results = {}
     for label, strategy in {**IN_STEP, **BESIDE}.items():
         if strategy.shares_samples:
             continue
-        net = make_net()
-        optimizer = sgd(net)
-        running = FrameworkSession(offbeat.attach(net, optimizer, strategy), net, optimizer)
-        train(net, optimizer, rank, range(4))
-        net.load_state_dict({name: t.new_ones(t.shape) for name, t in net.state_dict().items()})
-        running.close()
-        results[label] = state_of(net)
+        for by_framework in (True, False):
+            net = make_net()
+            optimizer = sgd(net)
+            session = offbeat.attach(net, optimizer, strategy)
+            running = FrameworkSession(session, net, optimizer) if by_framework else session
+            train(net, optimizer, rank, range(4))
+            ones = {name: each.new_ones(each.shape) for name, each in net.state_dict().items()}
+            net.load_state_dict(ones)
+            running.close()
+            results[f"{label}, {by_framework}"] = state_of(net)
     return results
 
 
-def test_the_best_model_that_a_framework_loads_at_the_end_is_the_result(
+def ended_after_a_look(rank: int, world_size: int) -> dict[str, int]:
+    """By strategy: the model, for which another one stood in after the last step."""
+    results = {}
+    for label, strategy in BESIDE.items():
+        net = make_net()
+        optimizer = sgd(net)
+        with offbeat.attach(net, optimizer, strategy):
+            train(net, optimizer, rank, range(4))
+            own = copy.deepcopy(net.state_dict())
+            for state in (make_net(seed=2).state_dict(), own):
+                net.load_state_dict(state)
+        results[label] = fingerprint(net)
+    return results
+
+
+def test_the_best_model_that_is_loaded_at_the_end_is_the_result(
     run_ranks: RunRanks,
 ) -> None:
     for found in run_ranks(ended_with_the_best, 2):
         for label, state in found.items():
             assert state == pytest.approx([1.0] * len(state)), label
+
+
+def test_a_model_that_is_put_back_after_a_look_at_another_one_is_averaged(
+    run_ranks: RunRanks,
+) -> None:
+    first, second = run_ranks(ended_after_a_look, 2)
+    assert first == second
 
 
 def ended(rank: int, world_size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from typing import Any
@@ -90,12 +91,28 @@ def test_those_who_live_take_all_their_steps_and_hold_the_same(
 
 
 def come_back(rank: int, world_size: int) -> dict[str, Any]:
-    """What the newcomer does, which knows neither the model nor how far the run is."""
+    """What the newcomer does, which knows neither the model nor how far the run is, and loads an
+    older checkpoint.
+    """
     net = make_net(seed=5)
     session, optimizer = attached(net, "members")
     with session:
+        taken = copy.deepcopy(net.state_dict())
+        older = copy.deepcopy(session.state_dict())
+        counts = older["callbacks"]["average_of_members"]["replicated"]
+        counts |= {"num_steps": 1, "num_averages": 0}
+        net.load_state_dict(make_net(seed=6).state_dict())  # as a script does that is run anew
+        session.load_state_dict(older)
+        loaded = net.state_dict()
+        kept = all(torch.equal(loaded[name], each) for name, each in taken.items())
+        again = session.state_dict()["callbacks"]["average_of_members"]["replicated"]
         train(net, optimizer, rank, range(session.start_step, 2 * STEPS))
-        return {"start": session.start_step, "held": fingerprint(net)}
+        return {
+            "start": session.start_step,
+            "num_steps": again["num_steps"],
+            "kept": kept,
+            "held": fingerprint(net),
+        }
 
 
 def returns(rank: int, world_size: int, *, wanted: str) -> dict[str, Any]:
@@ -128,6 +145,8 @@ def test_one_that_returns_goes_on_where_the_others_are(
         returns, 3, wanted=str(expected.wanted), may_die=[2], timeout_s=120
     )
     newcomer = expected.value()
+    assert newcomer["kept"]
+    assert newcomer["num_steps"] == newcomer["start"]
     assert newcomer["start"] % PERIOD == 0
     assert DIES_AT < newcomer["start"] < 2 * STEPS
     assert first["averages"] == second["averages"] == STEPS

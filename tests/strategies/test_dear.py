@@ -349,3 +349,16 @@ def test_parameters_are_waited_for_one_module_after_the_other() -> None:
             optimizer.zero_grad()
     before, within = seen[0::2], seen[1::2]
     assert [later - sooner for sooner, later in zip(before, within, strict=True)] == [0, 1, 1]
+
+
+def test_a_state_is_resumed_where_a_modules_name_holds_a_slash() -> None:
+    net = torch.nn.Sequential()
+    net.add_module("a/b", torch.nn.Linear(3, 2))
+    optimizer = OPTIMIZERS["adam"](list(net.parameters()))
+    with offbeat.attach(net, optimizer, offbeat.DeAR()) as session:
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        saved = session.state_dict()
+        session.load_state_dict(saved)
+        states = [each["callbacks"]["sharded_steps"] for each in (session.state_dict(), saved)]
+        assert_close(*states)

@@ -123,3 +123,19 @@ def test_a_resumed_run_goes_on_to_the_bit(saved_after: int) -> None:
 def test_a_codec_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="values must be one of"):
         offbeat.QGenX(codec="stochastic5")
+
+
+def test_what_is_written_after_a_look_stays() -> None:
+    """As the best model of a run is, which was loaded for its end."""
+    game = Game()
+    optimizer = optimizer_of(game)
+    with offbeat.attach(game, optimizer, offbeat.QGenX(codec="float32")):
+        for step in range(3):
+            game.backward(0.5, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        ahead = game.y.detach().clone()
+        with torch.no_grad():
+            game.x.fill_(7.0)
+    assert torch.equal(game.x, torch.full_like(game.x, 7.0))
+    assert not torch.equal(game.y, ahead)

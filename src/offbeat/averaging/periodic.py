@@ -462,7 +462,10 @@ class MeanSquares:
         for name, step, state, (beta1, beta2) in self._states():
             square = state["exp_avg_sq"]
             last_step, last = self._last.get(name, (0.0, torch.zeros_like(square)))
-            if step == last_step:  # a frozen parameter gains nothing
+            if step <= last_step:
+                # A frozen parameter gains nothing. What a script has loaded, of an earlier step,
+                # counts as it is.
+                self._last[name] = step, square.clone()
                 continue
             kept = beta2 ** (step - last_step)
             gained = square.sub(last, alpha=kept).div_(1 - kept).clamp_min_(0)

@@ -34,7 +34,7 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.reductions import EntryAges, Reduction, WeightedGradient, wire_of
 from offbeat.transport.driver import Driver, Pending, Stream
 
-_SHARE, _RANKS = "share", "ranks"
+_SHARE, _RANKS, _RANK = "share", "ranks", "rank"
 
 
 class EstimateReduction(Reduction):
@@ -127,7 +127,9 @@ class EstimateReduction(Reduction):
         """Both estimates by parameter name, and numbers by the name of the bucket's first
         parameter.
         """
-        numbers = {_SHARE: self._share, _RANKS: float(self._driver.world_size)}
+        driver = self._driver
+        ranks = {_RANKS: float(driver.world_size), _RANK: float(driver.rank)}
+        numbers = {_SHARE: self._share, **ranks}
         state: dict[str, float | torch.Tensor] = {
             self._local_name(key): value for key, value in (self._selector_state | numbers).items()
         }
@@ -138,6 +140,9 @@ class EstimateReduction(Reduction):
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None:
         """With another number of ranks than before, each begins at an equal part of the sum. What
         each of the old ranks had would keep departed ones in the sum for ever.
+
+        Where only one rank's was saved, and all have loaded it, the others share what its estimate
+        leaves of the sum: else the mean would be wrong by the difference for ever.
         """
         kept, world_size = self._kept(), self._driver.world_size
         for kind, flat in kept.items():
@@ -149,6 +154,9 @@ class EstimateReduction(Reduction):
         if _of_any_bucket(_RANKS, local) != world_size:
             self._share = 1 / world_size
             torch.mul(self._sum, -self._share, out=self._minus_own)
+        elif _of_any_bucket(_RANK, local) != self._driver.rank:
+            self._share = (1 - self._share) / (world_size - 1)
+            torch.sub(kept["own"], self._sum, out=self._minus_own).div_(world_size - 1)
 
     def _kept(self) -> dict[str, torch.Tensor]:
         """What lasts, by kind; this rank's estimate as a copy."""

@@ -165,7 +165,6 @@ class OptimizerScaling(GradientTransform):
         if self.is_taken:
             self._forget_optimizer_state()
         super().give_back()
-        self.is_taken = False
 
     @override
     def settle(self, *, good: bool) -> None:

@@ -374,7 +374,8 @@ _Saved: TypeAlias = dict[str, dict[int, torch.Tensor]]
 def _by_parameter(saved: Mapping[str, torch.Tensor]) -> dict[str, _Saved]:
     found: defaultdict[str, _Saved] = defaultdict(dict)
     for path, value in saved.items():
-        key, name, begin = path.split("/")
+        key, _, place = path.partition("/")
+        name, _, begin = place.rpartition("/")  # a module's name may hold slashes
         found[name].setdefault(key, {})[int(begin)] = value
     return found
 

@@ -217,10 +217,6 @@ class EventDispatcher:
         self._take_out(self._handles_of_callbacks)
         self._nodes.clear()
 
-    def _issue_warnings(self) -> None:
-        if self._notices.due:
-            self._notices.issue_warnings()
-
     # Under backward(create_graph=True) autograd records; what is done with finished gradients is
     # not to be recorded.
 
@@ -233,7 +229,7 @@ class EventDispatcher:
 
     @_without_grad
     def _forward_begins(self, *, trains: bool) -> None:
-        self._issue_warnings()
+        self._notices.issue_warnings()
         for callback in self._those_with("on_forward_begins"):
             callback.on_forward_begins(trains=trains)
 
@@ -363,7 +359,7 @@ class EventDispatcher:
         self._driver.mark_step(self.num_steps)
         for observer in self._observers:
             observer.step_ended(self.num_steps)
-        self._issue_warnings()
+        self._notices.issue_warnings()
 
 
 def _refuse_second_exchange(model: torch.nn.Module) -> None:

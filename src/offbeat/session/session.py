@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from offbeat.callbacks.callback import Callback, Decision
 from offbeat.callbacks.context import UNSCALED, Context, Notices, stream_counter
 from offbeat.callbacks.gradient_norm import clip_gradients_
+from offbeat.callbacks.module_hook import ModuleHook
 from offbeat.codec.tally import all_finite
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import (
@@ -256,7 +257,9 @@ class Session:
                 "messages between ranks are neither encrypted nor authenticated, as"
                 " OFFBEAT_CIPHER=none asks; anybody who reads this network can read and forge them"
             )
-        self._unhook_shards = None if sharded is None else sharded.hook()
+        self._unhooks = [] if sharded is None else [sharded.hook()]
+        if returns:
+            self._unhooks += self._keep_from_loads()
         ATTACHED_MODELS.add(model)
         session_opened(self)
 
@@ -550,6 +553,10 @@ class Session:
         wrapped = {name: wrap(self._parameters[name], mean) for name, mean in parameters.items()}
         return wrapped | buffers
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What the session trains of the model, and its buffers."""
+        return {**self._parameters, **self._buffers_of(self._model)}
+
     def averaged_state_dict(self) -> dict[str, Any]:
         """`state_dict()` of `averaged_model`, without a copy of the model; with DTensors where the
         model is sharded. What is not averaged is the model's own. Collective, and raises, as that.
@@ -570,7 +577,7 @@ class Session:
         what it held before. Collective, and raises, as that. Train nothing inside.
         """
         means = self.averaged_tensors()
-        mine = {**self._parameters, **self._buffers_of(self._model)}
+        mine = self._tensors()
         self._swap(mine, means)
         try:
             yield
@@ -772,8 +779,11 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. Raises `CheckpointError` if the state is of another strategy,
-        model, rank or world size.
+        model, rank or world size. A worker that has come back, and has not taken a step yet, stays
+        where its peers are, whatever its checkpoint says.
         """
+        if self._stays_with_peers:
+            return
         if self._island_state is not None:
             self._load_callbacks(self._island_state.callbacks(state, self.strategy.name))
             return
@@ -798,6 +808,36 @@ class Session:
                 )
         self._load_callbacks(state.get("callbacks", {}))
 
+    @property
+    def _stays_with_peers(self) -> bool:
+        """Whether what a script loads is older than what this rank has taken of its peers."""
+        return self._returns and not self._events.num_steps
+
+    def _keep_from_loads(self) -> list[Callable[[], None]]:
+        """Keep the model of the peers where a script that is run anew loads its checkpoint after
+        `attach`: they would be drawn back to it. Returns what ends that.
+        """
+        model, kept = self._model, dict[str, torch.Tensor]()
+
+        def before(*_: Any) -> None:
+            if self._stays_with_peers:
+                tensors = self._tensors()
+                kept.update({name: each.detach().clone() for name, each in tensors.items()})
+
+        def after(*_: Any) -> None:
+            if kept:
+                self._swap(self._tensors(), kept)
+                kept.clear()
+                self._notices.notify(
+                    "this worker has come back and goes on with the model of its peers; the older"
+                    " one, which its script has loaded, is left out"
+                )
+
+        return [
+            model.register_load_state_dict_pre_hook(ModuleHook(model, before)).remove,
+            model.register_load_state_dict_post_hook(ModuleHook(model, after)).remove,
+        ]
+
     def _load_callbacks(self, saved: Mapping[str, Any]) -> None:
         with naming_misfit("the session's state"):
             by_key = dict(saved)
@@ -807,7 +847,7 @@ class Session:
                     acted = callback.strategy_of(by_key[callback.state_key])
                 if acted is not None and acted != self.acting:
                     self._act_by(acted, callback)
-        load_state_of(self._callbacks, saved)
+        load_state_of(self._callbacks, by_key)
         if unused := sorted(by_key.keys() - {callback.state_key for callback in self._callbacks}):
             self._notices.warn(
                 f"nothing here takes up {', '.join(map(repr, unused))} of the session's state: make"
@@ -926,23 +966,19 @@ class Session:
         return {plain_name(name): buffer for name, buffer in buffers if name in self._buffers}
 
     def _fail_by(self, error: BaseException) -> None:
-        """`_fail`. Where a rank of this island has died, that is the error, and not what FSDP says
-        of its collectives, which come first.
+        """Close after `error`: the peers must hear of it before the sockets go, and what goes wrong
+        on the way out must not hide it. Where a rank of this island has died, that is the error,
+        and not what FSDP says of its collectives, which come first.
         """
         is_theirs = self._sharded is not None and isinstance(error, RuntimeError)
         cause = self._island.loss(_CAUSE_S) if is_theirs else None
-        self._fail(cause or error)
+        ended_by = cause or error
+        blame = ended_by.rank if isinstance(ended_by, PeerError) else None
+        self._abandon(f"{type(ended_by).__name__}: {ended_by}", blame=blame)
+        with suppress(OffbeatError):
+            self._close(ended_by)
         if cause is not None:
             raise cause from error
-
-    def _fail(self, error: BaseException) -> None:
-        """Close after `error`: the peers must hear of it before the sockets go, and what goes wrong
-        on the way out must not hide it.
-        """
-        blame = error.rank if isinstance(error, PeerError) else None
-        self._abandon(f"{type(error).__name__}: {error}", blame=blame)
-        with suppress(OffbeatError):
-            self._close(error)
 
     def _refuse_shards(self, method: str, instead: str) -> None:
         if self._sharded is not None:
@@ -959,8 +995,8 @@ class Session:
         session_closed(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
-        if self._unhook_shards is not None:
-            self._unhook_shards()
+        for unhook in self._unhooks:
+            unhook()
         with ExitStack() as stack:
             for observer in self.observers:
                 stack.callback(observer.closed, error)

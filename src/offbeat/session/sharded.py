@@ -15,7 +15,7 @@ from offbeat.errors import CheckpointError, ConfigError, OffbeatError, Unsupport
 from offbeat.membership.island import Island
 from offbeat.session.agreement import Description, agree
 from offbeat.session.checkpoint import naming_misfit
-from offbeat.session.state import plain_name, saved_under, tree_of
+from offbeat.session.state import plain_name, reshard_callback, saved_under, tree_of
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.grid import Grid
@@ -285,28 +285,19 @@ class IslandState:
                     f" {strategy!r}"
                 )
             num_islands, num_shards = int(state["num_islands"]), int(state["num_shards"])
-            added = range(self._island, num_islands, self._num_islands)
-            first = self._island % num_islands
-            parts = {
-                island: self._part(state, island, self._shard % num_shards)
-                for island in sorted({*added, first})
-            }
-            found: dict[str, CallbackState] = {}
+            needed = self._needed(num_islands)
+            parts = [
+                self._part(state, island, self._shard % num_shards) if island in needed else {}
+                for island in range(num_islands)
+            ]
             # A checkpoint of PyTorch's has no dictionaries that are empty.
             replicated = state.get("replicated", {})
-            for name in {**replicated, **parts[first]}:
-                local, same = parts[first].get(name, {}), replicated.get(name, {})
-                found[name] = {
-                    "replicated": {key: self._own(value) for key, value in same.items()},
-                    "local": local.get("local", {}),
-                    "additive": {
-                        key: sum(
-                            (parts[each][name]["additive"][key] for each in added),
-                            torch.zeros_like(value),
-                        )
-                        for key, value in local.get("additive", {}).items()
-                    },
-                }
+            found = {}
+            for name in {**replicated, **parts[self._island % num_islands]}:
+                of_islands = [part.get(name, {}) for part in parts]
+                found[name] = reshard_callback(of_islands, self._num_islands, self._island)
+                same = replicated.get(name, {})
+                found[name]["replicated"] = {key: self._own(each) for key, each in same.items()}
             return found
 
     def to_load(self, metadata: Any, key: str) -> dict[str, Any]:
@@ -324,9 +315,7 @@ class IslandState:
                     f"the checkpoint has no state of a session over islands under {key!r}"
                 )
             num_islands, num_shards = (max(each) + 1 for each in zip(*places, strict=True))
-            needed = {*range(self._island, num_islands, self._num_islands)}
-            needed.add(self._island % num_islands)
-            shard = self._shard % num_shards
+            needed, shard = self._needed(num_islands), self._shard % num_shards
             wanted = {
                 "islands": {str(island) for island in needed},
                 "shards": {f"{island}.{shard}" for island in needed},
@@ -339,6 +328,11 @@ class IslandState:
                 },
                 self._empty,
             )
+
+    def _needed(self, num_islands: int) -> set[int]:
+        """Of which of so many old islands this one takes something."""
+        added = range(self._island, num_islands, self._num_islands)
+        return {*added, self._island % num_islands}
 
     def _part(self, state: Mapping[str, Any], island: int, shard: int) -> dict[str, CallbackState]:
         """What one old rank had, by callback, with local tensors."""

@@ -27,19 +27,16 @@ def load_state_of(callbacks: Sequence[Callback], saved: Mapping[str, CallbackSta
     Raises:
         CheckpointError: the state of a callback is missing or does not fit.
     """
-    with naming_misfit("the session's state"):
-        by_key = dict(saved)
     for callback in callbacks:
-        if callback.state_key not in by_key and not callback.may_begin_anew:
+        if callback.state_key not in saved and not callback.may_begin_anew:
             raise CheckpointError(
                 f"the state lacks {callback.state_key!r}; it was saved with other options of the"
                 " strategy"
             )
     for callback in callbacks:
-        if callback.state_key not in by_key:
-            continue
-        with naming_misfit(f"the state of {callback.state_key!r}"):
-            callback.load_state_dict(by_key[callback.state_key])
+        if callback.state_key in saved:
+            with naming_misfit(f"the state of {callback.state_key!r}"):
+                callback.load_state_dict(saved[callback.state_key])
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
@@ -59,9 +56,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
         raise CheckpointError("there is no state to share out")
     with naming_misfit("the state to share out"):
         callbacks = {
-            name: _reshard_callback(
-                [state["callbacks"][name] for state in states], world_size, rank
-            )
+            name: reshard_callback([each["callbacks"][name] for each in states], world_size, rank)
             for name in states[0]["callbacks"]
         }
         return {
@@ -72,7 +67,8 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
         }
 
 
-def _reshard_callback(states: Sequence[CallbackState], world_size: int, rank: int) -> CallbackState:
+def reshard_callback(states: Sequence[CallbackState], world_size: int, rank: int) -> CallbackState:
+    """`reshard` of one callback. States of which `rank` needs nothing may be empty."""
     mine, first = states[rank::world_size], states[rank % len(states)]
     additive = {
         name: (
@@ -109,15 +105,10 @@ def of_rank(state: Mapping[str, Any], world_size: int, rank: int) -> dict[str, A
     """Inverse of `by_ranks`, for `rank` of another world."""
     with naming_misfit("the session's state"):
         old = [state["ranks"].get(str(number), {}) for number in range(int(state["world_size"]))]
-        return {
-            "strategy": state["strategy"],
-            "world_size": world_size,
-            "rank": rank,
-            "callbacks": {
-                name: _reshard_callback([each.get(name, {}) for each in old], world_size, rank)
-                for name in filter(None, state["callbacks"].split("/"))
-            },
-        }
+        names = [*filter(None, state["callbacks"].split("/"))]
+        callbacks = [{name: each.get(name, {}) for name in names} for each in old]
+        states = [{"strategy": state["strategy"], "callbacks": each} for each in callbacks]
+    return reshard(states, world_size, rank)
 
 
 def to_load(metadata: Any, key: str, world_size: int, rank: int) -> dict[str, Any]:

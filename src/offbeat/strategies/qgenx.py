@@ -10,7 +10,8 @@ Players of a game who step along their own gradients circle around each other; w
 the gradient will be moves inwards. Two steps of the user's loop, with a batch each, are one of the
 method's, and each of them is the optimizer's: with Adam it is extra-Adam.
 
-Cost per step of the loop: as of `AllReduce` with the same codec. A copy of the parameters.
+Cost per step of the loop: as of `AllReduce` with the same codec. Between a look and its step two
+copies of the parameters.
 
 Differences from the paper: what rounding loses is owed, so that coarse levels do no harm; the
 learning rate is the optimizer's, where the paper's follows the gradients seen so far; levels are
@@ -79,6 +80,7 @@ class ExtraGradient(Callback):
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._begun: dict[str, torch.Tensor] = {}  # where the look ahead began; empty before it
+        self._ahead: dict[str, torch.Tensor] = {}  # where it has come to
         # What one step leaves for its end:
         self._looks_ahead = self._returned = False
 
@@ -95,8 +97,10 @@ class ExtraGradient(Callback):
 
     @override
     def on_after_step(self) -> None:
+        if self._looks_ahead:
+            self._ahead = {name: p.detach().clone() for name, p in self._parameters.items()}
         if self._returned:
-            self._begun = {}
+            self._begun, self._ahead = {}, {}
         self._looks_ahead = self._returned = False
 
     @override
@@ -109,18 +113,26 @@ class ExtraGradient(Callback):
 
     @torch.no_grad()
     def _return(self) -> None:
+        """Undo the look, but not what has been written into parameters since."""
         for name, begun in self._begun.items():
-            self._parameters[name].copy_(begun)
+            parameter = self._parameters[name]
+            is_ahead = parameter == self._ahead.get(name, parameter)
+            parameter.copy_(torch.where(is_ahead, begun, parameter))
 
     @override
     def state_dict(self) -> CallbackState:
-        return {"replicated": {f"begun/{name}": value for name, value in self._begun.items()}}
+        begun = {f"begun/{name}": value for name, value in self._begun.items()}
+        ahead = {f"ahead/{name}": value for name, value in self._ahead.items()}
+        return {"replicated": begun | ahead}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
-        self._begun = {
-            name: saved[f"begun/{name}"].clone()
-            for name in self._parameters
-            if f"begun/{name}" in saved
-        }
+        self._begun, self._ahead = (
+            {
+                name: saved[f"{kind}/{name}"].clone()
+                for name in self._parameters
+                if f"{kind}/{name}" in saved
+            }
+            for kind in ("begun", "ahead")
+        )

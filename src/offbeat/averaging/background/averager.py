@@ -160,6 +160,7 @@ class BackgroundCallback(Callback):
     @override
     def on_finish(self) -> None:
         self._publish()
+        self._model.end_with(self._read(), self._weights.read_counters())
         self._confirm_membership()
         self._progress.stop_stepping()
         # Averages on this rank's behalf have arrived since its last step, and peers have their

@@ -121,6 +121,11 @@ class MergeRule(ABC):
     def take(self) -> Values:
         """The values with which the trainer continues."""
 
+    @property
+    @abstractmethod
+    def given(self) -> Values:
+        """The values that the trainer's model holds since `take`, unless it was changed since."""
+
     def rebase(self, held: Values) -> None:  # noqa: B027 - matters where progress is a difference
         """The trainer's model holds `held` instead of the values that it took, for instance because
         half precision rounded them. Its next step counts from `held`.
@@ -243,6 +248,10 @@ class DeltaMerge(MergeRule):
         self._is_base_lent = self._is_lent
         return self._snapshot
 
+    @property
+    def given(self) -> Values:
+        return self._base
+
     def rebase(self, held: Values) -> None:
         self._base, self._is_base_lent = held, False
 
@@ -281,6 +290,10 @@ class PaperMerge(MergeRule):
 
     def take(self) -> Values:
         self._computing = True
+        return self._model
+
+    @property
+    def given(self) -> Values:
         return self._model
 
 

@@ -70,6 +70,8 @@ from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
 from offbeat.averaging.background.merge_rules import MergeRule
 from offbeat.codec.model_wire import Counters, Note, Values, no_counters
@@ -164,7 +166,7 @@ class SharedModel:
         self._rule: MergeRule | None = None
         self._counters = no_counters()
         self.step = self._num_since = self.epoch = self.steps_behind = 0
-        self._replaced = self._expelled = False
+        self._replaced = self._expelled = self._is_final = False
         self._error: Exception | None = None
         self._reset()
 
@@ -230,6 +232,16 @@ class SharedModel:
             self.step += 1
             self._num_since += 1
             return True
+
+    def end_with(self, held: Values, counters: Counters) -> None:
+        """The trainer takes no more steps, and its model holds `held` and `counters`. Where
+        somebody has written into it since its last step, such as the best model, that is what it
+        ends with, and averages change it no more.
+        """
+        with self._changed:
+            if not (self._replaced or np.array_equal(held, self._existing.given)):
+                self.begin(held, counters, step=self.step)
+                self._is_final = True
 
     def take(self) -> Taken:
         """The trainer continues."""
@@ -677,7 +689,7 @@ class SharedModel:
         """Merge averages of `version`."""
         # Counters stay this rank's own. A rank that took over a larger count and went on from there
         # would count more steps than any rank has made.
-        if self._rule is not None:
+        if self._rule is not None and not self._is_final:
             self._rule.merge(pieces)
 
     def _finalize(self, version: int) -> None:
