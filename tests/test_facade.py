@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from importlib import import_module
@@ -87,28 +86,6 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         [sys.executable, "-I", "-c", report], check=True, capture_output=True, text=True
     ).stdout
     assert not set(json.loads(output)) & set(HEAVY)
-
-
-def test_a_run_starts_without_the_compiler_and_other_strategies() -> None:
-    report = (
-        "import json, sys, offbeat.session.session, offbeat.run.worker, offbeat.run.supervise;"
-        " print(json.dumps(list(sys.modules)));"
-        " import torch; net = torch.nn.Linear(2, 1);"
-        " optimizer = torch.optim.SGD(net.parameters(), lr=0.1);"
-        " strategy = offbeat.LocalSGD(period=2, start_step=2);"
-        " offbeat.attach(net, optimizer, strategy).close();"
-        " print(json.dumps([name for name in sys.modules if 'kfac' in name]))"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", report],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    ).stdout
-    started, of_kfac = map(json.loads, output.splitlines())
-    assert not set(started) & {"torch._dynamo", "scipy.linalg", "fsspec", "offbeat.kfac"}
-    assert of_kfac == [], "of a session of another strategy"
 
 
 def test_an_unknown_name_says_what_there_is() -> None:

@@ -73,11 +73,13 @@ class Ran:
         model: its parameters by name, as they are now.
         asked: the sum of -lr times its gradients.
         states: of model and session.
+        halfway: the same before step `STOPS_AT`.
     """
 
     model: dict[str, torch.Tensor]
     asked: dict[str, torch.Tensor]
     states: dict[str, Any]
+    halfway: dict[str, Any]
 
 
 def net() -> torch.nn.Module:
@@ -101,6 +103,7 @@ def train(
     """`steps` on this rank, from `start`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    halfway: dict[str, Any] = {}
     with session_on(driver, model, optimizer, strategy) as session:
         if start is not None:
             model.load_state_dict(start["model"])
@@ -109,6 +112,8 @@ def train(
         for step in steps:
             if step == fails_at:
                 raise MemoryError
+            if step == STOPS_AT:
+                halfway = states_of(model, session)
             draw = torch.Generator().manual_seed(100 * step + driver.rank)
             inputs, wanted = torch.randn((4, 6), generator=draw), torch.randn(4, generator=draw)
             alone = copy.deepcopy(model)  # whose gradients no session sees
@@ -118,11 +123,12 @@ def train(
             (model(inputs)[:, 0] - wanted).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        states = {
-            "model": copy.deepcopy(model.state_dict()),
-            "session": session.state_dict(),
-        }
-        return Ran(model=states["model"], asked=asked, states=states)
+        states = states_of(model, session)
+        return Ran(model=states["model"], asked=asked, states=states, halfway=halfway)
+
+
+def states_of(model: torch.nn.Module, session: offbeat.Session) -> dict[str, Any]:
+    return {"model": copy.deepcopy(model.state_dict()), "session": session.state_dict()}
 
 
 def on_ranks(world_size: int, strategy: Strategy, steps: range, starts: Any = None) -> list[Ran]:
@@ -169,8 +175,8 @@ def test_each_product(name: str) -> None:
     unit = -LR if name in PRODUCTS else 1.0
     straight = on_ranks(world_size, strategy, range(STEPS))
     assert_replicas(straight)
-    half = on_ranks(world_size, strategy, range(STOPS_AT))
-    resumed = on_ranks(world_size, strategy, range(STOPS_AT, STEPS), [ran.states for ran in half])
+    starts = [ran.halfway for ran in straight]
+    resumed = on_ranks(world_size, strategy, range(STOPS_AT, STEPS), starts)
     assert_same_run(straight, resumed)
     if name not in FORGETS:
         assert_nothing_is_lost(straight, unit)

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,10 @@ from offbeat_lab.doctor.measure import HostFacts, Listening, Measurement, own_so
 from offbeat_lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat_lab.plan.plans import USUAL, PlanRequest, make_plan
 from offbeat_lab.plan.shipped import named_profile
+from rank_jobs.module import run_module
+from ranks_support.process import StartProcess, start_process
+
+__all__ = ["start_process"]
 
 
 def network(rate_bit_per_s: float, *, latency_s: float = 1e-4) -> NetworkCosts:
@@ -288,7 +293,18 @@ def test_without_gloo_the_status_says_so(
 
 
 @pytest.mark.ranks
-def test_real_workers_measure_each_other_and_listen_on_loopback_only() -> None:
+def test_real_workers_measure_each_other_and_listen_on_loopback_only(
+    start_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are forked here."""
+
+    def fork(command: list[str], *, env: dict[str, str], stdout: IO[bytes], **_: Any) -> Any:
+        asked = {"command": command, "environment": env, "stdout": stdout.name}
+        forked = start_process(run_module, int(env["RANK"]), 2, **asked)
+        return SimpleNamespace(wait=lambda *_: forked.wait(), kill=forked.kill)
+
+    own = SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(whole, "subprocess", own)
     found = whole.measure_locally(2)
     assert found.world_size == len(found.hosts) == 2
     assert found.on_one_host

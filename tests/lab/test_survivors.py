@@ -176,7 +176,7 @@ def test_where_samples_are_claimed_a_worker_that_returns_claims_again(
     faults = (
         ClusterFault(at_s=0.5, worker=1, action="kill"),
         # Late enough that the survivor has merged alone, since a worker starts at once.
-        ClusterFault(at_s=2.5, worker=1, action="return"),
+        ClusterFault(at_s=4.5, worker=1, action="return"),
     )
     out = tmp_path / "run"
     settings = ("mega_batch=8",)

@@ -38,8 +38,8 @@ PATIENCE_S = 60.0
 BRISK = PeerLimits(
     grace_s=0.1,
     heartbeat_interval_s=0.1,
-    heartbeat_timeout_s=5.0,
-    connect_timeout_s=10.0,
+    heartbeat_timeout_s=20.0,
+    connect_timeout_s=60.0,
     linger_s=1.0,
 )
 LONG_S = 20.0
@@ -320,7 +320,7 @@ def test_one_that_is_busy_when_the_run_ends_without_it_is_told(run: Run) -> None
 
 
 def test_the_last_survivor_goes_on_once_the_others_are_silent(run: Run) -> None:
-    survivor = run.worker(0, 3, silence_s=0.3)
+    survivor = run.worker(0, 3, silence_s=2.0)
     others = [run.worker(rank, 3) for rank in (1, 2)]
     all_at_once(
         *(lambda worker=worker: worker.generations.start("{}") for worker in [survivor, *others])
@@ -334,7 +334,7 @@ def test_the_last_survivor_goes_on_once_the_others_are_silent(run: Run) -> None:
 def test_a_member_of_the_next_generation_that_departs_before_it_begins_leads_to_the_one_after(
     run: Run,
 ) -> None:
-    workers = run.founded(2, silence_s=0.5)
+    workers = run.founded(2, silence_s=2.0)
     Membership(run.client()).request(9)  # and is never heard of again
     for worker in workers:
         worker.wait_until(lambda worker=worker: worker.generation.number > 0)  # type: ignore[misc]

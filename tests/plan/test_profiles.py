@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,9 @@ from offbeat_lab.plan.timing import (
     profile_of,
     time_low_rank,
 )
+from rank_jobs.module import run_module
+from ranks_support.launch import Place, launch_in_places
+from ranks_support.templates import Templates
 
 SCRIPT = """
 import argparse, torch
@@ -125,7 +131,24 @@ def test_a_profile_has_the_bytes_of_the_models_weights(dtype: torch.dtype, num_b
     assert profile_of("it", [(1, [step])], [weight], source="here").num_bytes == 600 * num_bytes
 
 
-def test_a_script_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.ranks
+def test_a_script_is_profiled_in_a_process_of_its_own(
+    tmp_path: Path, templates: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is forked here."""
+
+    def fork(command: list[str], **options: Any) -> SimpleNamespace:
+        asked = {"environment": options["env"], "stdin": options["input"]}
+        launch_in_places(
+            run_module,
+            [Place()],
+            templates=templates,
+            directory=tmp_path,
+            arguments={"command": command, **asked},
+        )
+        return SimpleNamespace(stdout="")
+
+    monkeypatch.setattr(subprocess, "run", fork)
     script, out = tmp_path / "train.py", tmp_path / "profile.json"
     script.write_text(SCRIPT)
     arguments = ["profile", "--steps", "3", "--out", str(out), "--", str(script)]

@@ -192,6 +192,11 @@ def for_each(
     return {label: job(rank, world_size, how=how, **arguments) for label, how in trainings.items()}
 
 
+def in_turn(rank: int, world_size: int, *, jobs: dict[str, list[Any]]) -> dict[str, Any]:
+    """What comes of each job, one after the other. A job is a function and its arguments."""
+    return {name: job(rank, world_size, **arguments) for name, (job, arguments) in jobs.items()}
+
+
 def against_whole(rank: int, world_size: int, *, how: Training) -> dict[str, Any]:
     """Train by islands, and then each replica whole. How far apart are the parameters?"""
     mesh = make_mesh(world_size)

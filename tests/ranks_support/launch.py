@@ -79,7 +79,7 @@ class Process:
         self.received += chunk
         if self.outcome:
             self.overdue, self.deadline_s = "returned but did not end", time.monotonic() + END_S
-        elif len(self.received) == len(chunk):
+        elif self.overdue == "did not start":
             self.overdue, self.deadline_s = "hung", time.monotonic() + self.timeout_s
 
     def hurry(self) -> None:

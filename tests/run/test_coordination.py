@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from offbeat.run.coordination import (
 from offbeat.run.interrupts import exit_at_stop_signals, interrupts
 from offbeat.run.supervise import Meeting, meet
 from offbeat.transport.connect import SECRET_VARIABLE
+from transport_support.ports import free_ports
 
 # Ranks of which some are dead agree: every living one gets the same answer, and none hangs.
 
@@ -273,8 +273,7 @@ def test_a_secret_that_the_user_chose_stays_out_of_the_store(
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
     monkeypatch.setenv(SECRET_VARIABLE, chosen or "")
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     own = meet(Meeting(host=LOOPBACK, port=port, num_nodes=1, node_rank=0), workers=2)
     stored = own.store.store.get(IN_STORE).decode()
     assert stored == ("" if chosen else own.secret)

@@ -25,7 +25,6 @@ from offbeat.transport.connect import (
     is_returning,
     reconnect,
 )
-from offbeat.transport.interface import bound_socket
 from offbeat.transport.link import SILENCE_VARIABLE
 from offbeat.transport.network import (
     Network,
@@ -39,6 +38,7 @@ from offbeat.transport.operations import AllReduceTensor, Now, Post, Recv, RecvA
 from offbeat.transport.rendezvous import Presence, Rendezvous
 from offbeat.transport.single_rank import SingleRank
 from ranks_support.process import launcher_environment
+from transport_support.ports import free_ports
 
 # What a session opens its meshes with, and how a worker that comes later finds it.
 
@@ -185,8 +185,7 @@ def test_an_environment_that_leads_nowhere_is_refused(
 def test_without_a_store_and_without_a_run_nobody_joins(returning: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="none has begun with this store"):
         reconnect()
-    with bound_socket(LOOPBACK) as nobody:
-        returning.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
+    returning.setenv("MASTER_PORT", str(free_ports(1)[0]))
     with pytest.raises(ConfigError, match="no store answers"):
         reconnect()
 

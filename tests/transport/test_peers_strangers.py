@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def message(
     return [header, payload]
 
 
-def take(peers: Peers, timeout_s: float = 10.0, channel: int = 0) -> bytes:
+def take(peers: Peers, timeout_s: float = 60.0, channel: int = 0) -> bytes:
     return bytes(peers.start(Recv(1, timeout_s), channel).wait())
 
 
@@ -264,7 +265,7 @@ def victim(secret: bytes) -> Iterator[Peers]:
 def knock(peers: Peers) -> socket.socket:
     """A connection to the port, and nothing said yet."""
     host, port = peers.endpoint.removeprefix("tcp://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20.0)
+    return socket.create_connection((host, int(port)), timeout=60.0)
 
 
 def wait_for_end(connection: socket.socket) -> None:
@@ -337,7 +338,7 @@ def test_descriptors_stay_few_under_many_idle_connections(secret: bytes) -> None
     with ExitStack() as stack, partner_of(victim, secret) as partner:
         stack.callback(victim.close)
         partner.start(Send(0, b"before"), 0)
-        assert bytes(victim.start(Recv(1, 20.0), 0).wait()) == b"before"
+        assert bytes(victim.start(Recv(1, 60.0), 0).wait()) == b"before"
         before = num_descriptors()
         strangers = [stack.enter_context(knock(victim)) for _ in range(1100)]
         for stranger in strangers[most:]:
@@ -347,7 +348,7 @@ def test_descriptors_stay_few_under_many_idle_connections(secret: bytes) -> None
             pass
         # Whoever was connected before goes on.
         partner.start(Send(0, b"after"), 0)
-        assert bytes(victim.start(Recv(1, 20.0), 0).wait()) == b"after"
+        assert bytes(victim.start(Recv(1, 60.0), 0).wait()) == b"after"
 
 
 def test_after_idle_connections_have_timed_out_a_rank_gets_in(secret: bytes) -> None:
@@ -358,7 +359,7 @@ def test_after_idle_connections_have_timed_out_a_rank_gets_in(secret: bytes) -> 
         strangers = [stack.enter_context(knock(victim)) for _ in range(100)]
         with partner_of(victim, secret) as partner:
             partner.start(Send(0, b"let in"), 0)
-            assert bytes(victim.start(Recv(1, 20.0), 0).wait()) == b"let in"
+            assert bytes(victim.start(Recv(1, 60.0), 0).wait()) == b"let in"
         for stranger in strangers:
             wait_for_end(stranger)
 
@@ -370,7 +371,7 @@ def test_a_message_of_several_frames_arrives_whole(
     payload = os.urandom(num_bytes)
     with partner_of(victim, secret) as partner:
         partner.start(Send(0, payload), 0)
-        assert bytes(victim.start(Recv(1, 20.0), 0).wait()) == payload
+        assert bytes(victim.start(Recv(1, 60.0), 0).wait()) == payload
 
 
 def num_descriptors() -> int:
@@ -384,24 +385,22 @@ def num_descriptors() -> int:
 
 
 SECRET = b"a secret of this test run only"
-LIMITS = PeerLimits(
-    grace_s=0.2,
-    heartbeat_interval_s=0.05,
-    heartbeat_timeout_s=1.0,
-    handshake_timeout_s=1.0,
-    linger_s=0.1,
-)
+PATIENT = PeerLimits(grace_s=60.0, heartbeat_timeout_s=60.0, handshake_timeout_s=1.0, linger_s=0.1)
+BRISK = replace(PATIENT, grace_s=0.2, heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 MESSAGES = [b"first", b"second" * 100, b"", bytes(2_500_000), b"last"]
 FIRST_MESSAGE = 3
 """Number of the first frame after the handshake."""
 
 
 @contextmanager
-def ranks_with_proxy(alter: Alter) -> Iterator[tuple[Peers, Peers, Proxy]]:
-    """Rank 0, rank 1, and a proxy for what rank 1 sends to rank 0."""
+def ranks_with_proxy(
+    alter: Alter, *, limits: PeerLimits = PATIENT
+) -> Iterator[tuple[Peers, Peers, Proxy]]:
+    """Rank 0, rank 1 with its `limits`, and a proxy for what rank 1 sends to rank 0."""
     with ExitStack() as stack:
         ranks = [
-            Peers(rank, 2, address="127.0.0.1", secret=SECRET, limits=LIMITS) for rank in (0, 1)
+            Peers(rank, 2, address="127.0.0.1", secret=SECRET, limits=own)
+            for rank, own in enumerate((PATIENT, limits))
         ]
         for rank in ranks:
             stack.callback(rank.close)
@@ -475,7 +474,7 @@ class Tampering:
 def test_messages_arrive_as_they_were_or_their_loss_is_an_error(
     tampering: Tampering,
 ) -> None:
-    with ranks_with_proxy(tampering) as (receiver, sender, _):
+    with ranks_with_proxy(tampering, limits=BRISK) as (receiver, sender, _):
         for message in MESSAGES:
             sender.start(Send(0, message), 0)
         taken, error = received(receiver, sender)
@@ -488,7 +487,7 @@ def test_messages_arrive_as_they_were_or_their_loss_is_an_error(
 @pytest.mark.parametrize("number", [FIRST_MESSAGE, FIRST_MESSAGE + 1, FIRST_MESSAGE + 7])
 def test_a_flipped_bit_of_a_message_is_found_by_its_seal(number: int) -> None:
     tampering = Tampering("flip", number, 50, 3)
-    with ranks_with_proxy(tampering) as (receiver, sender, _):
+    with ranks_with_proxy(tampering, limits=BRISK) as (receiver, sender, _):
         for message in MESSAGES:
             sender.start(Send(0, message), 0)
         taken, error = received(receiver, sender)
@@ -503,7 +502,7 @@ def test_a_recorded_connection_is_of_no_use_to_who_plays_it_back() -> None:
             sender.start(Send(0, message), 0)
         assert received(receiver, sender) == (MESSAGES, None)
         host, port = receiver.endpoint.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20.0) as stranger:
+        with socket.create_connection((host, int(port)), timeout=60.0) as stranger:
             try:
                 stranger.sendall(b"".join(proxy.sent[0]))
                 while stranger.recv(4096):
@@ -519,5 +518,5 @@ def test_what_goes_over_the_wire_does_not_show_what_is_said() -> None:
     said = b"what nobody is to read" * 10
     with ranks_with_proxy(unaltered) as (receiver, sender, proxy):
         sender.start(Send(0, said), 0)
-        assert bytes(receiver.start(Recv(1, 20.0), 0).wait()) == said
+        assert bytes(receiver.start(Recv(1, 60.0), 0).wait()) == said
         assert b"nobody" not in b"".join(proxy.sent[0])

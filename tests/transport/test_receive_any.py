@@ -26,7 +26,7 @@ EVERYONE = frozenset({0, 1, 2})
 def collect(count: int) -> Collective[list[tuple[int, bytes]]]:
     received = []
     for _ in range(count):
-        sender, payload = yield RecvAny(EVERYONE, timeout_s=10.0)
+        sender, payload = yield RecvAny(EVERYONE, timeout_s=60.0)
         received.append((sender, bytes(payload)))
     return received
 
@@ -102,7 +102,7 @@ def test_nobody_is_heard_before_his_turn_comes_again(open_mesh: OpenMesh) -> Non
     third.start(Send(0, b"3"), 0)
     for peer in (1, 2):
         (first, second, third)[peer].start(Send(0, b"end"), 1 << 32)
-        first.start(Recv(peer, 10.0), 1 << 32).wait()
+        first.start(Recv(peer, 60.0), 1 << 32).wait()
     senders = [first.start(RecvAny(EVERYONE), 0).wait()[0] for _ in range(4)]
     assert senders.index(2) <= 1
 
@@ -110,7 +110,7 @@ def test_nobody_is_heard_before_his_turn_comes_again(open_mesh: OpenMesh) -> Non
 def test_a_post_wakes_the_thread_that_waits(open_mesh: OpenMesh) -> None:
     first, _ = open_mesh(2)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(first.start(RecvAny(frozenset({0, 1}), timeout_s=10.0), 5).wait)
+        waiting = pool.submit(first.start(RecvAny(frozenset({0, 1}), timeout_s=60.0), 5).wait)
         first.start(Post(b"wake"), 5).wait()
         assert waiting.result() == (0, b"wake")
 
@@ -119,10 +119,10 @@ def test_channels_and_strangers_are_kept_apart(open_mesh: OpenMesh) -> None:
     first, second, third = open_mesh(3)
     second.start(Send(0, b"other channel"), 1 << 32)
     third.start(Send(0, b"not asked for"), 0)
-    first.start(Recv(1, 10.0), 1 << 32).wait()
+    first.start(Recv(1, 60.0), 1 << 32).wait()
     with pytest.raises(PeerTimeoutError):
         first.start(RecvAny(frozenset({1}), timeout_s=0.0), 0).wait()
-    assert first.start(RecvAny(frozenset({2}), timeout_s=10.0), 0).wait() == (2, b"not asked for")
+    assert first.start(RecvAny(frozenset({2}), timeout_s=60.0), 0).wait() == (2, b"not asked for")
     with pytest.raises(ConfigError, match="with rank 3"):
         first.start(RecvAny(frozenset({0, 3})), 0)
 
@@ -133,7 +133,7 @@ def hear_of_the_gone() -> Collective[list[object]]:
     peers = EVERYONE
     while len(heard) < 3:
         try:
-            heard.append((yield RecvAny(peers, timeout_s=10.0))[0])
+            heard.append((yield RecvAny(peers, timeout_s=60.0))[0])
         except PeerError as error:
             heard.append(("gone", error.rank))
             peers = frozenset(peer for peer in peers if peer != error.rank)
@@ -146,7 +146,7 @@ def test_the_dead_are_named_when_their_last_words_are_read(open_mesh: OpenMesh) 
     second.abort("gone")
     with ThreadPoolExecutor(1) as pool:
         hearing = pool.submit(first.run, hear_of_the_gone(), 0)
-        while ("gone", 1) not in [("gone", rank) for rank in first.wait_for_death(10.0)]:
+        while ("gone", 1) not in [("gone", rank) for rank in first.wait_for_death(60.0)]:
             pass
         third.start(Send(0, b"alive"), 0)
         heard = hearing.result()

@@ -193,7 +193,7 @@ def test_ranks_meet_on_allowed_ports_behind_addresses_that_are_not_their_own(
             peers.connect([end.endpoint for end in pair])
         for sender, receiver in ((0, 1), (1, 0)):
             pair[sender].start(Send(receiver, b"hello"), 0)
-            assert bytes(pair[receiver].start(Recv(sender, 20.0), 0).wait()) == b"hello"
+            assert bytes(pair[receiver].start(Recv(sender, 60.0), 0).wait()) == b"hello"
         # A message came through its relay, so that the relay has noted the connection by now.
         assert sum(map(len, connections)) >= 2  # one each way
         presence = Presence("127.0.0.1")
@@ -293,14 +293,14 @@ def test_a_mesh_goes_on_after_a_fork_and_the_child_has_no_part_in_it(
 ) -> None:
     first, second = open_mesh(2)
     for peers in (first, second):
-        peers.await_connections(10.0)
+        peers.await_connections(60.0)
     hosts_and_ports = [
         peers.endpoint.removeprefix("tcp://").split(":") for peers in (first, second)
     ]
     addresses = frozenset((host, int(port)) for host, port in hosts_and_ports)
     assert count_in_child(SocketAddresses(local=addresses)) == 0
     first.start(Send(1, b"after"), 0)
-    assert bytes(second.start(Recv(0, 10.0), 0).wait()) == b"after"
+    assert bytes(second.start(Recv(0, 60.0), 0).wait()) == b"after"
     assert first.dead() == second.dead() == {}
 
 

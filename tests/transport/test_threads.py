@@ -38,7 +38,8 @@ def test_threads_that_send_and_receive_are_those_of_offbeats_contexts() -> None:
         with zmq.Context() as other, other.socket(zmq.PULL) as foreign:
             _receive_one(other, foreign)
             assert transport_threads() - before == mine
-    assert not transport_threads() & mine
+    while transport_threads() & mine:  # the kernel lists an ended thread for a moment longer
+        os.sched_yield()
 
 
 def test_a_thread_that_lets_others_first_changes_nothing_for_them(

@@ -14,8 +14,8 @@ from torch.distributed import HashStore, TCPStore
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
 from offbeat.transport import rendezvous
-from offbeat.transport.interface import bound_socket
 from offbeat.transport.rendezvous import Presence, Rendezvous
+from transport_support.ports import free_ports
 
 LOOPBACK = "127.0.0.1"
 Register = Callable[..., list[dict[str, Any]]]
@@ -111,8 +111,7 @@ def test_a_rank_that_only_its_own_host_can_find_is_not_said_to_have_ended(
     store: HashStore,
 ) -> None:
     """As where a host has its own name at 127.0.1.1."""
-    with bound_socket(LOOPBACK) as nobody:
-        addresses = [nobody.getsockname(), ("192.0.2.7", 29500)]
+    addresses = [(LOOPBACK, free_ports(1)[0]), ("192.0.2.7", 29500)]
     meetings = [Rendezvous(store, position, [4, 7, 9], lost=set()) for position in range(2)]
     raised = outcomes(
         *(
