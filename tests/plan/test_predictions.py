@@ -64,7 +64,7 @@ def setting(link: str = "8mbit", workers: int = 4, **flags: str) -> Setting:
 
 
 def few_layers() -> ModelProfile:
-    """The last two stages of ResNet-50, with one block each: its largest factors, and a sixth of its
+    """The last two stages of ResNet-50, with one block each: its largest factors and a sixth of its
     layers.
     """
     network = resnet((1, 1, 1, 1))[-9:]
