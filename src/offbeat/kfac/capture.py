@@ -130,6 +130,8 @@ class Capture:
             factor.
         room: for a block's index and a side, where to sum that factor until it is taken: the
             message that it leaves in. None: in memory of its own.
+        is_kept: whether this rank sums the factors of the block of an index. Of others it counts
+            terms of the loss alone, which belong to the whole pass.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Capture:
         grad_scale: Callable[[], float] = lambda: 1.0,
         added: Callable[[int, Side], None] = lambda index, side: None,
         room: Callable[[int, Side], torch.Tensor | None] = lambda index, side: None,
+        is_kept: Callable[[int], bool] = lambda index: True,
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
@@ -152,7 +155,7 @@ class Capture:
         self._blocks = list(blocks)
         self._curvature = curvature
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
-        self._room, self._taken = room, set[tuple[int, Side]]()
+        self._room, self._is_kept, self._taken = room, is_kept, set[tuple[int, Side]]()
         self._uses = [
             _Watched(index, use) for index, block in enumerate(blocks) for use in block.uses
         ]
@@ -400,15 +403,17 @@ class Capture:
             num_terms = block.num_terms(inputs)
         dim = block.example_dim(inputs)
         seen = self._sampled(inputs.detach(), dim, self._stride(block, inputs, dim))
-        with _plain_arithmetic(inputs.device.type):
-            moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
-            sums.inputs = self._plus(place, "input", sums.inputs, moment)
         # Of each example that is looked at, all terms are.
         num_seen = (
             num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
         )
         # A pass has as many terms as the widest of its calls.
         sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
+        if not self._is_kept(watched.block_index):
+            return
+        with _plain_arithmetic(inputs.device.type):
+            moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
+            sums.inputs = self._plus(place, "input", sums.inputs, moment)
         self.spent_s += time.monotonic() - began_s
         self._added(watched.block_index, watched.side("input"))
 
@@ -421,6 +426,8 @@ class Capture:
         stride: int,
     ) -> None:
         began_s, sums, watched = time.monotonic(), self._sums[place], self._uses[place]
+        if not self._is_kept(watched.block_index):
+            return
         inputs = None if inputs is None else self._sampled(inputs, dim, stride)
         with _plain_arithmetic(gradient.device.type):
             moment = watched.block.output_moment(self._sampled(gradient, dim, stride), inputs)
