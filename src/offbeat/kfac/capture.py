@@ -630,13 +630,13 @@ class Projections:
         if inputs.ndim == 2:  # the output projection gets positions and examples in one dimension
             inputs = inputs.unflatten(0, (-1, self._num_examples))
         self._num_examples = inputs.shape[1]
+        if self._is_query(weight):  # which may be frozen and no block's
+            self._num_terms = next(iter(self._blocks.values())).num_terms(inputs)
         for index, block in self._blocks.items():
             wanted = block.weight.detach()[block.rows]
             if wanted.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
                 continue
             first = (wanted.storage_offset() - weight.storage_offset()) // weight.shape[1]
-            if self._is_query(weight):
-                self._num_terms = block.num_terms(inputs)
             if first == 0 and len(wanted) > len(weight):
                 self._capture.retire_use(index, _NOT_SELF_ATTENTION)
             elif 0 <= first < len(weight):
