@@ -136,6 +136,19 @@ def test_several_exchanges_make_the_step_that_one_of_all_passes_makes(
 
 
 @pytest.mark.parametrize("name", ["spdkfac", "dpkfac"])
+def test_gradients_that_were_exchanged_and_dropped_are_no_part_of_the_step(name: str) -> None:
+    def job(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        for step in range(4):
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(model, batch_of(rank, step)).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    assert_all_are(in_world(2, STRATEGIES[name], make_net(), job), expected_of(*[2] * 4))
+
+
+@pytest.mark.parametrize("name", ["spdkfac", "dpkfac"])
 @pytest.mark.parametrize("grafting", ["floor", "layer"])
 def test_all_ranks_graft_alike_and_go_on_from_a_checkpoint(name: str, grafting: str) -> None:
     """There is nothing of it to be kept."""

@@ -271,6 +271,9 @@ class FactorScheduler(ExchangeListener):
         self.num_exchanges += 1
         self.capture.stop()
 
+    def on_gradients_dropped(self) -> None:
+        self.num_exchanges = 0
+
     # What the callback says and asks for, before and after the optimizer's step
 
     def saw_gradient(self, parameter: int) -> None:
