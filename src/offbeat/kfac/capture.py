@@ -30,8 +30,8 @@ What is counted, and what is not:
   from then on.
 - Passes without gradients are not seen, nor those in which all that is covered is frozen. Of one
   that no backward pass follows, as of an evaluation that leaves gradients on, inputs count, and no
-  terms of the loss. `torch.autograd.grad` and second passes through a retained graph cannot be told
-  from training and are counted.
+  terms of the loss. So it is with `torch.autograd.grad`, which adds to no weight's gradient. Second
+  passes through a retained graph cannot be told from training and are counted.
 
 `nn.MultiheadAttention` calls its projections as functions and not as modules. PyTorch's own forward
 pass runs, to the bit: its code is executed with the name `linear` bound to an observer that calls
@@ -63,6 +63,7 @@ from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
 from offbeat.kfac.curvature import Curvature
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
+    accumulates,
     attention_functions,
     current_backward_pass,
     tensors_in,
@@ -166,7 +167,10 @@ class Capture:
         self._layers_seen: set[str] = set()
         self._pass = 0
         self._is_in_root = self._has_gradient = False  # the latter: since the pass began
-        self._terms_in_loss: dict[int, float | torch.Tensor] = {}  # by forward pass of the root
+        # By forward pass of the root: terms that the gradient of its output shows, and terms of
+        # passes of which a block has got a gradient.
+        self._terms_at_output: dict[int, float | torch.Tensor] = {}
+        self._terms_in_loss: dict[int, float | torch.Tensor] = {}
         self._handles: list[Any] = self._hook_root(model)
         self._watched: list[nn.MultiheadAttention] = []
         for module in model.modules():
@@ -199,7 +203,7 @@ class Capture:
         self.phase = None
         self._sums = [_Sums() for _ in self._uses]
         self._taken.clear()
-        self._terms_in_loss = {}
+        self._terms_at_output, self._terms_in_loss = {}, {}
 
     def take(self, index: int, side: Side) -> Increment:
         """What was added to a factor of block `index` since the last time. Take "input" first:
@@ -322,7 +326,8 @@ class Capture:
         stride = self._stride(block, inputs, dim)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
-            if self.phase is not None:
+            weight = block.weight
+            if self.phase is not None and (not weight.requires_grad or accumulates(weight)):
                 self._has_gradient = True
                 if recomputing and kept is not None:
                     self._add_inputs(place, kept, num_terms)
@@ -379,13 +384,16 @@ class Capture:
             num_terms = gradient.shape[min(self._curvature.batch_dim, gradient.ndim - 2)]
         own = [sums.terms[number][0] for sums in self._sums if number in sums.terms]
         if self.phase is not None and num_terms in own:
-            self._terms_in_loss[number] = self._without_padding(num_terms, gradient)
+            self._terms_at_output[number] = self._without_padding(num_terms, gradient)
 
     def _saw_first_gradient(self, number: int, place: int, gradient: torch.Tensor) -> None:
         """Of all blocks, the one whose gradient comes first in a pass is nearest to the loss."""
         terms = self._sums[place].terms
         if number in terms and number not in self._terms_in_loss:
-            self._terms_in_loss[number] = self._without_padding(terms[number][0], gradient)
+            at_output = self._terms_at_output.get(number)
+            if at_output is None:
+                at_output = self._without_padding(terms[number][0], gradient)
+            self._terms_in_loss[number] = at_output
 
     def _without_padding(self, num_terms: int, gradient: torch.Tensor) -> int | torch.Tensor:
         """How many of the terms get a gradient, if each position is one; a tensor, so that nobody
