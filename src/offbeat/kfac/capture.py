@@ -595,8 +595,11 @@ def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
         observer,
     )
     kind = type(module)
-    bases = _WatchedAttention, kind
-    module.__class__ = _watched_kinds.setdefault(kind, type(kind.__name__, bases, {}))
+    if kind not in _watched_kinds:
+        # torch.compile does not get along with functions whose global names are others.
+        own = {"forward": torch.compiler.disable(_WatchedAttention.forward)}
+        _watched_kinds[kind] = type(kind.__name__, (_WatchedAttention, kind), own)
+    module.__class__ = _watched_kinds[kind]
 
 
 def unwatch(module: nn.MultiheadAttention) -> None:
