@@ -20,6 +20,7 @@ from offbeat.torch_private import (
     REGISTERS_BUILTIN_HOOK,
     TELLS_WHAT_DDP_LOGGED,
     WeightlessReads,
+    accumulates,
     active_ddp_module,
     attention_functions,
     call_after_backward_pass,
@@ -48,6 +49,16 @@ def test_a_change_of_a_view_is_a_new_version() -> None:
     assert after > before
     assert view.sum() == flat.sum()
     assert version_of(flat) == after
+
+
+def test_a_pass_that_adds_to_a_gradient_is_told_from_one_that_does_not() -> None:
+    weight, x, told = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
+    output = (weight * x).sin()
+    output.register_hook(lambda _: told.append(accumulates(weight)))
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    torch.autograd.grad(output.sum(), weight, retain_graph=True)
+    output.sum().backward()
+    assert told == [False, False, True]
 
 
 def test_a_compiled_module_is_known() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,18 @@ def current_backward_pass() -> int:
     checkpoint.
     """
     return torch._C._current_graph_task_id()
+
+
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the backward pass that runs now adds to `parameter.grad`. One of torch.autograd.grad
+    does not, and a hook on a tensor sees both alike.
+
+    No public name says what a pass computes. `register_multi_grad_hook` asks in this way.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad was asked for the parameter's own gradient
+        return False
 
 
 def call_after_backward_pass(callback: Callable[[], None]) -> None:

@@ -124,6 +124,26 @@ def test_projections_have_the_factors_of_linear_layers(kind: str, batch_first: b
         torch.testing.assert_close(found["out_proj"][side], expected["layers.out"][side])
 
 
+@pytest.mark.parametrize("frozen", ["in_proj_weight", "q_proj_weight"])
+def test_projections_beside_frozen_ones_have_the_same_factors(frozen: str) -> None:
+    width = 4 if frozen == "q_proj_weight" else WIDTH
+    model = nn.MultiheadAttention(WIDTH, HEADS, kdim=width, vdim=width, batch_first=True)
+    query = torch.randn(BATCH, 5, WIDTH)
+    key = query if width == WIDTH else torch.randn(BATCH, 4, width)
+
+    def found() -> dict[str, tuple[Block, torch.Tensor, torch.Tensor]]:
+        return factors(
+            model, lambda: model(query, key, key)[0].square().sum().backward(), Curvature()
+        )
+
+    expected = found()
+    model.get_parameter(frozen).requires_grad_(False)
+    left = found()
+    assert 0 < len(left) < len(expected)
+    for name, (_, a, g) in left.items():
+        torch.testing.assert_close((a, g), expected[name][1:])
+
+
 def test_being_watched_changes_nothing() -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.3, batch_first=True)
     x, mask = torch.randn(2, 5, WIDTH), torch.ones(5, 5).triu(1).bool()

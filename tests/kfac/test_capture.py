@@ -236,6 +236,24 @@ def test_an_evaluation_with_gradients_on_adds_no_terms_of_the_loss(evaluates_fir
     assert_same(increments(model, evaluate_too)[1:2], increments(model, train)[1:2])
 
 
+def test_what_is_differentiated_and_trains_nothing_adds_no_gradients() -> None:
+    model, x = Twice(), torch.randn(6, 3, requires_grad=True)
+
+    def train(*, looks: bool) -> None:
+        output = model(x)
+        if looks:
+            torch.autograd.grad(output.sum(), [x, *model.shared.parameters()], retain_graph=True)
+        output.square().sum(1).mean().backward()
+
+    def look_elsewhere() -> None:
+        torch.autograd.grad(model(torch.randn(60, 3)).sum(), list(model.shared.parameters()))
+        train(looks=False)
+
+    expected = increments(model, lambda: train(looks=False))[:2]
+    assert_same(increments(model, lambda: train(looks=True))[:2], expected)
+    assert_same(increments(model, look_elsewhere)[1:2], expected[1:])
+
+
 def test_nothing_is_seen_without_gradients_or_between_steps() -> None:
     model, x = small_net(), torch.randn(3, 2, 4, 4)
     blocks, capture = capture_all(model)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import offbeat
-from offbeat.kfac import callback, inverses, preconditioner
+from offbeat.kfac import inverses, preconditioner
 
 _ASK = {
     *("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__"),
@@ -74,7 +74,7 @@ def waits_of_steps(num_layers: int, strategy: offbeat.SPDKFAC) -> list[list[str]
 def test_waits_of_a_step_do_not_grow_with_the_number_of_layers(
     inverse_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (callback, inverses, preconditioner):
+    for module in (inverses, preconditioner):
         monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
     strategy = offbeat.SPDKFAC(
         factor_interval=4,

@@ -107,7 +107,7 @@ class Net(nn.Module):
         super().__init__()
         self.reentrant: bool | None = None
         self.embed = nn.Linear(4, WIDTH)
-        self.body = nn.Sequential(nn.LayerNorm(WIDTH), FusedAttention(), nn.Tanh())
+        self.body = nn.Sequential(nn.LayerNorm(WIDTH), FusedAttention(), OwnAttention(), nn.Tanh())
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,19 @@ def test_several_exchanges_make_the_step_that_one_of_all_passes_makes(
 
 
 @pytest.mark.parametrize("name", ["spdkfac", "dpkfac"])
+def test_gradients_that_were_exchanged_and_dropped_are_no_part_of_the_step(name: str) -> None:
+    def job(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        for step in range(4):
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(model, batch_of(rank, step)).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    assert_all_are(in_world(2, STRATEGIES[name], make_net(), job), expected_of(*[2] * 4))
+
+
+@pytest.mark.parametrize("name", ["spdkfac", "dpkfac"])
 @pytest.mark.parametrize("grafting", ["floor", "layer"])
 def test_all_ranks_graft_alike_and_go_on_from_a_checkpoint(name: str, grafting: str) -> None:
     """There is nothing of it to be kept."""
@@ -211,6 +224,34 @@ def test_owners_of_another_world_get_what_the_old_ones_had(resumed_with: int) ->
         return last_step(model, optimizer)
 
     assert_all_are(in_world(resumed_with, strategy, net, second), saved[0][2])
+
+
+class Folding(nn.Module):
+    """The first layer sees each position as an example of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.body(x.flatten(0, 1)).tanh()
+        return self.head(rows.unflatten(0, x.shape[:2]).mean(1))  # type: ignore[no-any-return]
+
+
+def test_an_owner_counts_the_terms_of_the_loss_at_layers_of_others_too() -> None:
+    def job(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        for step in range(3):
+            draw = torch.Generator().manual_seed(step)
+            x = torch.randn(4, 5, 3, generator=draw, dtype=torch.float64)
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    torch.manual_seed(0)
+    net, strategy = Folding().double(), offbeat.DPKFAC(**OPTIONS)
+    (expected,) = in_world(1, strategy, net, job)
+    assert_all_are(in_world(2, strategy, net, job), expected)
 
 
 def test_an_owner_without_the_others_states_is_told_so() -> None:

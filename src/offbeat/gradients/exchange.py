@@ -144,6 +144,9 @@ class ExchangeListener:
         (`good`), or every one of them drops it.
         """
 
+    def on_gradients_dropped(self) -> None:
+        """The loop has dropped what earlier exchanges of this step have brought."""
+
 
 class HiddenGradients:
     """Gradients that the optimizer is not to find, because its step has been taken already."""
@@ -605,16 +608,15 @@ class GradientExchange(Callback):
         return used
 
     def _look_for_dropped(self, *, was_dropped: bool) -> None:
-        """Say it once if the loop has dropped a result, of which the residual keeps the rest, or
-        with which listeners have sent what the step will use.
+        """Tell listeners if the loop has dropped a result. Say it once if the residual keeps the
+        rest of it, or listeners have sent what the step will use.
         """
-        if (
-            was_dropped
-            and (self._may_keep_entries or self._listeners)
-            and self._exchanges_since_step
-            and not self.counts.skipped_in_a_row
-            and not self._has_told_of_dropped
-        ):
+        is_skipped = self.counts.skipped_in_a_row > 0
+        if not was_dropped or not self._exchanges_since_step or is_skipped:
+            return
+        for listener in self._listeners:
+            listener.on_gradients_dropped()
+        if (self._may_keep_entries or self._listeners) and not self._has_told_of_dropped:
             self._has_told_of_dropped = True
             remains = (
                 "What was not sent of them is owed, and comes with later steps"

@@ -50,7 +50,7 @@ from offbeat.kfac.blocks import Block, FactorSlot, slots_of
 from offbeat.kfac.capture import Increment
 from offbeat.kfac.curvature import KFACSettings
 from offbeat.kfac.factors import FactorShape, diagonal_of
-from offbeat.kfac.inverses import InversionTask, form_of, is_asynchronous
+from offbeat.kfac.inverses import InversionTask, form_of
 from offbeat.kfac.plans import FactorPlan, InverseBatch, KFACPlanner, PlanInputs, inversion_order
 from offbeat.kfac.preconditioner import Preconditioner
 from offbeat.kfac.scheduler import FactorScheduler, SummedFactor
@@ -374,40 +374,26 @@ class RunningFactor:
         self.weighted_sum = torch.zeros(shape.packed, dtype=dtype, device=device)
         self.mass = torch.zeros((), dtype=dtype, device=device)
 
-    def update_(
-        self, increment: torch.Tensor, *, weight: float | torch.Tensor, decay: float
-    ) -> None:
-        """Take in one step's factor.
-
-        Args:
-            increment: the step's mean over all ranks, of the shape's packed shape.
-            weight: the ranks' weights together; only whether it is 0 matters.
-            decay: how much of the past to keep, in [0, 1).
-        """
-        if torch.isfinite(increment.sum()) and weight > 0:
-            self.mass.lerp_(torch.ones_like(self.mass), 1 - decay)
-            self.weighted_sum.lerp_(increment, 1 - decay)
-
     def average(self) -> torch.Tensor:
         """The average, packed; zeros as long as there is none."""
         return self.weighted_sum / _or_one(self.mass)
 
 
-def update_all_(
+def update_(
     factors: Sequence[RunningFactor],
     increments: Sequence[torch.Tensor],
     weights: torch.Tensor,
     *,
     decay: float,
 ) -> None:
-    """As `RunningFactor.update_` of each factor, without asking for values, for which the host
-    would wait on a GPU. It overwrites `increments`.
+    """Take in one step's factors, without asking for values, for which the host would wait on a
+    GPU. It overwrites `increments`.
 
     Args:
         factors: all of one dtype and device.
-        increments: one for each of them.
-        weights: likewise, shape (factors,).
-        decay: as of `update_`.
+        increments: the step's mean over all ranks for each of them, of its packed shape.
+        weights: the ranks' weights together, shape (factors,); only whether they are 0 matters.
+        decay: how much of the past to keep, in [0, 1).
     """
     largest = torch.stack(for_each("norm", list(increments), ord=math.inf))
     counts = torch.isfinite(largest) & (weights > 0)
@@ -494,18 +480,14 @@ class FactorAverages:
 
     def add(self, sums: Sequence[SummedFactor]) -> None:
         """Take in what all ranks have seen of the factors of a message that this rank keeps."""
-        decay = self._settings.curvature.decay
         kept = [each for each in sums if each.slot in self.factors]
-        if kept and is_asynchronous(kept[0].mean.device):
-            update_all_(
+        if kept:
+            update_(
                 [self.factors[each.slot] for each in kept],
                 [each.mean for each in kept],
                 torch.stack([each.weight for each in kept]),
-                decay=decay,
+                decay=self._settings.curvature.decay,
             )
-            return
-        for each in kept:
-            self.factors[each.slot].update_(each.mean, weight=each.weight, decay=decay)
 
     def add_own(self, slot: int, increment: Increment, *, is_retired: bool) -> None:
         """Take in what this rank has seen itself of a factor that it keeps."""

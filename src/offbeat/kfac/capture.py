@@ -30,8 +30,8 @@ What is counted, and what is not:
   from then on.
 - Passes without gradients are not seen, nor those in which all that is covered is frozen. Of one
   that no backward pass follows, as of an evaluation that leaves gradients on, inputs count, and no
-  terms of the loss. `torch.autograd.grad` and second passes through a retained graph cannot be told
-  from training and are counted.
+  terms of the loss. So it is with `torch.autograd.grad`, which adds to no weight's gradient. Second
+  passes through a retained graph cannot be told from training and are counted.
 
 `nn.MultiheadAttention` calls its projections as functions and not as modules. PyTorch's own forward
 pass runs, to the bit: its code is executed with the name `linear` bound to an observer that calls
@@ -63,6 +63,7 @@ from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
 from offbeat.kfac.curvature import Curvature
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
+    accumulates,
     attention_functions,
     current_backward_pass,
     tensors_in,
@@ -130,6 +131,8 @@ class Capture:
             factor.
         room: for a block's index and a side, where to sum that factor until it is taken: the
             message that it leaves in. None: in memory of its own.
+        is_kept: whether this rank sums the factors of the block of an index. Of others it counts
+            terms of the loss alone, which belong to the whole pass.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Capture:
         grad_scale: Callable[[], float] = lambda: 1.0,
         added: Callable[[int, Side], None] = lambda index, side: None,
         room: Callable[[int, Side], torch.Tensor | None] = lambda index, side: None,
+        is_kept: Callable[[int], bool] = lambda index: True,
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
@@ -152,7 +156,7 @@ class Capture:
         self._blocks = list(blocks)
         self._curvature = curvature
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
-        self._room, self._taken = room, set[tuple[int, Side]]()
+        self._room, self._is_kept, self._taken = room, is_kept, set[tuple[int, Side]]()
         self._uses = [
             _Watched(index, use) for index, block in enumerate(blocks) for use in block.uses
         ]
@@ -163,7 +167,10 @@ class Capture:
         self._layers_seen: set[str] = set()
         self._pass = 0
         self._is_in_root = self._has_gradient = False  # the latter: since the pass began
-        self._terms_in_loss: dict[int, float | torch.Tensor] = {}  # by forward pass of the root
+        # By forward pass of the root: terms that the gradient of its output shows, and terms of
+        # passes of which a block has got a gradient.
+        self._terms_at_output: dict[int, float | torch.Tensor] = {}
+        self._terms_in_loss: dict[int, float | torch.Tensor] = {}
         self._handles: list[Any] = self._hook_root(model)
         self._watched: list[nn.MultiheadAttention] = []
         for module in model.modules():
@@ -196,7 +203,7 @@ class Capture:
         self.phase = None
         self._sums = [_Sums() for _ in self._uses]
         self._taken.clear()
-        self._terms_in_loss = {}
+        self._terms_at_output, self._terms_in_loss = {}, {}
 
     def take(self, index: int, side: Side) -> Increment:
         """What was added to a factor of block `index` since the last time. Take "input" first:
@@ -319,7 +326,8 @@ class Capture:
         stride = self._stride(block, inputs, dim)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
-            if self.phase is not None:
+            weight = block.weight
+            if self.phase is not None and (not weight.requires_grad or accumulates(weight)):
                 self._has_gradient = True
                 if recomputing and kept is not None:
                     self._add_inputs(place, kept, num_terms)
@@ -376,13 +384,16 @@ class Capture:
             num_terms = gradient.shape[min(self._curvature.batch_dim, gradient.ndim - 2)]
         own = [sums.terms[number][0] for sums in self._sums if number in sums.terms]
         if self.phase is not None and num_terms in own:
-            self._terms_in_loss[number] = self._without_padding(num_terms, gradient)
+            self._terms_at_output[number] = self._without_padding(num_terms, gradient)
 
     def _saw_first_gradient(self, number: int, place: int, gradient: torch.Tensor) -> None:
         """Of all blocks, the one whose gradient comes first in a pass is nearest to the loss."""
         terms = self._sums[place].terms
         if number in terms and number not in self._terms_in_loss:
-            self._terms_in_loss[number] = self._without_padding(terms[number][0], gradient)
+            at_output = self._terms_at_output.get(number)
+            if at_output is None:
+                at_output = self._without_padding(terms[number][0], gradient)
+            self._terms_in_loss[number] = at_output
 
     def _without_padding(self, num_terms: int, gradient: torch.Tensor) -> int | torch.Tensor:
         """How many of the terms get a gradient, if each position is one; a tensor, so that nobody
@@ -400,15 +411,17 @@ class Capture:
             num_terms = block.num_terms(inputs)
         dim = block.example_dim(inputs)
         seen = self._sampled(inputs.detach(), dim, self._stride(block, inputs, dim))
-        with _plain_arithmetic(inputs.device.type):
-            moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
-            sums.inputs = self._plus(place, "input", sums.inputs, moment)
         # Of each example that is looked at, all terms are.
         num_seen = (
             num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
         )
         # A pass has as many terms as the widest of its calls.
         sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
+        if not self._is_kept(watched.block_index):
+            return
+        with _plain_arithmetic(inputs.device.type):
+            moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
+            sums.inputs = self._plus(place, "input", sums.inputs, moment)
         self.spent_s += time.monotonic() - began_s
         self._added(watched.block_index, watched.side("input"))
 
@@ -421,6 +434,8 @@ class Capture:
         stride: int,
     ) -> None:
         began_s, sums, watched = time.monotonic(), self._sums[place], self._uses[place]
+        if not self._is_kept(watched.block_index):
+            return
         inputs = None if inputs is None else self._sampled(inputs, dim, stride)
         with _plain_arithmetic(gradient.device.type):
             moment = watched.block.output_moment(self._sampled(gradient, dim, stride), inputs)
@@ -580,8 +595,11 @@ def watch(module: nn.MultiheadAttention, observer: Projections) -> None:
         observer,
     )
     kind = type(module)
-    bases = _WatchedAttention, kind
-    module.__class__ = _watched_kinds.setdefault(kind, type(kind.__name__, bases, {}))
+    if kind not in _watched_kinds:
+        # torch.compile does not get along with functions whose global names are others.
+        own = {"forward": torch.compiler.disable(_WatchedAttention.forward)}
+        _watched_kinds[kind] = type(kind.__name__, (_WatchedAttention, kind), own)
+    module.__class__ = _watched_kinds[kind]
 
 
 def unwatch(module: nn.MultiheadAttention) -> None:
@@ -623,13 +641,13 @@ class Projections:
         if inputs.ndim == 2:  # the output projection gets positions and examples in one dimension
             inputs = inputs.unflatten(0, (-1, self._num_examples))
         self._num_examples = inputs.shape[1]
+        if self._is_query(weight):  # which may be frozen and no block's
+            self._num_terms = next(iter(self._blocks.values())).num_terms(inputs)
         for index, block in self._blocks.items():
             wanted = block.weight.detach()[block.rows]
             if wanted.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
                 continue
             first = (wanted.storage_offset() - weight.storage_offset()) // weight.shape[1]
-            if self._is_query(weight):
-                self._num_terms = block.num_terms(inputs)
             if first == 0 and len(wanted) > len(weight):
                 self._capture.retire_use(index, _NOT_SELF_ATTENTION)
             elif 0 <= first < len(weight):

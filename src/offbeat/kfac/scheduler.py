@@ -96,7 +96,6 @@ class FactorScheduler(ExchangeListener):
         messages: the messages of the plan, in the order in which they are launched.
         retired: indices of the blocks that all ranks have given up.
         capture: the hooks on the model.
-        watched: for each block that this rank observes, its index in `capture`.
     """
 
     def __init__(
@@ -131,20 +130,15 @@ class FactorScheduler(ExchangeListener):
         self._ready_s_of_steps: list[list[float]] = []
         self._num_profiled = 0
         self._is_open = self._has_sent = False
-        observed = [
-            index
-            for index in range(len(blocks))
-            if plan.groups or plan.is_kept_by(context.driver.rank, 2 * index)
-        ]
-        self.watched = {index: place for place, index in enumerate(observed)}
         self.capture = Capture(
             context.model,
-            [blocks[index] for index in observed],
+            blocks,
             settings.curvature,
             warn=context.notices.notify,
             grad_scale=context.grad_scale,
-            added=lambda place, side: self._on_added(observed[place], side),
-            room=lambda place, side: self._room(2 * observed[place] + (side == "output")),
+            added=self._on_added,
+            room=self._room,
+            is_kept=self._is_summed_here,
         )
         self.adopt(plan)
         self.begin_step()
@@ -225,7 +219,12 @@ class FactorScheduler(ExchangeListener):
                 if not num_missing and not progress.is_handed_over[number]:
                     self._hand_over(number, failed=False)
 
-    def _room(self, slot: int) -> torch.Tensor | None:
+    def _is_summed_here(self, block_index: int) -> bool:
+        rank = self._driver.rank
+        return bool(self.plan.groups) or self.plan.is_kept_by(rank, 2 * block_index)
+
+    def _room(self, block_index: int, side: Side) -> torch.Tensor | None:
+        slot = 2 * block_index + (side == "output")
         message = self._message_of.get(slot)
         return None if message is None else self.messages[message].room(slot)
 
@@ -242,8 +241,7 @@ class FactorScheduler(ExchangeListener):
         self._launch_order.launch(("factors", number), begin)
 
     def _take(self, slot: int) -> Increment:
-        place = self.watched[slot // 2]
-        return self.capture.take(place, self._slots[slot].side)
+        return self.capture.take(slot // 2, self._slots[slot].side)
 
     def _nothing(self, slot: int) -> Increment:
         return Increment(self._slots[slot].zeros(), 0.0)
@@ -273,6 +271,9 @@ class FactorScheduler(ExchangeListener):
         self.num_exchanges += 1
         self.capture.stop()
 
+    def on_gradients_dropped(self) -> None:
+        self.num_exchanges = 0
+
     # What the callback says and asks for, before and after the optimizer's step
 
     def saw_gradient(self, parameter: int) -> None:
@@ -280,12 +281,12 @@ class FactorScheduler(ExchangeListener):
         self._progress.with_gradient.add(parameter)
 
     def blocks_used(self) -> set[int]:
-        """The blocks whose weights have got a gradient in this step, of those that this rank
-        observes and has not given up.
+        """The blocks whose weights have got a gradient in this step, of those that this rank has
+        not given up.
         """
         return {
             index
-            for index in self.watched
+            for index in range(len(self._blocks))
             if self._first_parameters[2 * index] in self._progress.with_gradient
             and not self.is_retired_here(2 * index)
         }
@@ -342,14 +343,13 @@ class FactorScheduler(ExchangeListener):
 
     def is_retired_here(self, slot: int) -> bool:
         """Whether this rank has given up the layer of a factor."""
-        return self.capture.is_retired(self.watched[slot // 2])
+        return self.capture.is_retired(slot // 2)
 
     def retire(self, block_indices: Iterable[int]) -> None:
         """Give blocks up, because some rank has given them up."""
         for index in sorted(set(block_indices) - self.retired):
             self.retired.add(index)
-            if index in self.watched:
-                self.capture.retire(self.watched[index], "its shape has changed on another rank")
+            self.capture.retire(index, "its shape has changed on another rank")
 
     def end_step(self) -> None:
         """The optimizer's step has been taken: begin the next one."""
