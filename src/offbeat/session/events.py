@@ -229,7 +229,8 @@ class EventDispatcher:
 
     @_without_grad
     def _forward_begins(self, *, trains: bool) -> None:
-        self._notices.issue_warnings()
+        if self._notices.due:
+            self._notices.issue_warnings()
         for callback in self._those_with("on_forward_begins"):
             callback.on_forward_begins(trains=trains)
 
@@ -359,7 +360,8 @@ class EventDispatcher:
         self._driver.mark_step(self.num_steps)
         for observer in self._observers:
             observer.step_ended(self.num_steps)
-        self._notices.issue_warnings()
+        if self._notices.due:
+            self._notices.issue_warnings()
 
 
 def _refuse_second_exchange(model: torch.nn.Module) -> None:
