@@ -694,8 +694,9 @@ class _Model(torch.nn.Module):
         """The gradient of a parameter is about to be ready."""
         if tensor in self._outputs:
             output, look_s = self._outputs.pop(tensor)
-            weight, gradient = self.tensors[tensor], output.detach()
-            self._rank.look(partial(torch.autograd.grad, output, weight, gradient), look_s)
+            one, weight = output.detach(), self.tensors[tensor]
+            # Those who look see by it that it is a pass of training.
+            self._rank.look(partial(torch.autograd.backward, output, one, inputs=weight), look_s)
 
 
 class _Miniatures(Wrapper):
