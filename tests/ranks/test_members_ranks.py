@@ -111,6 +111,11 @@ def come_back(rank: int, world_size: int) -> dict[str, Any]:
             "start": session.start_step,
             "num_steps": again["num_steps"],
             "kept": kept,
+            "left_out": [
+                what
+                for what in ("model", "state of the session")
+                if any(f"the older {what}," in notice for notice in session.notices)
+            ],
             "held": fingerprint(net),
         }
 
@@ -146,6 +151,7 @@ def test_one_that_returns_goes_on_where_the_others_are(
     )
     newcomer = expected.value()
     assert newcomer["kept"]
+    assert newcomer["left_out"] == ["model", "state of the session"]
     assert newcomer["num_steps"] == newcomer["start"]
     assert newcomer["start"] % PERIOD == 0
     assert DIES_AT < newcomer["start"] < 2 * STEPS

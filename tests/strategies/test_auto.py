@@ -207,6 +207,30 @@ def test_clipping_goes_on_with_the_strategy_that_takes_over() -> None:
 Costs = Callable[[str, MeasuredRun], float]
 
 
+def predict_by(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
+    """Let `costs` predict steps, by strategy, however little of a step is waiting."""
+
+    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
+        is_beginning = strategy == offbeat.LocalSGD(period=1)
+        assert period == (1 if is_beginning else CANDIDATES[strategy.name].period)
+        return Predicted(costs("beginning" if is_beginning else strategy.name, run), 1.0)
+
+    monkeypatch.setattr(auto, "predict", predicted)
+    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+
+
+def record_runs(monkeypatch: pytest.MonkeyPatch) -> list[MeasuredRun]:
+    """What predictions are asked for will be in this list."""
+    seen: list[MeasuredRun] = []
+
+    def costs(name: str, run: MeasuredRun) -> float:
+        seen.append(run)
+        return 1.0
+
+    predict_by(monkeypatch, costs)
+    return seen
+
+
 def choosing(
     monkeypatch: pytest.MonkeyPatch,
     costs: Costs,
@@ -220,15 +244,11 @@ def choosing(
     `costs`.
     """
 
-    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        assert run.dtype == torch.float64  # the model's
-        is_beginning = strategy == offbeat.LocalSGD(period=1)
-        assert period == (1 if is_beginning else CANDIDATES[strategy.name].period)
-        return Predicted(costs("beginning" if is_beginning else strategy.name, run), 1.0)
+    def of_a_model_in_double_precision(name: str, run: MeasuredRun) -> float:
+        assert run.dtype == torch.float64
+        return costs(name, run)
 
-    monkeypatch.setattr(auto, "predict", predicted)
-    # However little of a step is waiting.
-    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+    predict_by(monkeypatch, of_a_model_in_double_precision)
 
     def job(driver: ThreadDriver) -> tuple[list[str], list[str], list[torch.Tensor]]:
         model = make_model()
@@ -373,14 +393,7 @@ def test_exchanges_go_on_beside_the_last_of_the_passes_that_accumulate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A forward pass takes a second, a backward pass two, and there are three of both in a step."""
-    seen: list[tuple[float, float]] = []
-
-    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        seen.append((run.forward_s, run.backward_s))
-        return Predicted(1.0, 1.0)
-
-    monkeypatch.setattr(auto, "predict", predicted)
-    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+    seen = record_runs(monkeypatch)
 
     def job(driver: ThreadDriver) -> None:
         now_s = 0.0
@@ -408,8 +421,8 @@ def test_exchanges_go_on_beside_the_last_of_the_passes_that_accumulate(
 
     results_of(2, job)
     assert seen
-    for forward_s, backward_s in seen:
-        assert (forward_s, backward_s) == pytest.approx((3 * 1.0 + 2 * 2.0, 2.0))
+    for run in seen:
+        assert (run.forward_s, run.backward_s) == pytest.approx((3 * 1.0 + 2 * 2.0, 2.0))
 
 
 class Tempered(torch.nn.Module):
@@ -426,14 +439,7 @@ def test_weights_are_predicted_to_be_as_long_as_most_of_them_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first parameter is a single number that no pass has used, in another type."""
-    seen: list[tuple[torch.dtype, int]] = []
-
-    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        seen.append((run.dtype, run.moments))
-        return Predicted(1.0, 1.0)
-
-    monkeypatch.setattr(auto, "predict", predicted)
-    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+    seen = record_runs(monkeypatch)
 
     def job(driver: ThreadDriver) -> None:
         model = Tempered()
@@ -445,7 +451,7 @@ def test_weights_are_predicted_to_be_as_long_as_most_of_them_are(
                 optimizer.zero_grad()
 
     results_of(2, job)
-    assert set(seen) == {(torch.bfloat16, 2)}
+    assert {(run.dtype, run.moments) for run in seen} == {(torch.bfloat16, 2)}
 
 
 @pytest.mark.parametrize(("sizes", "chosen"), [((8, 8), "localsgd"), ((8, 4), "gtopk")])
@@ -453,12 +459,8 @@ def test_models_are_not_averaged_where_a_rank_has_more_samples(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], chosen: str
 ) -> None:
     """Those of a batch of few would count for more than others."""
-
-    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        return Predicted({"localsgd": 1e-12, "gtopk": 1e-9}.get(strategy.name, 1.0), 1.0)
-
-    monkeypatch.setattr(auto, "predict", predicted)
-    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+    step_s = {"localsgd": 1e-12, "beginning": 1e-12, "gtopk": 1e-9}
+    predict_by(monkeypatch, lambda name, run: step_s.get(name, 1.0))
 
     def job(driver: ThreadDriver) -> tuple[str, list[str]]:
         model = make_model()
@@ -580,11 +582,7 @@ def test_more_ranks_go_on_with_what_was_at_work(monkeypatch: pytest.MonkeyPatch)
             made = [(one.step, one.before, one.after) for one in session.decisions]
             return made, copy.deepcopy(session.state_dict())
 
-    def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        return Predicted(1e-9 if strategy.name == "powersgd" else 1.0, 1.0)
-
-    monkeypatch.setattr(auto, "predict", predicted)
-    monkeypatch.setattr(choice, "LEAST_MARGIN", float("-inf"))
+    predict_by(monkeypatch, lambda name, run: 1e-9 if name == "powersgd" else 1.0)
     states = [state for _, state in results_of(2, job)]
     after = results_of(3, lambda driver: job(driver, states, 1))
     assert [made for made, _ in after] == [[(FIRST_LOOK, "allreduce", "powersgd")]] * 3

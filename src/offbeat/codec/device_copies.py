@@ -1,5 +1,5 @@
 """Copies between the host and a device. The host does not wait for those to a device, and once for
-several from one.
+several from one. And how long a call takes there.
 
 From usual memory a copy begins when all that was queued on the device before is done, and the host
 waits for it. From pinned memory, which PyTorch keeps for the next copy, it is queued.

@@ -783,6 +783,7 @@ class Session:
         where its peers are, whatever its checkpoint says.
         """
         if self._stays_with_peers:
+            self._notify_left_out("state of the session")
             return
         if self._island_state is not None:
             self._load_callbacks(self._island_state.callbacks(state, self.strategy.name))
@@ -813,6 +814,12 @@ class Session:
         """Whether what a script loads is older than what this rank has taken of its peers."""
         return self._returns and not self._events.num_steps
 
+    def _notify_left_out(self, what: str) -> None:
+        self._notices.notify(
+            f"this worker has come back and goes on where its peers are; the older {what}, which"
+            " its script has loaded, is left out"
+        )
+
     def _keep_from_loads(self) -> list[Callable[[], None]]:
         """Keep the model of the peers where a script that is run anew loads its checkpoint after
         `attach`: they would be drawn back to it. Returns what ends that.
@@ -828,10 +835,7 @@ class Session:
             if kept:
                 self._swap(self._tensors(), kept)
                 kept.clear()
-                self._notices.notify(
-                    "this worker has come back and goes on with the model of its peers; the older"
-                    " one, which its script has loaded, is left out"
-                )
+                self._notify_left_out("model")
 
         return [
             model.register_load_state_dict_pre_hook(ModuleHook(model, before)).remove,

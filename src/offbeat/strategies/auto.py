@@ -79,7 +79,7 @@ _SEEN: Final = 20
 MEMINFO: Final = Path("/proc/meminfo")
 _MOST_RANKS: Final = 64
 _LIKE: Final = 1.1
-"""Ranks of which one has been told of at most so many times as many samples have like batches."""
+"""Batches count as alike unless one rank has had more than so many times another one's samples."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,8 @@ class Candidate:
             those that scale by second moments.
         period: steps after which its exchanges repeat.
         bytes_per_parameter: memory that it needs beyond AllReduce's.
-        bytes_per_moment: likewise, for each that the optimizer keeps of a parameter.
+        bytes_per_moment: memory beyond AllReduce's for each moment that the optimizer keeps of a
+            parameter.
         keeps_step: whether ranks take equally many steps.
         begins_as: what it is like when it has just taken over; "": what it is later.
         beginning: which share of `BETWEEN_CHANGES` steps is like that, where the rest is like later
