@@ -22,6 +22,7 @@ were.
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -58,6 +59,8 @@ _ONE_TURN_S = 1e6
 SINGLE: Final = ("ddp", *CANDIDATES)
 WITHOUT_WARMUP: Final = ("ddp", "allreduce")
 TABLE: Final = "situations"
+AVERAGES: Final = re.compile(r"had (\d+) averages")
+"""In what WAGMA says at the end."""
 
 
 def cluster_of(link: str, *, late: bool) -> Cluster:
@@ -91,7 +94,7 @@ def runs_of(
     plan = plan_comparison(request, out=out)
     directory, comparison = watched(plan)
     return {
-        one.strategy: [Record(directory / run) for run in one.runs]
+        one.label: [Record(directory / run) for run in one.runs]
         for one in comparison.contestants
         if one.failure is None
     }
@@ -108,15 +111,14 @@ def situation(size: str, link: str, *, late: bool, seeds: int, keep: Path) -> It
     (exact,) = runs_of(size, ("allreduce",), unlinked, out / "exact", seeds=seeds).values()
 
     step_s = {each: last_step_s(run) for each, (run,) in single.items()}
-    worth = {each: one.sgd.mean for each, one in CANDIDATES.items()}
-    run_s = {each: step_s[each] * OF_A_RUN * worth.get(each, 1.0) for each in step_s}
+    run_s = {each: step_s[each] * OF_A_RUN * worth_of(each, run) for each, (run,) in single.items()}
     best = min(run_s, key=lambda each: run_s[each])
     auto_s, measuring_s = [], []
     for run in autos:
         durations_s = read_steps(run).step_s()
         later_s = np.sum(durations_s[FIRST_LOOK + 1 :]) + last_step_s(run) * (OF_A_RUN - STEPS)
         first_s = np.sum(durations_s[: FIRST_LOOK + 1])
-        auto_s.append(float(first_s + later_s * worth[chosen_in(run)]))
+        auto_s.append(float(first_s + later_s * worth_of(chosen_in(run), run)))
         # What measuring took lies in the step after which it was done, or in the next one.
         around = durations_s[FIRST_LOOK - 1 : FIRST_LOOK + 2]
         before = float(np.median(durations_s[10 : FIRST_LOOK - 1]))
@@ -141,6 +143,17 @@ def situation(size: str, link: str, *, late: bool, seeds: int, keep: Path) -> It
 
 def last_step_s(run: Record) -> float:
     return float(np.mean(read_steps(run).step_s()[-LAST:]))
+
+
+def worth_of(strategy: str, run: Record) -> float:
+    """Steps of it that are worth one of AllReduce, with the averages that `run` had in a step."""
+    candidate, summary = CANDIDATES.get(strategy), run.summary()
+    if candidate is None or summary is None:
+        return 1.0
+    counts = [float(n) for told in summary.notices for n in AVERAGES.findall(told)]
+    began = summary.decisions[-1].step if summary.decisions else 0
+    averages = fmean(counts) / (summary.steps - began) if counts else 1.0
+    return candidate.sgd.with_averages(averages).mean
 
 
 def metric_of(run: Record) -> float:

@@ -31,6 +31,17 @@ STRATEGIES = (
     Contestant(label="GTopK, k of the sum", spec="gtopk:density=0.01:collective=reduce_scatter"),
     Contestant(label="PowerSGD", spec="powersgd"),
     Contestant(label="LocalSGD", spec="localsgd"),
+    Contestant(label="LocalSGD, 4 bits", spec="localsgd:codec=linear4"),
+    Contestant(label="LocalSGD, 4 bits, growing period", spec="localsgd:codec=linear4:warmup=40"),
+    Contestant(
+        label="LocalSGD, 4 bits, growing period, states averaged",
+        spec="localsgd:codec=linear4:warmup=40:optimizer_state=averaged",
+    ),
+    # Its ranks are processes, whose averages come beside training.
+    Contestant(label="WAGMA", spec="wagma", in_threads=False),
+    Contestant(label="WAGMA, 4 bits", spec="wagma:values=e3m0", in_threads=False),
+    Contestant(label="WAGMA, every 2nd step", spec="wagma:interval=2", in_threads=False),
+    Contestant(label="WAGMA, every 5th step", spec="wagma:interval=5", in_threads=False),
 )
 TABLE = "steps to equal"
 

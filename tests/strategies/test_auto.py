@@ -33,6 +33,7 @@ TAKES_OVER: dict[str, Strategy] = {
     "powersgd": offbeat.PowerSGD(rank=1),
     "allreduce in 8 bits": offbeat.AllReduce(codec="linear8"),
     "localsgd": offbeat.LocalSGD(period=3, warmup=0),
+    "localsgd in 4 bits": offbeat.LocalSGD(period=3, codec="linear4"),
 }
 
 
@@ -211,8 +212,8 @@ def predict_by(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
     """Let `costs` predict steps, by strategy, however little of a step is waiting."""
 
     def predicted(strategy: Strategy, run: MeasuredRun, *, period: int = 1) -> Predicted:
-        is_beginning = strategy == offbeat.LocalSGD(period=1)
-        assert period == (1 if is_beginning else CANDIDATES[strategy.name].period)
+        is_beginning = getattr(strategy, "period", 0) == 1
+        assert period == (10 if isinstance(strategy, offbeat.LocalSGD) and not is_beginning else 1)
         return Predicted(costs("beginning" if is_beginning else strategy.name, run), 1.0)
 
     monkeypatch.setattr(auto, "predict", predicted)
@@ -549,7 +550,11 @@ def test_what_is_owed_is_sent_after_a_resume_in_the_midst_of_a_change(
 def test_a_command_line_has_a_plus_between_the_names_that_are_allowed() -> None:
     asked = auto.built("auto:allow=gtopk+localsgd+wagma:exclude=wagma+powersgd")
     assert isinstance(asked, offbeat.Auto)
-    assert asked.allowed() == ["allreduce", "gtopk", "localsgd"]
+    assert [auto.built(spec).name for spec in asked.allowed()] == [
+        "allreduce",
+        "gtopk",
+        *["localsgd"] * 2,
+    ]
 
 
 @pytest.mark.parametrize("has_scaler", [False, True])

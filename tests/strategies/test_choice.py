@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from offbeat import LocalSGD
+from offbeat.strategies.auto import built
 from offbeat.strategies.choice import (
-    AVERAGES_IN_A_STEP,
     BESIDE_S,
     BETWEEN_CHANGES,
     CANDIDATES,
@@ -89,13 +89,16 @@ def test_the_coming_steps_count_and_later_ones_are_expected() -> None:
 
 def test_local_sgd_begins_with_as_many_averages_as_are_counted() -> None:
     """Of 500 steps some are like those with an average in each, the others as later ones."""
-    schedule, averages, since = LocalSGD().schedule, 0, 0
-    for step in range(1, BETWEEN_CHANGES + 1):
-        since += 1
-        if since >= schedule.period(step, {}):
-            averages, since = averages + 1, 0
-    share, period = CANDIDATES["localsgd"].beginning, CANDIDATES["localsgd"].period
-    assert averages == pytest.approx(BETWEEN_CHANGES * (share + (1 - share) / period), rel=0.01)
+    for spec, candidate in CANDIDATES.items():
+        strategy, averages, since = built(spec), 0, 0
+        if not isinstance(strategy, LocalSGD):
+            continue
+        for step in range(1, BETWEEN_CHANGES + 1):
+            since += 1
+            if since >= strategy.schedule.period(step, {}):
+                averages, since = averages + 1, 0
+        share, period = candidate.beginning, candidate.period
+        assert averages == pytest.approx(BETWEEN_CHANGES * (share + (1 - share) / period), rel=0.01)
 
 
 def test_looks_are_at_fixed_steps() -> None:
@@ -133,16 +136,21 @@ def test_what_averages_beside_training_needs_processors_beside_it() -> None:
 
 
 def test_what_does_not_fit_is_no_candidate() -> None:
-    gtopk, wagma = CANDIDATES["gtopk"], CANDIDATES["wagma"]
+    gtopk = CANDIDATES["gtopk"]
     assert gtopk.fits(1000, 2, free_bytes=10_001)
     assert not gtopk.fits(1000, 2, free_bytes=10_000)
     # LocalSGD holds the means of all that the optimizer keeps until they are complete.
     local = CANDIDATES["localsgd"]
     assert local.fits(1000, 0, free_bytes=10_000)
     assert not local.fits(1000, 2, free_bytes=10_000)
-    assert gtopk.stays_near(0.0)
-    assert wagma.stays_near(AVERAGES_IN_A_STEP)
-    assert not wagma.stays_near(AVERAGES_IN_A_STEP / 2)
+
+
+def test_models_that_are_averaged_rarely_take_more_steps() -> None:
+    for steps in (CANDIDATES["wagma"].sgd, CANDIDATES["wagma"].adam):
+        means = [steps.with_averages(in_a_step).mean for in_a_step in (0.1, 0.5, 1.0, 2.0)]
+        assert means[0] > means[1] > means[2] == means[3] == steps.mean
+    gtopk = CANDIDATES["gtopk"].sgd
+    assert gtopk.with_averages(0.0) == gtopk
 
 
 def test_it_says_what_would_change_its_mind() -> None:

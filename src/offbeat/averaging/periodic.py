@@ -363,6 +363,9 @@ class WeightExchange:
     def merge(self) -> None:
         """Wait for what `launch` began, and change the weights. After the optimizer's step."""
 
+    def send_all(self) -> None:
+        """From the next average on nothing is owed."""
+
     def average_into(self, weights: ModelWeights) -> frozenset[int]:
         """As of `Callback`. Called only if `averages_models`."""
         raise NotImplementedError
@@ -599,6 +602,11 @@ class MeanOfAll(WeightExchange):
         self.encode_s += time.perf_counter() - begin_s
         self._average_state()
 
+    @override
+    def send_all(self) -> None:
+        for reduction in () if self._codec is None else self._codec.reductions:
+            reduction.send_all()
+
     def _average_state(self) -> None:
         averages, due = self._averages_state, None
         if isinstance(averages, Mapping):
@@ -731,6 +739,10 @@ class PeriodicAverage(Callback):
         launched_for = self._launched_for
         if launched_for is not None and self._num_steps >= launched_for + self.exchange.delay:
             self._merge()
+
+    @override
+    def on_last_step(self) -> None:
+        self.exchange.send_all()
 
     @override
     def on_finish(self) -> None:

@@ -45,6 +45,7 @@ from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
@@ -77,6 +78,8 @@ from offbeat.weights.optimizer_state import divides_by_squares
 
 _SEEN: Final = 20
 MEMINFO: Final = Path("/proc/meminfo")
+NAMES: Final = tuple(dict.fromkeys(parse_spec(spec)[0] for spec in CANDIDATES))
+"""What `allow` and `exclude` may have."""
 _MOST_RANKS: Final = 64
 _LIKE: Final = 1.1
 """Batches count as alike unless one rank has had more than so many times another one's samples."""
@@ -107,7 +110,7 @@ class Auto(Strategy):
         require_one_of("quality", self.quality, ("equal", "faster"))
         for option in ("allow", "exclude"):
             for name in _names(getattr(self, option)):
-                require_one_of(option, name, tuple(CANDIDATES))
+                require_one_of(option, name, NAMES)
         if "allreduce" in _names(self.exclude):
             raise ConfigError(
                 "exclude has 'allreduce', which every run begins with; name the strategy to train"
@@ -125,9 +128,9 @@ class Auto(Strategy):
         self.begins_as().check(model, optimizer)
 
     def allowed(self) -> list[str]:
-        """The names of strategies to choose among."""
-        allowed = {"allreduce", *(_names(self.allow) or CANDIDATES)} - {*_names(self.exclude)}
-        return [name for name in CANDIDATES if name in allowed]
+        """The strategies to choose among, as `CANDIDATES` has them."""
+        allowed = {"allreduce", *(_names(self.allow) or NAMES)} - {*_names(self.exclude)}
+        return [spec for spec in CANDIDATES if parse_spec(spec)[0] in allowed]
 
     def candidates(self, context: Context) -> dict[str, Strategy]:
         """Those that can train what `context` has, by name."""
@@ -145,12 +148,19 @@ class Auto(Strategy):
                 found[name] = strategy
         return found
 
-    def steps(self, optimizer: torch.optim.Optimizer | None) -> dict[str, StepsToEqual]:
-        """To equal quality, by name."""
+    def steps(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        averages: Mapping[str, float] = MappingProxyType({}),
+    ) -> dict[str, StepsToEqual]:
+        """To equal quality, by name, where so many `averages` come in a step."""
         if self.quality == "faster":
             return dict.fromkeys(CANDIDATES, StepsToEqual(1.0, 0.0))
         scales = optimizer is not None and divides_by_squares(optimizer)
-        return {name: one.adam if scales else one.sgd for name, one in CANDIDATES.items()}
+        return {
+            name: (one.adam if scales else one.sgd).with_averages(averages.get(name, 1.0))
+            for name, one in CANDIDATES.items()
+        }
 
     @override
     def build(self, context: Context) -> Sequence[Callback]:
@@ -190,6 +200,14 @@ class _Step(NamedTuple):
     backward_s: float
     optimizer_s: float
     processors_s: float
+
+
+class _Predicted(NamedTuple):
+    """Of a candidate: a step in seconds, the mean of the coming ones, and averages in a step."""
+
+    step_s: float
+    coming_s: float
+    averages: float
 
 
 class Chooser(Callback):
@@ -329,15 +347,21 @@ class Chooser(Callback):
         seen = SeenSteps.of(standing.at_work, whole_s, computed_s)
         if not standing.is_news(seen.step_s):
             return
-        measured, predicted_s, coming_s = str(seen), dict[str, float](), dict[str, float]()
+        measured, predicted = str(seen), dict[str, _Predicted]()
         if not seen.hardly_waits():
             run = self._measured(said, seen)
             measured += f"; {run.links()}"
             counts = [each["num_samples"] for each in said]
             if are_unlike := max(counts) > _LIKE * min(counts):
                 measured += "; their batches are unlike, and averages of models count them alike"
-            predicted_s, coming_s = self._predict(run, said, weighs=are_unlike)
-        choice = choose(seen, predicted_s, self._auto.steps(self._context.optimizer), coming_s)
+            predicted = self._predict(run, said, weighs=are_unlike)
+        averages = {name: one.averages for name, one in predicted.items()}
+        choice = choose(
+            seen,
+            {name: one.step_s for name, one in predicted.items()},
+            self._auto.steps(self._context.optimizer, averages),
+            {name: one.coming_s for name, one in predicted.items()},
+        )
         verb = "stays with" if choice.name == seen.at_work else "goes over to"
         for remark in (
             f"auto, step {standing.num_steps}: {measured}",
@@ -416,9 +440,9 @@ class Chooser(Callback):
 
     def _predict(
         self, run: MeasuredRun, said: Sequence[Mapping[str, Any]], *, weighs: bool
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds of a step, by candidate, and of the coming ones where these differ. Collective:
-        each rank simulates some of them. `weighs`: samples must count alike, and not batches.
+    ) -> dict[str, _Predicted]:
+        """By candidate. Collective: each rank simulates some of them. `weighs`: samples must count
+        alike, and not batches.
         """
         context = self._context
         places = [place for each in said for place in each["places"]]
@@ -432,7 +456,7 @@ class Chooser(Callback):
             for name, strategy in self._auto.candidates(context).items()
             if not (weighs and strategy.replicas_differ) or name == self._standing.at_work
         }
-        mine: dict[str, tuple[float, float]] = {}
+        mine: dict[str, _Predicted] = {}
         for number, (name, strategy) in enumerate(possible.items()):
             candidate = CANDIDATES[name]
             fits = candidate.fits(num_elements, run.moments, free_bytes=free_bytes)
@@ -454,12 +478,9 @@ class Chooser(Callback):
                         f"auto leaves {name} out, since predicting failed: {error!r}"
                     )
                     continue
-                if name == self._standing.at_work or candidate.stays_near(predicted.exchanges):
-                    mine[name] = step_s, coming_s
-        found = {name: both for theirs in self._gather(mine) for name, both in theirs.items()}
-        ordered = {name: found[name] for name in possible if name in found}
-        later, coming = ({name: both[n] for name, both in ordered.items()} for n in (0, 1))
-        return later, coming
+                mine[name] = _Predicted(step_s, coming_s, predicted.exchanges)
+        found = {name: one for theirs in self._gather(mine) for name, one in theirs.items()}
+        return {name: _Predicted(*found[name]) for name in possible if name in found}
 
     def _change_together(self) -> None:
         """`_change`, unless one of ranks that go on without it has died since they looked."""
