@@ -121,7 +121,7 @@ def situation(size: str, link: str, *, late: bool, seeds: int, keep: Path) -> It
         auto_s.append(float(first_s + later_s * worth_of(chosen_in(run), run)))
         # What measuring took lies in the step after which it was done, or in the next one.
         around = durations_s[FIRST_LOOK - 1 : FIRST_LOOK + 2]
-        before = float(np.median(durations_s[10 : FIRST_LOOK - 1]))
+        before = float(np.median(durations_s[5 : FIRST_LOOK - 1]))
         measuring_s.append(max(0.0, float(np.sum(around)) - 3 * before))
 
     cell = partial(Figure, table=TABLE, case=name)

@@ -1,7 +1,7 @@
 """Auto: begins as S-SGD (arXiv 2006.15704), measures, and lets the strategy take over that will be
 done first.
 
-    30 steps of AllReduce, of which the last 20 are timed on every rank
+    20 steps of AllReduce, of which the last 15 are timed on every rank
     if less than a tenth of a step is waiting: stay
     probe links and device
     for each candidate: predict its step, by its own callbacks on a virtual cluster of what was
@@ -76,7 +76,7 @@ from offbeat.strategies.choice import (
 from offbeat.strategies.options import require_one_of
 from offbeat.weights.optimizer_state import divides_by_squares
 
-_SEEN: Final = 20
+_SEEN: Final = 15
 MEMINFO: Final = Path("/proc/meminfo")
 NAMES: Final = tuple(dict.fromkeys(parse_spec(spec)[0] for spec in CANDIDATES))
 """What `allow` and `exclude` may have."""

@@ -23,7 +23,7 @@ LEAST_MARGIN: Final = 0.1
 UNEXPECTED: Final = 0.25
 """By which share a step takes another time than expected, before candidates are looked at again."""
 
-FIRST_LOOK: Final = 30
+FIRST_LOOK: Final = 20
 LEAST_SEEN: Final = 10
 EVERY: Final = 250
 BETWEEN_CHANGES: Final = 500
