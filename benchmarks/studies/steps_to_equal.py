@@ -31,11 +31,11 @@ STRATEGIES = (
     Contestant(label="GTopK, k of the sum", spec="gtopk:density=0.01:collective=reduce_scatter"),
     Contestant(label="PowerSGD", spec="powersgd"),
     Contestant(label="LocalSGD", spec="localsgd"),
-    Contestant(label="LocalSGD, 4 bits", spec="localsgd:codec=linear4"),
-    Contestant(label="LocalSGD, 4 bits, growing period", spec="localsgd:codec=linear4:warmup=40"),
+    Contestant(label="LocalSGD, 4 bits", spec="localsgd:codec=linear4:warmup=0"),
+    Contestant(label="LocalSGD, 4 bits, growing period", spec="localsgd:codec=linear4"),
     Contestant(
         label="LocalSGD, 4 bits, growing period, states averaged",
-        spec="localsgd:codec=linear4:warmup=40:optimizer_state=averaged",
+        spec="localsgd:codec=linear4:optimizer_state=averaged",
     ),
     # Its ranks are processes, whose averages come beside training.
     Contestant(label="WAGMA", spec="wagma", in_threads=False),

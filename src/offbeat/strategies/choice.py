@@ -125,7 +125,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         beginning=0.25,
     ),
     # Its optimizers' states are not averaged, which Adam misses.
-    "localsgd:codec=linear4:warmup=40": Candidate(
+    "localsgd:codec=linear4": Candidate(
         sgd=StepsToEqual(1.05, 0.1),
         adam=StepsToEqual(1.3, 0.15),
         period=10,

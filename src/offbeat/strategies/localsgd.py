@@ -142,8 +142,8 @@ class LocalSGD(AveragingStrategy):
         period: local steps between averages, >= 1; or a schedule by its name, or an
             `AveragingSchedule` of your own.
         warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
-            the beginning; None: 40, and 0 with `start_step`, `outer`, `codec`, `exchange` or a
-            `period` that is no number.
+            the beginning; None: 40, and 0 with `start_step`, `outer`, `exchange`, a `codec` that
+            leaves entries out, or a `period` that is no number.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         start: what these steps are; one of these strategies with options of its own, too. Hooks of
             K-FAC are taken out after them.
@@ -272,15 +272,11 @@ class LocalSGD(AveragingStrategy):
     def steps_of_growth(self) -> int:
         """`warmup`, and what it is by default."""
         if self.warmup is None:
-            grows = isinstance(self.period, int) and not self._begins_plainly
-            return 40 if grows else 0
+            codec = self.weight_codec
+            sends_all = codec is None or codec.density == 1
+            is_plain = not self.start_step and self.outer is None and self.exchange is None
+            return 40 if isinstance(self.period, int) and is_plain and sends_all else 0
         return self.warmup
-
-    @property
-    def _begins_plainly(self) -> bool:
-        """Whether averages are by default those of papers that have neither growth nor states."""
-        changed = (self.outer, self.codec, self.exchange)
-        return bool(self.start_step) or any(each is not None for each in changed)
 
     @property
     def schedule(self) -> AveragingSchedule:
@@ -298,7 +294,8 @@ class LocalSGD(AveragingStrategy):
         """
         chosen = self.optimizer_state
         if chosen is None:
-            return not self._begins_plainly
+            changed = (self.outer, self.codec, self.exchange)
+            return not self.start_step and all(each is None for each in changed)
         if not isinstance(chosen, str):
             return chosen
         if "=" not in chosen:
