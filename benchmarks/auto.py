@@ -116,9 +116,9 @@ def situation(size: str, link: str, *, late: bool, seeds: int, keep: Path) -> It
     auto_s, measuring_s = [], []
     for run in autos:
         durations_s = read_steps(run).step_s()
-        later_s = np.sum(durations_s[FIRST_LOOK + 1 :]) + last_step_s(run) * (OF_A_RUN - STEPS)
-        first_s = np.sum(durations_s[: FIRST_LOOK + 1])
-        auto_s.append(float(first_s + later_s * worth_of(chosen_in(run), run)))
+        first_s = float(np.sum(durations_s[: FIRST_LOOK + 1]))
+        later_s = seconds_of(run) - first_s
+        auto_s.append(first_s + later_s * worth_of(chosen_in(run), run))
         # What measuring took lies in the step after which it was done, or in the next one.
         around = durations_s[FIRST_LOOK - 1 : FIRST_LOOK + 2]
         before = float(np.median(durations_s[5 : FIRST_LOOK - 1]))
@@ -143,6 +143,12 @@ def situation(size: str, link: str, *, late: bool, seeds: int, keep: Path) -> It
 
 def last_step_s(run: Record) -> float:
     return float(np.mean(read_steps(run).step_s()[-LAST:]))
+
+
+def seconds_of(run: Record) -> float:
+    """Of a run of `OF_A_RUN` steps, whose further ones are like the last ones that were made."""
+    made_s = read_steps(run).step_s()
+    return float(np.sum(made_s)) + last_step_s(run) * (OF_A_RUN - len(made_s))
 
 
 def worth_of(strategy: str, run: Record) -> float:
