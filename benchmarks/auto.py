@@ -111,7 +111,7 @@ def situation(size: str, link: str, *, late: bool, seeds: int, keep: Path) -> It
     (exact,) = runs_of(size, ("allreduce",), unlinked, out / "exact", seeds=seeds).values()
 
     step_s = {each: last_step_s(run) for each, (run,) in single.items()}
-    run_s = {each: step_s[each] * OF_A_RUN * worth_of(each, run) for each, (run,) in single.items()}
+    run_s = {each: worth_of(each, run) * seconds_of(run) for each, (run,) in single.items()}
     best = min(run_s, key=lambda each: run_s[each])
     auto_s, measuring_s = [], []
     for run in autos:
