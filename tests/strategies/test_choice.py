@@ -11,6 +11,7 @@ from offbeat.strategies.choice import (
     BESIDE_S,
     BETWEEN_CHANGES,
     CANDIDATES,
+    COMING,
     EVERY,
     FIRST_LOOK,
     Choice,
@@ -88,17 +89,17 @@ def test_the_coming_steps_count_and_later_ones_are_expected() -> None:
 
 
 def test_local_sgd_begins_with_as_many_averages_as_are_counted() -> None:
-    """Of 500 steps some are like those with an average in each, the others as later ones."""
+    """Of those to come some are like those with an average in each, the others as later ones."""
     for spec, candidate in CANDIDATES.items():
         strategy, averages, since = built(spec), 0, 0
         if not isinstance(strategy, LocalSGD):
             continue
-        for step in range(1, BETWEEN_CHANGES + 1):
+        for step in range(1, COMING + 1):
             since += 1
             if since >= strategy.schedule.period(step, {}):
                 averages, since = averages + 1, 0
         share, period = candidate.beginning, candidate.period
-        assert averages == pytest.approx(BETWEEN_CHANGES * (share + (1 - share) / period), rel=0.01)
+        assert averages == pytest.approx(COMING * (share + (1 - share) / period), rel=0.01)
 
 
 def test_looks_are_at_fixed_steps() -> None:

@@ -7,7 +7,7 @@ done first.
     for each candidate: predict its step, by its own callbacks on a virtual cluster of what was
         measured (`simulation.measured`), each rank some of them
     correct what is not computing by what the prediction of the strategy at work was wrong by
-    cost = predicted step, in the mean of the coming 500, x steps to equal quality, with the
+    cost = predicted step, in the mean of the coming 2,000, x steps to equal quality, with the
         uncertainty of both
     the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
     every 250 steps: look again if steps take another time than expected, at least 500 steps after

@@ -2,8 +2,8 @@
 
 if less than a tenth of a step is waiting: AllReduce stays
 correct what is not computing by what the prediction of the strategy at work was wrong by
-cost = predicted step, in the mean of the coming 500, x steps to equal quality, with the uncertainty
-    of both
+cost = predicted step, in the mean of the coming 2,000, x steps to equal quality, with the
+    uncertainty of both
 the cheapest takes over, if it is cheaper than what is at work by more than that uncertainty
 """
 
@@ -27,7 +27,8 @@ FIRST_LOOK: Final = 20
 LEAST_SEEN: Final = 10
 EVERY: Final = 250
 BETWEEN_CHANGES: Final = 500
-"""Steps."""
+COMING: Final = 2000
+"""Steps. So many are taken to come."""
 
 BESIDE_S: Final = 1e-8
 """What a processor takes for each element and step where models are averaged beside training
@@ -76,8 +77,7 @@ class Candidate:
             parameter.
         keeps_step: whether ranks take equally many steps.
         begins_as: what it is like when it has just taken over; "": what it is later.
-        beginning: which share of `BETWEEN_CHANGES` steps is like that, where the rest is like later
-            ones.
+        beginning: which share of `COMING` steps is like that, where the rest is like later ones.
     """
 
     sgd: StepsToEqual
@@ -122,7 +122,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         bytes_per_parameter=4,
         bytes_per_moment=4,  # which are averaged, too
         begins_as="localsgd:period=1",
-        beginning=0.25,
+        beginning=0.0625,
     ),
     # Its optimizers' states are not averaged, which Adam misses.
     "localsgd:codec=linear4": Candidate(
@@ -131,7 +131,7 @@ CANDIDATES: Final[Mapping[str, Candidate]] = {
         period=10,
         bytes_per_parameter=12,
         begins_as="localsgd:codec=linear4:period=1",
-        beginning=0.25,
+        beginning=0.0625,
     ),
     "powersgd": Candidate(
         sgd=StepsToEqual(2.0, 0.2), adam=StepsToEqual(2.1, 0.6), bytes_per_parameter=12
@@ -301,7 +301,7 @@ def choose(
         seen: of what is at work.
         predicted_s: steps by strategy, as they were simulated; none where a step hardly waits.
         steps: to equal quality, by strategy.
-        coming_s: of those whose coming `BETWEEN_CHANGES` steps are not like later ones, their mean.
+        coming_s: of those whose `COMING` steps are not like later ones, their mean.
     """
     why = ""
     if seen.hardly_waits():
