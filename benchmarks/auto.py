@@ -94,8 +94,8 @@ def runs_of(
     plan = plan_comparison(request, out=out)
     directory, comparison = watched(plan)
     return {
-        one.label: [Record(directory / run) for run in one.runs]
-        for one in comparison.contestants
+        spec: [Record(directory / run) for run in one.runs]
+        for spec, one in zip(strategies, comparison.contestants, strict=True)
         if one.failure is None
     }
 

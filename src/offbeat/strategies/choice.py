@@ -314,7 +314,7 @@ def choose(
     predicted_s = corrected(predicted_s, seen)
     name = cheapest(seen, coming_s, steps)
     others = ", ".join(
-        f"{other} {ms(seconds)}" + (f" x {steps[other].mean:g}" if steps[other].mean != 1 else "")
+        f"{other} {ms(seconds)}" + (f" x {steps[other].mean:.3g}" if steps[other].mean != 1 else "")
         for other, seconds in sorted(coming_s.items(), key=lambda item: item[1])
     )
     step_s = seen.step_s if name == seen.at_work else predicted_s[name]
