@@ -104,6 +104,7 @@ class Auto(Strategy):
     quality: Literal["equal", "faster"] = "equal"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_one_of("quality", self.quality, ("equal", "faster"))
         for option in ("allow", "exclude"):
             for name in _names(getattr(self, option)):

@@ -60,6 +60,7 @@ class OneBitAdam(GradientStrategy):
     freeze_step: int = 1000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least("freeze_step", self.freeze_step, 1)
 
     @override
